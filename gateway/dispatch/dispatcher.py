@@ -312,9 +312,9 @@ class Dispatcher:
         """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
         brings upon itself."""
         link = self._links.pop(incarnation.identity, None)
-        self._last_death = f"{incarnation} {reason}"
         if link is None:
-            return
+            return  # it is another dispatcher's
+        self._last_death = f"{incarnation} {reason}"
         self._num_deaths += 1
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
         # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or

@@ -28,7 +28,7 @@ from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import Embedded, EmbedRequest
 from vecd.shm.card import ModelCard
-from vecd.shm.control import Activate, Message, NewKeys, Retired, Withdrawn
+from vecd.shm.control import Activate, InputDeaths, Message, NewKeys, Quarantined, Retired, Withdrawn, WorkerDown
 from vecd.shm.shared_metrics import SharedMetricsSpec
 
 PROMPTS = (("query", "query: "),)
@@ -555,6 +555,56 @@ def test_a_model_that_is_withdrawn_while_a_body_arrives_is_not_replaced():
         with pytest.raises(ApiError) as raised:
             await bench.services.handle(request)
         assert raised.value.status == 404
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/m/ranker/v1/embeddings", "/v1/embeddings"])
+def test_the_last_model_does_not_answer_for_one_that_is_withdrawn_while_a_body_arrives(path):
+    async def test(bench: Bench) -> None:
+        headers = {"content-length": "20"} | ({"x-vecd-model": "ranker"} if path.startswith("/v1") else {})
+        request = HttpRequest(
+            method="POST", path=path, query=b"", headers=headers, http_minor=1, keep_alive=True, request_id="id"
+        )
+        bench.services.check_head(request)
+        for generation in (2, 3):
+            bench.services.on_message(Withdrawn(generation), [])
+        request.body = b'{"input": "a"}'
+        with pytest.raises(ApiError) as raised:
+            await bench.services.handle(request)
+        assert raised.value.status == 404
+        again = HttpRequest(
+            method="POST", path="/m/dense/v1/embeddings", query=b"", headers={}, http_minor=1, keep_alive=True,
+            request_id="id", body=request.body,
+        )  # fmt: skip
+        bench.add("ranker", 7)
+        bench.services.check_head(again)
+        bench.services.on_message(Withdrawn(7), [])
+        assert (await bench.services.handle(again)).status == 200
+
+    run(test)
+
+
+def test_an_input_that_ends_the_workers_of_one_model_is_no_other_s_fault():
+    """Models of one vocabulary get the same token ids for the same text."""
+
+    async def test(bench: Bench) -> None:
+        dense, ranker, _ = (service.dispatcher for service in bench.made)
+        digest = dense.quarantine.digest(b"the same ids")
+        bench.services.on_message(InputDeaths([digest], is_isolated=True, has_crashed=True), [])
+        bench.services.on_message(Quarantined(digest), [])
+        assert dense.quarantine.holds(b"the same ids")
+        assert not ranker.quarantine.holds(b"the same ids")
+        again = bench.add("dense", 7).dispatcher
+        assert again.quarantine.digest(b"the same ids") == digest, "which other gateways tell all generations"
+
+    run(test)
+
+
+def test_a_death_is_the_reason_of_its_own_model_alone():
+    async def test(bench: Bench) -> None:
+        bench.services.on_message(WorkerDown(0, 1, "was killed by SIGKILL"), [])
+        assert [service.dispatcher.why_unavailable() for service in bench.made] == ["workers are loading"] * 3
 
     run(test)
 
