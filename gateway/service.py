@@ -505,6 +505,15 @@ class Services:
         """Of the active generations of all models."""
         return sum(link.is_usable for service in self.of_models for link in service.dispatcher.links)
 
+    def num_waiting(self) -> int:
+        """Sequences that a core could be for. What waits without a worker is not counted: another gateway would be
+        granted fewer cores for it, and leave them idle."""
+        return sum(
+            service.policy.queued_sequences
+            for service in self.all.values()
+            if any(link.is_usable for link in service.dispatcher.links)
+        )
+
     def queue_age_us(self) -> int:
         now = time.monotonic()
         return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)

@@ -199,7 +199,7 @@ class Dispatcher:
     def tokens_per_s(self) -> float:
         """Of all workers together, with full batches, and with the cores that other models leave. While there is no
         worker, as before."""
-        if not self._models.are_several or not self._links:
+        if not self._models.are_several or not self._links or not self._share.needs_cores:
             return self._tokens_per_s
         num_cores = self._models.part(self._share) * self._cores.num_cores
         return self._tokens_per_s * min(1.0, num_cores / len(self._links))

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.support.virtualtime import run_in_virtual_time
 from tests.unit.gateway.test_service import planned_config
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.service import GatewayFacts, Service, Services
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -605,6 +607,21 @@ def test_a_death_is_the_reason_of_its_own_model_alone():
     async def test(bench: Bench) -> None:
         bench.services.on_message(WorkerDown(0, 1, "was killed by SIGKILL"), [])
         assert [service.dispatcher.why_unavailable() for service in bench.made] == ["workers are loading"] * 3
+
+    run(test)
+
+
+def test_no_core_is_wanted_for_what_waits_without_a_worker():
+    async def test(bench: Bench) -> None:
+        dense, ranker, _ = bench.made
+        for service, num in ((dense, 2), (ranker, 5)):
+            service.policy.queued_sequences = num
+        assert bench.services.num_waiting() == 0
+        link = SimpleNamespace(is_usable=False)
+        dense.dispatcher._links[b"0"] = cast(WorkerLink, link)
+        assert bench.services.num_waiting() == 0
+        link.is_usable = True
+        assert bench.services.num_waiting() == 2
 
     run(test)
 
