@@ -325,6 +325,25 @@ def test_a_worker_that_would_read_changed_files_reloads_its_model_alone(bench, m
     run(test())
 
 
+def test_a_reload_looks_at_once_whether_files_that_had_gone_are_back(bench, models, folder) -> None:
+    models["b"] |= {"model": str(folder), "workers": 1}
+
+    async def test() -> None:
+        async with bench() as made:
+            folder.rename(away := folder.with_name("away"))
+            made.fakes.fork_servers[1].is_running = False
+            living(made)["b"][0].end(-9)
+            await settle(100)  # by now it is looked for once a minute
+            assert pools(made)["b"].broken
+            away.rename(folder)
+            await made.reload()
+            assert made.reloads.problems == []
+            assert pools(made)["b"].broken is None
+            assert len(living(made)["b"]) == 1
+
+    run(test())
+
+
 def test_a_model_that_grows_gets_other_workers_than_those_of_its_neighbours(bench, models) -> None:
     async def test() -> None:
         async with bench() as made:
