@@ -552,6 +552,19 @@ def test_one_model_that_cannot_be_served_refuses_the_whole_reload(bench, models,
     run(test())
 
 
+def test_a_server_of_many_models_and_workers_has_room_for_more(bench, models) -> None:
+    models |= {f"m{number}": {"workers": 4} for number in range(15)}
+
+    async def test() -> None:
+        async with bench() as made:
+            models["z"] = {"workers": 60}
+            await made.reload()
+            assert made.reloads.problems == []
+            assert len(pools(made)["z"].ready) == 60
+
+    run(test())
+
+
 def test_one_model_more_and_one_less(bench, models) -> None:
     del models["b"]
 
