@@ -260,8 +260,16 @@ class Services:
     # --- what the server calls ------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        service = self.active if self._models is None else self._enter(self._models, request)
-        return service.api.check_head(request)
+        models, path = self._models, request.path
+        if models is None:
+            return self.active.api.check_head(request)
+        if models.is_complete or not path.startswith(PREFIX) or models.split(path) is not None:
+            return self._enter(models, request).api.check_head(request)
+        # Its model may be still to come, and the body arrives meanwhile.
+        request.path = self._likeliest_reading(path)[1]
+        response = self.active.api.check_head(request)
+        request.path = path
+        return response
 
     async def handle(self, request: HttpRequest) -> Response:
         if self._models is not None:

@@ -679,6 +679,21 @@ def test_requests_wait_for_the_models_of_a_gateway_that_was_started_again():
     run(test, "dense", num_models=3)
 
 
+def test_a_body_that_is_still_arriving_waits_too():
+    async def test(bench: Bench) -> None:
+        body = orjson.dumps({"text_1": "a" * 20_000, "text_2": "b"})
+        asking = asyncio.ensure_future(bench.post("/m/ranker/score", body))
+        await asyncio.sleep(0)
+        bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
+        assert (await bench.post("/m/ranker/score", body)).status == 401
+        bench.services.on_message(NewKeys([]), [])
+        assert not asking.done()
+        bench.add("ranker", 2)
+        assert recorded_by(await asking) == "ranker"
+
+    run(test, "dense", num_models=2)
+
+
 def test_requests_wait_for_models_only_for_a_while():
     async def test() -> None:
         async with serving("dense", num_models=2) as bench:
