@@ -112,7 +112,7 @@ class Service:
         )
         service = ServiceKey(generation, config.model_index)
         vector_cache = None
-        if gateway.vector_cache is not None:
+        if gateway.vector_cache is not None and "dense" in config.card.capabilities:
             vector_cache = VectorCache(
                 gateway.vector_cache,
                 service,
