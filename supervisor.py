@@ -85,6 +85,8 @@ _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
 _MIN_BOARD_MODELS = 16
 """Models that a reload may bring the server to, if it starts with fewer: 2 KiB of shared metrics each, per gateway."""
+_ROOM = 2
+"""A reload may bring the server to so many times the models and workers that it starts with."""
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -490,8 +492,9 @@ class Supervisor:
 def _with_room(plans: Sequence[Plan]) -> list[Plan]:
     """The plans, with cells for the workers and models of all of them, and for more that a reload may add."""
     configs = [plan.gateway for plan in plans]
-    board_workers = max(*(config.board_workers for config in configs), sum(config.num_workers for config in configs))
-    board_models = max(*(config.board_models for config in configs), len(configs), _MIN_BOARD_MODELS)
+    num_workers = sum(config.num_workers for config in configs)
+    board_workers = max(*(config.board_workers for config in configs), _ROOM * num_workers)
+    board_models = max(*(config.board_models for config in configs), _ROOM * len(configs), _MIN_BOARD_MODELS)
     return [
         replace(plan, gateway=replace(plan.gateway, board_workers=board_workers, board_models=board_models))
         for plan in plans

@@ -220,10 +220,9 @@ class Gateway:
         )
 
     def _claim_cores(self) -> CoreClaim:
-        services = self._services
         return CoreClaim(
             self._cores,
-            num_waiting=lambda: services.total(lambda service: service.policy.queued_sequences),
+            num_waiting=self._services.num_waiting,
             send=self._control.send,
             call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
         )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NoReturn
 
 from vecd.gateway.admission.admission import Admission
@@ -25,7 +26,7 @@ from vecd.gateway.api.application import Api
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.models import HEADER, PREFIX, Models, header_value, readings_of
+from vecd.gateway.api.models import HEADER, PREFIX, Models, header_value, readings_of, unlisted
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.vector_cache import VectorCache
@@ -111,7 +112,7 @@ class Service:
         )
         service = ServiceKey(generation, config.model_index)
         vector_cache = None
-        if gateway.vector_cache is not None:
+        if gateway.vector_cache is not None and "dense" in config.card.capabilities:
             vector_cache = VectorCache(
                 gateway.vector_cache,
                 service,
@@ -130,7 +131,7 @@ class Service:
             widths={output: output.width_of(config.card) for output in Output},
             report=gateway.send,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
-            quarantine_key=gateway.quarantine_key,
+            quarantine_key=_quarantine_key(gateway.quarantine_key, config.model),
             shared_metrics=self._shared_metrics,
             cores=gateway.cores,
             vector_cache=vector_cache,
@@ -259,12 +260,22 @@ class Services:
     # --- what the server calls ------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        service = self.active if self._models is None else self._enter(self._models, request)
-        return service.api.check_head(request)
+        models, path = self._models, request.path
+        if models is None:
+            return self.active.api.check_head(request)
+        if models.is_complete or not path.startswith(PREFIX) or models.split(path) is not None:
+            return self._enter(models, request).api.check_head(request)
+        # Its model may be still to come, and the body arrives meanwhile.
+        request.path = self._likeliest_reading(path)[1]
+        response = self.active.api.check_head(request)
+        request.path = path
+        return response
 
     async def handle(self, request: HttpRequest) -> Response:
         if self._models is not None:
             return await self._handle_among(self._models, request)
+        if request.choice is not None:
+            self._check_left(request, request.choice)
         service = self.active
         service.num_handled += 1
         if self.tracing is not None:
@@ -299,6 +310,12 @@ class Services:
             return await service.api.handle(request)
         finally:
             held.release()
+
+    def _check_left(self, request: HttpRequest, choice: ModelChoice) -> None:
+        """Raises ModelNotFound for a request whose path or header names a model that was withdrawn while its body
+        arrived, if one model is left: that would answer in its place, because it knows neither prefix nor header."""
+        if choice.is_made and request.timeline.model != self.active.config.model:
+            raise unlisted(choice.named)
 
     async def _await_models(self, request: HttpRequest) -> None:
         """Let a request that may be for a model which is still to come wait for it, as for a worker. During the
@@ -496,9 +513,24 @@ class Services:
         """Of the active generations of all models."""
         return sum(link.is_usable for service in self.of_models for link in service.dispatcher.links)
 
+    def num_waiting(self) -> int:
+        """Sequences that a core could be for. What waits without a worker is not counted: another gateway would be
+        granted fewer cores for it, and leave them idle."""
+        return sum(
+            service.policy.queued_sequences
+            for service in self.all.values()
+            if any(link.is_usable for link in service.dispatcher.links)
+        )
+
     def queue_age_us(self) -> int:
         now = time.monotonic()
         return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)
+
+
+def _quarantine_key(key: bytes, model: str) -> bytes:
+    """That of one model, in every gateway that has the key: the same token ids may end the workers of one model and be
+    harmless to another."""
+    return blake2b(model.encode(), key=key, digest_size=len(key)).digest()
 
 
 def _is_of_model(config: GatewayConfig, other: GatewayConfig) -> bool:

@@ -5,8 +5,8 @@ never maps it. What a row is found by is `vecd.gateway.dispatch.vector_cache`'s,
 Stands on the standard library alone, because the supervisor imports it.
 
 Memory map. Each of G gateways has one segment. A segment is a table of B buckets of 8 ways, for rows of R bytes; B is
-as large as the segment allows. R depends on the model, so each generation of the configuration lays out the segments
-anew::
+as large as the segment allows. R is that of the model with the longest rows; a shorter row takes the beginning of its
+place. A new generation lays out the segments anew if its model is the only one, or has longer rows than all before::
 
     offset 0            segment_nbytes       2 × segment_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
@@ -38,8 +38,8 @@ keyed BLAKE2b-128 of all that the row depends on. Whatever does not verify is a 
 argument does not depend on the order of stores, so it holds on every architecture; the writer's order only makes fewer
 reads fail. A use is a hint: a wrong one evicts another row, and no more.
 
-A gateway clears the directory of its segment when it starts, and when a new generation becomes active. The file's
-memory is allocated at once, so no access can fail later.
+A gateway clears the directory of its segment when it starts, and whenever it lays it out anew. The file's memory is
+allocated at once, so no access can fail later.
 """
 
 import mmap
@@ -96,7 +96,7 @@ def create_vector_cache(spec: VectorCacheSpec) -> int:
 
 
 class VectorCacheMemory:
-    """The mapped file, as one gateway has it, and which of its generations uses it."""
+    """The mapped file, as one gateway has it, and which of its generations use it."""
 
     def __init__(self, memory: mmap.mmap, spec: VectorCacheSpec, gateway: int, key: bytes) -> None:
         """`gateway`: its index. `key`: up to 64 bytes, random and secret, the same for each gateway."""
@@ -104,8 +104,23 @@ class VectorCacheMemory:
         self.spec = spec
         self.gateway = gateway
         self.key = key
-        self.active: RowTable | None = None
-        """The table of the generation that new requests are for."""
+        self.table: RowTable | None = None
+        """That of all models, once a generation of one is active."""
+        self._active: dict[int, object] = {}
+
+    def activate(self, model: int, user: object, dim: int) -> bool:
+        """Let `user` alone, of all that have this model's index, use the table, for rows of `dim` floats. Returns
+        whether the table is a new one: then our segment is empty."""
+        others = self._active.keys() - {model}
+        self._active[model] = user
+        if self.table is not None and others and dim <= self.table.dim:
+            return False
+        self.table = RowTable(self, dim)
+        self.table.clear()
+        return True
+
+    def is_active(self, model: int, user: object) -> bool:
+        return self._active.get(model) is user
 
     @classmethod
     def mapped(cls, fd: int, spec: VectorCacheSpec, gateway: int, key: bytes) -> "VectorCacheMemory":
@@ -114,12 +129,13 @@ class VectorCacheMemory:
 
 
 class RowTable:
-    """The table for rows of one length: this gateway writes its own segment, and reads all of them."""
+    """The table for rows of up to one length: this gateway writes its own segment, and reads all of them."""
 
     def __init__(self, shared: VectorCacheMemory, dim: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """`dim`: floats of a row. `clock`: above 0, never going back, and the same in every process. Call
+        """`dim`: floats of the longest row. `clock`: above 0, never going back, and the same in every process. Call
         `clear` before the first `put`."""
         spec, gateway = shared.spec, shared.gateway
+        self.dim = dim
         self.row_nbytes = dim * _BYTES_PER_FLOAT
         self.num_buckets = spec.num_buckets(dim)
         self._way_nbytes = spec.way_nbytes(dim)
@@ -152,8 +168,9 @@ class RowTable:
         self._num_filled = bytearray(self.num_buckets)
         self.nbytes_used = 0
 
-    def find(self, digest: bytes) -> bytes | None:
-        """A copy of the row with this digest, from any segment; None when there is none. Side effect: a use is noted.
+    def find(self, digest: bytes, nbytes: int | None = None) -> bytes | None:
+        """A copy of the row with this digest, from any segment; None when there is none. `nbytes`: of the row, at most
+        `row_nbytes`, as it was put; None: so many. Side effect: a use is noted.
         Measured with one gateway, 384 floats: 6 µs, or 0.7 µs when there is none."""
         memory = self._memory
         bucket = int.from_bytes(digest[:8], "little") % self.num_buckets
@@ -164,15 +181,15 @@ class RowTable:
                 continue
             way = (at - start) // DIGEST_BYTES
             row_at, checksum_at = start + self._rows + way * self.row_nbytes, at + self._checksums
-            row = memory[row_at : row_at + self.row_nbytes]
+            row = memory[row_at : row_at + (nbytes or self.row_nbytes)]
             if self._checksum(digest, row) == memory[checksum_at : checksum_at + DIGEST_BYTES]:
                 self._our_uses[segment][way] = self._clock()
                 return row
         return None
 
     def put(self, digest: bytes, row: "bytes | memoryview[int]") -> tuple[bool, bool]:
-        """Store a row of `row_nbytes` bytes in our segment, if it is not there yet. Returns whether it was stored, and
-        whether another one was evicted for it. Measured as in `find`: 9 µs."""
+        """Store a row of at most `row_nbytes` bytes in our segment, if it is not there yet. Returns whether it was
+        stored, and whether another one was evicted for it. Measured as in `find`: 9 µs."""
         memory = self._memory
         bucket = int.from_bytes(digest[:8], "little") % self.num_buckets
         directory = self._ours + bucket * _BUCKET_BYTES
@@ -184,7 +201,7 @@ class RowTable:
         way = self._least_used(first) if is_full else first + num_filled
         at, row_at = self._ours + way * DIGEST_BYTES, self._ours + self._rows + way * self.row_nbytes
         memory[at : at + DIGEST_BYTES] = _EMPTY
-        memory[row_at : row_at + self.row_nbytes] = row
+        memory[row_at : row_at + len(row)] = row
         memory[at + self._checksums : at + self._checksums + DIGEST_BYTES] = self._checksum(digest, row)
         memory[at : at + DIGEST_BYTES] = digest
         self._our_uses[self._segments[0][0]][way] = self._clock()

@@ -127,7 +127,7 @@ class Models(Generic[M]):
     def refusal(self, name: str) -> ApiError:
         """The error for an unknown name that is always refused. It lists no model, because the client may have no
         key."""
-        return ModelNotFound(name, "those that GET /v1/models lists") if self.is_complete else _not_ready()
+        return unlisted(name) if self.is_complete else _not_ready()
 
     def able(self, needs: Sequence[str]) -> tuple[M, ...]:
         """The models that have one of the capabilities; all, if none is needed."""
@@ -154,6 +154,11 @@ class Models(Generic[M]):
         exact = [reading for reading in readings if reading[0] in self._exact]
         found = (reading for reading in readings if self.find(reading[0]) is not None)
         return exact[-1] if exact else next(found, None)
+
+
+def unlisted(name: str) -> ModelNotFound:
+    """The error for a name that means no model, without a list of those that do."""
+    return ModelNotFound(name, "those that GET /v1/models lists")
 
 
 def _not_ready() -> Unavailable:

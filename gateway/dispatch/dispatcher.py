@@ -199,7 +199,7 @@ class Dispatcher:
     def tokens_per_s(self) -> float:
         """Of all workers together, with full batches, and with the cores that other models leave. While there is no
         worker, as before."""
-        if not self._models.are_several or not self._links:
+        if not self._models.are_several or not self._links or not self._share.needs_cores:
             return self._tokens_per_s
         num_cores = self._models.part(self._share) * self._cores.num_cores
         return self._tokens_per_s * min(1.0, num_cores / len(self._links))
@@ -312,9 +312,9 @@ class Dispatcher:
         """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
         brings upon itself."""
         link = self._links.pop(incarnation.identity, None)
-        self._last_death = f"{incarnation} {reason}"
         if link is None:
-            return
+            return  # it is another dispatcher's
+        self._last_death = f"{incarnation} {reason}"
         self._num_deaths += 1
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
         # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or

@@ -17,7 +17,7 @@ from vecd.gateway.scheduling.queue import QueuedSequence
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
-from vecd.shm.vector_cache import DIGEST_BYTES, RowTable, VectorCacheMemory
+from vecd.shm.vector_cache import DIGEST_BYTES, VectorCacheMemory
 from vecd.shm.views import Rows
 
 _PURPOSE = b"vecd input"
@@ -31,7 +31,7 @@ _BORDER = struct.Struct("<Bi")
 
 
 class VectorCache:
-    """The cache of one service. Empty, and neither asked nor filled, unless it is the active one."""
+    """The cache of one service. Neither asked nor filled unless it is its model's active one."""
 
     def __init__(
         self,
@@ -45,26 +45,27 @@ class VectorCache:
         """`dim`: floats of a row. `is_shared_by_tenants`: a tenant gets what another one's input was computed to."""
         self._shared = shared
         self._service = service
-        self._table = RowTable(shared, dim)
         self._dim = dim
+        self._row_nbytes = dim * np.dtype(np.float32).itemsize
         self._is_shared_by_tenants = is_shared_by_tenants
         self._shared_metrics = shared_metrics
 
     @property
     def is_active(self) -> bool:
-        """Whether new requests are for its service."""
-        return self._shared.active is self._table
+        """Whether new requests for its model are for its service."""
+        return self._shared.is_active(self._service.model, self)
 
     def activate(self) -> None:
-        """Begin with an empty segment. The cache of the service before is neither asked nor filled any more."""
-        self._shared.active = self._table
-        self._table.clear()
-        self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, 0)
+        """Begin without a row. The cache of the model's service before is neither asked nor filled any more. Its rows
+        are forgotten where no other model has any; else they stay until others replace them."""
+        if self._shared.activate(self._service.model, self, self._dim):
+            self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, 0)
 
     def deliver_known(self, sequences: list[QueuedSequence], output: Output, tenant: str) -> list[QueuedSequence]:
         """Deliver the rows that are known of sequences of one request, none of which is queued; returns the sequences
         that are to be computed. Side effect: these have a digest from now on, under which `keep` keeps their rows."""
-        if not self.is_active:
+        table = self._shared.table
+        if table is None or not self.is_active:
             return sequences
         name = b"" if self._is_shared_by_tenants else tenant.encode()
         scope = _SCOPE.pack(self._service.generation, self._service.model, output, len(name)) + name
@@ -78,7 +79,7 @@ class VectorCache:
             if sequence.border:
                 hasher.update(_BORDER.pack(0, sequence.border))
             digest = hasher.digest()
-            row = self._table.find(digest)
+            row = table.find(digest, self._row_nbytes)
             if row is None:
                 sequence.digest = digest
                 unknown.append(sequence)
@@ -93,16 +94,17 @@ class VectorCache:
 
     def keep(self, sequences: list[QueuedSequence], rows: Rows) -> None:
         """Store the rows (float32 [n, dim], C-contiguous, finite) of sequences, one of each, that have a digest."""
-        if not self.is_active:
+        table = self._shared.table
+        if table is None or not self.is_active:
             return
         num_stored = num_evicted = 0
-        view, row_nbytes = rows.data.cast("B"), self._table.row_nbytes
+        view, row_nbytes = rows.data.cast("B"), self._row_nbytes
         for index, sequence in enumerate(sequences):
             if sequence.digest is not None:
                 row = view[index * row_nbytes : (index + 1) * row_nbytes]
-                is_stored, is_for_another = self._table.put(sequence.digest, row)
+                is_stored, is_for_another = table.put(sequence.digest, row)
                 num_stored += is_stored
                 num_evicted += is_for_another
         self._shared_metrics.add(Counter.VECTOR_CACHE_STORED, num_stored)
         self._shared_metrics.add(Counter.VECTOR_CACHE_EVICTED, num_evicted)
-        self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, self._table.nbytes_used)
+        self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, table.nbytes_used)

@@ -213,7 +213,12 @@ class ModelShares:
     def wants_short_batches(self, now: float) -> bool:
         """Whether others wait for each batch, of whichever model: one of them wants short ones; or short requests come
         for one while another has a backlog, or has many turns waiting and the first has not."""
-        policies = [share.policy for share in self._members if share.needs_cores]
+        # What waits without a worker, because its model loads or its workers are dead, waits for no batch.
+        policies = [
+            share.policy
+            for share, member in self._members.items()
+            if share.needs_cores and (share.is_waiting or member.in_flight_tokens or not share.policy.queued_sequences)
+        ]
         expecting = [policy for policy in policies if policy.expects_short(now)]
         if expecting and any(policy.has_backlog for policy in policies):
             return True
@@ -222,14 +227,14 @@ class ModelShares:
         return any(policy.wants_short_batches(now) for policy in policies)
 
     def part(self, share: ModelShare) -> float:
-        """The part of the cores that a model can count on, above 0 … 1: by the weights of those that have work, as if
-        it had some."""
+        """The part of the cores that a model can count on, above 0 … 1: by the weights of those whose workers have
+        work, as if it had some."""
         if not share.needs_cores:
             return 1.0
         weights = {
             other.model: other.clock.weight
             for other, member in self._members.items()
-            if other.needs_cores and (other.policy.queued_sequences or member.in_flight_tokens)
+            if other.needs_cores and (other.is_waiting or member.in_flight_tokens)
         }
         weights[share.model] = share.clock.weight
         return share.clock.weight / sum(weights.values())

@@ -163,16 +163,18 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
             keys = _check_shared(settings)
         except ConfigurationError as error:
             problems += error.problems
-        if settings.vector_cache:
-            problems.append(f"--vector-cache: {settings.vector_cache} bytes given, which keep the vectors of one model")
         for entry in entries:
             try:
-                plans.append(_plan_model(entry.settings, keys, report, num_gateways))
+                plans.append(_plan_model(entry.settings, keys, report, num_gateways, is_only_model=False))
                 num_gateways = plans[-1].gateway.num_gateways
             except ConfigurationError as error:
                 problems += [f"{entry.name}: {problem}" for problem in error.problems]
             except ModelError as error:
                 faults.append(f"{entry.name}: {error}")
+        if settings.vector_cache and len(plans) == len(entries) and not any(map(_keeps_vectors, plans)):
+            problems.append(
+                f"--vector-cache: {settings.vector_cache} bytes given, which keep dense vectors; no model has such"
+            )
         if problems:
             raise ConfigurationError([*problems, *faults])
         if faults:
@@ -196,6 +198,8 @@ def _plan_model(
     keys: tuple[ApiKey, ...],
     report: Callable[[str], None],
     num_gateways: int | None,
+    *,
+    is_only_model: bool = True,
 ) -> Plan:
     """As `make_plan`."""
     check_ranges(settings.quantization_ranges)
@@ -222,7 +226,7 @@ def _plan_model(
     if num_gateways is None:
         num_gateways, why_gateways = _num_gateways(settings, card, devices)
     gateway = _gateway_config(settings, name, card, devices, keys, num_gateways)
-    _check_vector_cache(gateway)
+    _check_vector_cache(gateway, is_only_model=is_only_model)
     workers = [
         _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
         for index in range(gateway.num_workers)
@@ -350,9 +354,16 @@ def _keep_alive_s(settings: Settings) -> float | None:
     return _KEEP_ALIVE_ON_DEMAND_S if settings.load == "demand" else None
 
 
-def _check_vector_cache(gateway: GatewayConfig) -> None:
-    """Raises ConfigurationError for a --vector-cache that is too small to be of use, or that nothing is kept in."""
+def _keeps_vectors(plan: Plan) -> bool:
+    return "dense" in plan.card.capabilities
+
+
+def _check_vector_cache(gateway: GatewayConfig, *, is_only_model: bool) -> None:
+    """Raises ConfigurationError for a --vector-cache that is too small to be of use, or that nothing is kept in. Beside
+    others, a model without dense vectors does not use it."""
     if gateway.vector_cache and "dense" not in gateway.card.capabilities:
+        if not is_only_model:
+            return
         kind = " and ".join(gateway.card.capabilities)
         raise ConfigurationError(
             [f"--vector-cache: {gateway.vector_cache} bytes given, which keep dense vectors; this model is for {kind}"]

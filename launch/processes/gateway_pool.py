@@ -149,10 +149,12 @@ class GatewayPool:
         return [link for link in self.ready_links if now - link.heartbeat_at <= _HUNG_AFTER_S]
 
     def is_connected(self, worker_pool: WorkerPool) -> bool:
-        """Whether the pool is complete, and each ready gateway, of which there is one, is connected to all of it."""
+        """Whether the pool is complete, and each ready gateway, of which there is one, is connected to all of it, and
+        awaits no other model: it would count this one for that."""
         workers = {worker.incarnation for worker in worker_pool.ready.values()}
         links = self.ready_links
-        return worker_pool.is_complete and bool(links) and all(link.connected >= workers for link in links)
+        is_served = all(link.connected >= workers and not link.awaited for link in links)
+        return worker_pool.is_complete and bool(links) and is_served
 
     # --- supervision ----------------------------------------------------------------------------------------
 
@@ -292,6 +294,9 @@ class GatewayPool:
         for link in list(self.links.values()):
             if link.awaited - generations.keys():
                 log.warning("%s was started for a model that is no longer served, and is killed", link.process.name)
+                link.process.kill()
+            elif not link.is_ready and generations.keys() - link.generations.keys() - link.awaited:
+                log.warning("%s was started without a model that is served now, and is killed", link.process.name)
                 link.process.kill()
         self.reconcile()
 

@@ -194,13 +194,15 @@ class Reloader:
 
     def _unchanged(self, plan: Plan, plans: Sequence[Plan]) -> WorkerPool | None:
         """The pool that serves this plan, one of `plans`, already; None if there is none, or if it is that of the only
-        model. Side effect: the plan is closed if there is one."""
+        model. Side effects if there is one: the plan is closed, and workers that wait for the model's files look at
+        them, which are what they were."""
         active = self.active
         if len(active) == len(plans) == 1:
             return None
         for worker_pool in active:
             is_same = _is_same(worker_pool.plan, plan, is_first=plan is plans[0])
             if worker_pool.model == plan.gateway.model and is_same:
+                worker_pool.look_again()
                 plan.close()
                 return worker_pool
         return None

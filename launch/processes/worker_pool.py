@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,6 +110,8 @@ class WorkerPool:
         self._observer = observer
         self._files = system.files
         self._has_been_ready = False
+        self._looks_again = asyncio.Event()
+        """Set for a moment, see `look_again`."""
         timeout_s = plan.settings.start_timeout
         self._fork_server = system.fork_server(_fork_server_start(plan), timeout_s, self._on_load_stage)
         self._endpoints: list[tuple[socket.socket, int]] = []
@@ -169,6 +172,11 @@ class WorkerPool:
             worker.is_stuck = True
             worker.process.abort()
 
+    def look_again(self) -> None:
+        """Look at once at the model's files, if workers wait for them to be what they were."""
+        self._looks_again.set()
+        self._looks_again.clear()
+
     # --- supervision of a worker ----------------------------------------------------------------------------
 
     async def _supervise_worker(self, index: int) -> None:
@@ -198,7 +206,9 @@ class WorkerPool:
                 reason = str(error)
             if not self.ready:  # requests can go to no worker, and none will come
                 self._is_broken(reason)
-            await asyncio.sleep(interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._looks_again.wait()
             interval_s = min(2 * interval_s, longest_s)
 
     def _reads_model(self) -> bool:

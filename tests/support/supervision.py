@@ -10,7 +10,7 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, TypeVar
@@ -150,6 +150,8 @@ class FakeGateway(FakeProcess):
     connects = True
     unprepared = ""
     """Why it cannot prepare for another generation."""
+    slow_generations: Collection[int] = ()
+    """Those that it prepares only when a test says so."""
     retires = True
     drains = True
     _generation = 0
@@ -173,7 +175,8 @@ class FakeGateway(FakeProcess):
                 self.inbox.put_nowait(WorkerConnected(message.worker, message.life))
             case Prepare():
                 self._models[message.generation] = message.config["model"]
-                self.inbox.put_nowait(Prepared(message.generation, self.unprepared))
+                if message.generation not in self.slow_generations:
+                    self.inbox.put_nowait(Prepared(message.generation, self.unprepared))
             case Activate():
                 before = self.served.get(self._models[message.generation])
                 if self.retires and before is not None:

@@ -24,6 +24,7 @@ from vecd.shm.control import (
     GatewayStart,
     ModelBroken,
     Prepare,
+    Prepared,
     Progress,
     Retired,
     Withdrawn,
@@ -324,6 +325,25 @@ def test_a_worker_that_would_read_changed_files_reloads_its_model_alone(bench, m
     run(test())
 
 
+def test_a_reload_looks_at_once_whether_files_that_had_gone_are_back(bench, models, folder) -> None:
+    models["b"] |= {"model": str(folder), "workers": 1}
+
+    async def test() -> None:
+        async with bench() as made:
+            folder.rename(away := folder.with_name("away"))
+            made.fakes.fork_servers[1].is_running = False
+            living(made)["b"][0].end(-9)
+            await settle(100)  # by now it is looked for once a minute
+            assert pools(made)["b"].broken
+            away.rename(folder)
+            await made.reload()
+            assert made.reloads.problems == []
+            assert pools(made)["b"].broken is None
+            assert len(living(made)["b"]) == 1
+
+    run(test())
+
+
 def test_a_model_that_grows_gets_other_workers_than_those_of_its_neighbours(bench, models) -> None:
     async def test() -> None:
         async with bench() as made:
@@ -382,6 +402,48 @@ def test_a_gateway_that_starts_while_a_model_is_withdrawn_does_not_wait_for_it(b
             await settle(5)
             assert made.fakes.gateways[3].sent(GatewayStart)[0].num_models == 1
             assert made.fakes.gateways[3].served == made.fakes.gateways[0].served == {"a": 1}
+
+    run(test())
+
+
+def test_a_gateway_that_starts_while_a_model_is_added_starts_again(bench, models) -> None:
+    """It would take the new model's name for an unknown one until it has been told of it."""
+
+    async def test() -> None:
+        async with bench("--gateways", "2") as made:
+            made.fakes.on_spawn = lambda gateway: setattr(gateway, "starts", False)
+            made.fakes.gateways[1].end(1)
+            await settle(1)
+            made.fakes.on_spawn = lambda gateway: None
+            models["c"] = {}
+            await made.reload()
+            assert made.fakes.gateways[0].served == {"a": 1, "b": 2, "c": 3}
+            assert not made.fakes.gateways[2].is_alive
+            await settle(5)
+            assert made.fakes.gateways[3].sent(GatewayStart)[0].num_models == 3
+
+    run(test())
+
+
+def test_a_model_is_added_when_each_gateway_serves_those_there_are(bench, models) -> None:
+    """A gateway that was started again counts the models that it waits for, and not which they are."""
+
+    async def test() -> None:
+        async with bench("--gateways", "2") as made:
+            made.fakes.on_fork = lambda worker: None
+            models["c"] = {"workers": 1}
+            await made.reload()
+            made.fakes.on_spawn = lambda gateway: setattr(gateway, "slow_generations", {2})
+            made.fakes.gateways[1].end(1)
+            await settle(1)
+            again = made.fakes.gateways[2]
+            ready(made.fakes.workers[4])
+            await settle(5)
+            assert [activate.generation for activate in again.sent(Activate)] == []
+            again.inbox.put_nowait(Prepared(2))
+            await settle(1)
+            assert [activate.generation for activate in again.sent(Activate)] == [2, 3]
+            assert made.reloads.problems == []
 
     run(test())
 
@@ -486,6 +548,19 @@ def test_one_model_that_cannot_be_served_refuses_the_whole_reload(bench, models,
             await made.reload()
             assert list(gateway.served) == ["a", "b", "c"]
             assert "not reloaded" not in made.status
+
+    run(test())
+
+
+def test_a_server_of_many_models_and_workers_has_room_for_more(bench, models) -> None:
+    models |= {f"m{number}": {"workers": 4} for number in range(15)}
+
+    async def test() -> None:
+        async with bench() as made:
+            models["z"] = {"workers": 60}
+            await made.reload()
+            assert made.reloads.problems == []
+            assert len(pools(made)["z"].ready) == 60
 
     run(test())
 

@@ -71,8 +71,8 @@ class Service:
 
     def __init__(self, bench: Bench, vector_cache: VectorCache) -> None:
         keys = tuple(ApiKey(name, sha256(name.encode()).hexdigest()) for name in "ab")
-        card = replace(planned_config().card, dim=SPEC.dim, hidden_size=SPEC.dim)
-        config = replace(planned_config(), keys=keys, card=card, arena=SPEC)
+        card = replace(planned_config().card, dim=bench.spec.dim, hidden_size=bench.spec.dim)
+        config = replace(planned_config(), keys=keys, card=card, arena=bench.spec)
         tokenizer: Any = Ids()
         self.bench = bench
         self.vector_cache = vector_cache
@@ -310,3 +310,68 @@ async def test_a_generation_that_is_replaced_neither_asks_nor_fills_the_cache(se
     assert numbers_of(await embedding) == [2]
     assert await service.computed(worker, [1]) == [1], "computed again"
     assert service.counts() == (0, 2, 1)
+
+
+# --- several models -------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def two_models() -> AsyncIterator[tuple[VectorCacheMemory, Service, Service]]:
+    """With rows of other lengths, in one memory. The longer ones become active last."""
+    shared_metrics = SharedMetrics.private()
+    shared = VectorCacheMemory(mmap.mmap(-1, CACHE.nbytes), CACHE, 0, b"key")
+    specs = SPEC, replace(SPEC, dim=2 * SPEC.dim)
+    keys = ServiceKey(1, 0), ServiceKey(2, 1)
+    first, other = (
+        VectorCache(shared, key, dim=spec.dim, is_shared_by_tenants=False, shared_metrics=shared_metrics)
+        for key, spec in zip(keys, specs, strict=True)
+    )
+    async with (
+        running_bench(service=keys[0], spec=specs[0], vector_cache=first, shared_metrics=shared_metrics) as short,
+        running_bench(service=keys[1], spec=specs[1], vector_cache=other, shared_metrics=shared_metrics) as long,
+        asyncio.timeout(30),
+    ):
+        for index, bench in enumerate((short, long)):
+            bench.dispatcher.activate()
+            bench.add_worker(index)
+        yield shared, Service(short, first), Service(long, other)
+
+
+async def test_models_with_rows_of_other_lengths_share_the_memory_and_no_row():
+    async with two_models() as (_, short, long):
+        services = (short, long, short)  # what is stored last is not what is asked first
+        for service in services[:2]:
+            [worker] = service.bench.workers
+            assert await service.computed(worker, [1], [2]) == [1, 2]
+        assert short.counts()[:2] == (0, 4)
+        for service in services:
+            embedded = await service.embed([2], [1])
+            assert numbers_of(embedded) == [2, 1]
+            [rows] = embedded.collectors
+            assert isinstance(rows, JsonRows)
+            assert {len(orjson.loads(fragment)) for fragment in rows.fragments} == {service.bench.spec.dim}
+        assert short.counts()[:2] == (6, 4)
+        num_bytes = short.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES)
+        assert num_bytes == 4 * CACHE.way_nbytes(long.bench.spec.dim)
+
+
+async def test_another_generation_of_one_model_leaves_the_other_s_rows():
+    async with two_models() as (shared, short, long):
+        for service in (short, long):
+            [worker] = service.bench.workers
+            await service.computed(worker, [1])
+        successor = VectorCache(
+            shared, ServiceKey(3, 0), dim=SPEC.dim, is_shared_by_tenants=False,
+            shared_metrics=short.bench.shared_metrics,
+        )  # fmt: skip
+        successor.activate()
+        assert (successor.is_active, short.vector_cache.is_active, long.vector_cache.is_active) == (True, False, True)
+        assert numbers_of(await long.embed([1])) == [1], "found"
+        assert await short.computed(short.bench.workers[0], [1]) == [1], "computed again"
+        longest = VectorCache(
+            shared, ServiceKey(4, 2), dim=4 * SPEC.dim, is_shared_by_tenants=False,
+            shared_metrics=short.bench.shared_metrics,
+        )  # fmt: skip
+        longest.activate()
+        assert short.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES) == 0
+        assert await long.computed(long.bench.workers[0], [1]) == [1], "laid out anew"

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.support.virtualtime import run_in_virtual_time
 from tests.unit.gateway.test_service import planned_config
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.service import GatewayFacts, Service, Services
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -28,7 +30,7 @@ from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import Embedded, EmbedRequest
 from vecd.shm.card import ModelCard
-from vecd.shm.control import Activate, Message, NewKeys, Retired, Withdrawn
+from vecd.shm.control import Activate, InputDeaths, Message, NewKeys, Quarantined, Retired, Withdrawn, WorkerDown
 from vecd.shm.shared_metrics import SharedMetricsSpec
 
 PROMPTS = (("query", "query: "),)
@@ -559,6 +561,71 @@ def test_a_model_that_is_withdrawn_while_a_body_arrives_is_not_replaced():
     run(test)
 
 
+@pytest.mark.parametrize("path", ["/m/ranker/v1/embeddings", "/v1/embeddings"])
+def test_the_last_model_does_not_answer_for_one_that_is_withdrawn_while_a_body_arrives(path):
+    async def test(bench: Bench) -> None:
+        headers = {"content-length": "20"} | ({"x-vecd-model": "ranker"} if path.startswith("/v1") else {})
+        request = HttpRequest(
+            method="POST", path=path, query=b"", headers=headers, http_minor=1, keep_alive=True, request_id="id"
+        )
+        bench.services.check_head(request)
+        for generation in (2, 3):
+            bench.services.on_message(Withdrawn(generation), [])
+        request.body = b'{"input": "a"}'
+        with pytest.raises(ApiError) as raised:
+            await bench.services.handle(request)
+        assert raised.value.status == 404
+        again = HttpRequest(
+            method="POST", path="/m/dense/v1/embeddings", query=b"", headers={}, http_minor=1, keep_alive=True,
+            request_id="id", body=request.body,
+        )  # fmt: skip
+        bench.add("ranker", 7)
+        bench.services.check_head(again)
+        bench.services.on_message(Withdrawn(7), [])
+        assert (await bench.services.handle(again)).status == 200
+
+    run(test)
+
+
+def test_an_input_that_ends_the_workers_of_one_model_is_no_other_s_fault():
+    """Models of one vocabulary get the same token ids for the same text."""
+
+    async def test(bench: Bench) -> None:
+        dense, ranker, _ = (service.dispatcher for service in bench.made)
+        digest = dense.quarantine.digest(b"the same ids")
+        bench.services.on_message(InputDeaths([digest], is_isolated=True, has_crashed=True), [])
+        bench.services.on_message(Quarantined(digest), [])
+        assert dense.quarantine.holds(b"the same ids")
+        assert not ranker.quarantine.holds(b"the same ids")
+        again = bench.add("dense", 7).dispatcher
+        assert again.quarantine.digest(b"the same ids") == digest, "which other gateways tell all generations"
+
+    run(test)
+
+
+def test_a_death_is_the_reason_of_its_own_model_alone():
+    async def test(bench: Bench) -> None:
+        bench.services.on_message(WorkerDown(0, 1, "was killed by SIGKILL"), [])
+        assert [service.dispatcher.why_unavailable() for service in bench.made] == ["workers are loading"] * 3
+
+    run(test)
+
+
+def test_no_core_is_wanted_for_what_waits_without_a_worker():
+    async def test(bench: Bench) -> None:
+        dense, ranker, _ = bench.made
+        for service, num in ((dense, 2), (ranker, 5)):
+            service.policy.queued_sequences = num
+        assert bench.services.num_waiting() == 0
+        link = SimpleNamespace(is_usable=False)
+        dense.dispatcher._links[b"0"] = cast(WorkerLink, link)
+        assert bench.services.num_waiting() == 0
+        link.is_usable = True
+        assert bench.services.num_waiting() == 2
+
+    run(test)
+
+
 def test_keys_and_their_use_are_the_server_s():
     async def test(bench: Bench) -> None:
         bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
@@ -610,6 +677,21 @@ def test_requests_wait_for_the_models_of_a_gateway_that_was_started_again():
             assert recorded_by(await each) == "ranker"
 
     run(test, "dense", num_models=3)
+
+
+def test_a_body_that_is_still_arriving_waits_too():
+    async def test(bench: Bench) -> None:
+        body = orjson.dumps({"text_1": "a" * 20_000, "text_2": "b"})
+        asking = asyncio.ensure_future(bench.post("/m/ranker/score", body))
+        await asyncio.sleep(0)
+        bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
+        assert (await bench.post("/m/ranker/score", body)).status == 401
+        bench.services.on_message(NewKeys([]), [])
+        assert not asking.done()
+        bench.add("ranker", 2)
+        assert recorded_by(await asking) == "ranker"
+
+    run(test, "dense", num_models=2)
 
 
 def test_requests_wait_for_models_only_for_a_while():

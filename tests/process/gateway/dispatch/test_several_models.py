@@ -265,3 +265,9 @@ async def test_speed_is_estimated_with_the_cores_that_the_other_model_leaves():
         answer(*batch)
         await requests[0].finished
         assert first.dispatcher.tokens_per_s == alone
+
+
+async def test_the_speed_of_workers_on_a_gpu_does_not_go_by_cores():
+    async with two_models(num_cores=1, num_workers=2, weight=None) as (_, _, other):
+        link = other.dispatcher.links[0]
+        assert other.dispatcher.tokens_per_s == pytest.approx(2 * link.cost_model.tokens_per_s)

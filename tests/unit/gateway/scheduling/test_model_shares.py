@@ -360,6 +360,27 @@ def test_a_model_counts_on_its_part_by_weight_of_those_that_have_work():
     assert part(first.share) == pytest.approx(2 / 8), "its own generations count once"
 
 
+def test_what_waits_for_a_model_without_a_worker_costs_the_others_nothing():
+    machine = Machine(2)
+    first, other = machine.add(), machine.add()
+    other.num_idle = 0  # it loads, or its workers are dead
+    machine.queue(other)
+    assert machine.shares.part(first.share) == 1.0
+    other.policy.has_backlog = other.policy.has_many_turns = other.policy.has_newcomer = True
+    first.policy.is_short_expected = True
+    assert not machine.shares.wants_short_batches(machine.now)
+    other.policy.is_short_expected = True
+    first.policy.has_backlog = True
+    first.policy.is_short_expected = False
+    assert not machine.shares.wants_short_batches(machine.now)
+    other.num_idle = 1
+    machine.dispatch()
+    assert machine.shares.part(first.share) == 0.5
+    assert machine.shares.wants_short_batches(machine.now)
+    machine.run(1)
+    assert machine.shares.part(first.share) == 0.5
+
+
 def test_those_that_stay_look_at_once_for_what_one_leaves():
     machine = Machine(1)
     first, other = machine.add(), machine.add()

@@ -1,5 +1,6 @@
 """Which models a configuration has, what is refused, and the plans of several."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -375,9 +376,21 @@ def test_the_problems_of_all_models_are_told_and_no_descriptor_stays_open(minilm
     assert num_open() == before
 
 
-def test_the_vector_cache_is_for_one_model(minilm_folder: Path) -> None:
-    flags = ["--device", "cpu", "--engine", "dummy", "--vector-cache", "1000000", f"a={minilm_folder}"]
-    [made] = make_plans(load(*flags))
-    made.close()
-    with pytest.raises(ConfigurationError, match=r"^--vector-cache: 1000000 bytes given, which keep"):
-        make_plans(load(*flags, f"b={minilm_folder}"))
+def test_the_vector_cache_is_for_the_models_with_dense_vectors(minilm_folder: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "ranker").mkdir()
+    for path in minilm_folder.glob("*.json"):
+        if path.name not in ("config.json", "modules.json"):
+            (folder / path.name).symlink_to(path)
+    (folder / "model.safetensors").touch()
+    read = json.loads((minilm_folder / "config.json").read_text())
+    ranking = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(read | ranking))
+    flags = ["--device", "cpu", "--engine", "dummy", "--vector-cache"]
+    dense, ranker = f"a={minilm_folder}", f"b={folder}"
+    for plan in make_plans(load(*flags, "1000000", dense, ranker)):
+        assert plan.gateway.vector_cache == 1_000_000
+        plan.close()
+    with pytest.raises(ConfigurationError, match=r"^--vector-cache: 1000000 .* no model has such$"):
+        make_plans(load(*flags, "1000000", ranker, ranker.replace("b=", "c=")))
+    with pytest.raises(ConfigurationError, match=r"^a: --vector-cache: 1000 bytes given, this model needs at least"):
+        make_plans(load(*flags, "1000", dense, ranker))
