@@ -133,9 +133,8 @@ class Residence:
     def failed_error(self) -> Unavailable:
         """The error of a request after a load that has failed."""
         rest_s = self._rest_s(self._clock())
-        return Unavailable(
-            f"The model cannot be served: {self.why_failed()}", retry_after_s=rest_s, code="model_failed"
-        )
+        message = f"The model could not be loaded: {self.status.reason}"
+        return Unavailable(message, retry_after_s=rest_s, code="model_failed")
 
     def late_error(self) -> Unavailable:
         """The error of a request whose deadline has passed while it waited for the model."""
@@ -145,7 +144,7 @@ class Residence:
 
     def why_failed(self) -> str | None:
         """Why the model cannot be loaded; None in all other states."""
-        return f"it could not be loaded: {self.status.reason}" if self.state is ModelState.FAILED else None
+        return f"the model could not be loaded: {self.status.reason}" if self.state is ModelState.FAILED else None
 
     def _loading_error(self, message: str) -> Unavailable:
         return Unavailable(message, retry_after_s=self._rest_s(self._clock()), code="model_loading")
