@@ -201,6 +201,8 @@ def retrieve_model(model_info: ModelInfo, path: str) -> Response:
 
 
 def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
+    seen = model_info.by_name(name)
+    dimensions = {"dimensions": seen.num_dimensions} if model_info.is_dense else {}
     return {
         "id": name,
         "object": "model",
@@ -209,6 +211,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
         "root": model_info.model,
         "max_model_len": model_info.max_tokens,
         "capabilities": model_info.capabilities,
+        **({} if seen.defaults is None else {"defaults": seen.defaults.given(), **dimensions}),
     }
 
 
@@ -250,6 +253,8 @@ def response_schema(kind: str, key: str, vector: Schema) -> Schema:
 
 
 _MODEL_RESPONSE = record(
+    "dimensions",
+    "defaults",
     id=schemas.STRING,
     object={"const": "model"},
     created=_CREATED,
@@ -257,6 +262,8 @@ _MODEL_RESPONSE = record(
     root=described(schemas.STRING, "the served model's own name"),
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
     capabilities=described(list_of({"enum": [*CAPABILITIES]}, at_least=1), "what the model can do, as in GET /info"),
+    dimensions=described(schemas.POSITIVE, "of vectors by an alias with `defaults`"),
+    defaults=described({"type": "object"}, "of requests by this alias that do not say otherwise; only if it has any"),
 )
 _COHERE_S_MODEL = record(
     name=schemas.STRING,
