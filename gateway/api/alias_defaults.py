@@ -11,7 +11,6 @@ from typing import Any
 
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages, Work
-from vecd.gateway.encoding.forms import check_forms
 from vecd.gateway.types.config import AliasDefaults
 from vecd.gateway.types.request import EmbedRequest, Overflow, Pair, Role
 from vecd.shm.output import Output
@@ -45,7 +44,7 @@ def fill_in(body: Mapping[str, Any], operation: Operation, defaults: AliasDefaul
 
 def parse_with_defaults(parse: Callable[[Call], Work], body: Mapping[str, Any], call: Call) -> Work:
     """As `parse`, with the defaults of `call.model_info` in the request. `body`: of the call. Raises what `parse`
-    raises, and BadRequest for a form that vectors of the default dimensions cannot have."""
+    raises. A form that vectors of the default dimensions cannot have is refused when they are collected."""
     return _completed(parse(call), body, call.model_info)
 
 
@@ -77,10 +76,7 @@ def _complete(request: EmbedRequest, body: Mapping[str, Any], model_info: ModelI
     request = request._replace(tokenizing=how)
     if defaults.dimensions is None or request.output not in _VECTORS or _gives(body, _DIMENSIONS):
         return request
-    if defaults.dimensions != model_info.dim:
-        request = request._replace(dimensions=defaults.dimensions)
-        check_forms(request, model_info, has_ranges=model_info.has_quantization_ranges)
-    return request
+    return request._replace(dimensions=None if defaults.dimensions == model_info.dim else defaults.dimensions)
 
 
 def _is_dense_alone(body: Mapping[str, Any]) -> bool:

@@ -115,7 +115,7 @@ class Models(Generic[M]):
             base, _, suffix = name.rpartition(":")
             if info.is_suffix(suffix) or self._find_whole(base) is model:
                 return f"{base if base in info.names else info.model}:{suffix}"
-        return info.model
+        return info.model if info.defaults is None else info.defaults.alias
 
     # --- the choice -----------------------------------------------------------------------------------------
 

@@ -168,7 +168,9 @@ def _check_prompt(key: str, defaults: AliasDefaults, card: ModelCard) -> str:
         return ""
     if key == "role":
         has_roles = card.tokens is not None or (card.sparse is not None and card.sparse.query_weights)
-        return "" if has_roles or card.prompts else "the model has no prompts, and treats queries as documents"
+        if not (has_roles or card.prompts):
+            return "the model has no prompts, and treats queries as documents"
+        return "" if card.pools_prompt or not any(text for _, text in card.prompts) else _LEAVES_OUT
     if why := _why_takes_none(card):
         return why
     names = dict(card.prompts)

@@ -249,7 +249,8 @@ def test_an_alias_is_listed_with_its_defaults():
         assert (listed["small"]["dimensions"], listed["asked"]["root"]) == (16, "dense")
         for name in ("dense", "plain", "dense:query"):
             assert not {"defaults", "dimensions"} & listed[name].keys()
-        assert json_of(await bench.get("/v1/models/asked"))["defaults"] == expected
+        for name in ("asked", "Asked"):
+            assert json_of(await bench.get(f"/v1/models/{name}"))["defaults"] == expected
         shown = json_of(await bench.post("/api/show", {"model": "asked"}))
         assert shown["model_info"]["bert.embedding_length"] == 8
         told = json_of(await bench.get("/info"))["model"]

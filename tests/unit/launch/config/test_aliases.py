@@ -170,6 +170,7 @@ def test_prompts_that_a_model_cannot_have(card: ModelCard, prompts: Prompts, why
         (replace(CARD, prompts=()), {"role": "query"}, "role: the model has no prompts"),
         (replace(CARD, pools_prompt=False), {"prompt": "x"}, "prompt: the model leaves prompts out"),
         (replace(CARD, pools_prompt=False), {"prompt": ""}, ""),
+        (replace(CARD, pools_prompt=False), {"role": "query"}, "role: the model leaves prompts out"),
         (MULTI_VECTOR, {"role": "query"}, ""),
         (MULTI_VECTOR, {"prompt": "x"}, "prompt: a multi-vector model has templates"),
         (RERANKER, {"prompt_name": "x"}, "prompt_name: this model is for rerank, and takes none"),
