@@ -27,10 +27,11 @@ _VECTORS = (Output.VECTORS, Output.UNNORMALIZED)
 
 
 def fill_in(body: Mapping[str, Any], operation: Operation, defaults: AliasDefaults) -> Mapping[str, Any]:
-    """The body with the defaults that decide the shape of its response, in the fields that the operation has for
-    them."""
-    filled: dict[str, Any] = {}
+    """The fields of the body that the operation has, and the defaults that decide the shape of its response in those
+    that it has for them."""
     names, dtype = operation.fields.small, defaults.dtype
+    body = {name: value for name, value in body.items() if name in names or name in operation.fields.large}
+    filled: dict[str, Any] = {}
     if dtype is not None and operation.needs[:1] == ("dense",) and _is_dense_alone(body):
         if "output_dtype" in names and not _gives(body, _DTYPES):
             filled["output_dtype"] = dtype
@@ -43,8 +44,8 @@ def fill_in(body: Mapping[str, Any], operation: Operation, defaults: AliasDefaul
 
 
 def parse_with_defaults(parse: Callable[[Call], Work], body: Mapping[str, Any], call: Call) -> Work:
-    """As `parse`, with the defaults of `call.model_info` in the request. `body`: of the call. Raises what `parse`
-    raises. A form that vectors of the default dimensions cannot have is refused when they are collected."""
+    """As `parse`, with the defaults of `call.model_info` in the request. `body`: as `fill_in` returns it. Raises what
+    `parse` raises. A form that vectors of the default dimensions cannot have is refused when they are collected."""
     return _completed(parse(call), body, call.model_info)
 
 

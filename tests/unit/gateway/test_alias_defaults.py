@@ -30,6 +30,7 @@ OF_ALIASES = (
     AliasDefaults("role", role="query"),
 )
 TEXT = "a text"
+RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +106,9 @@ def test_the_header_names_an_alias_and_letters_of_case_do_not_count():
 
 def test_ollama_s_older_operation_which_has_no_fields_for_them():
     async def test(bench: Bench) -> None:
-        request = await requested(bench, "/api/embeddings", {"prompt": TEXT, "model": "asked"})
-        assert (request.tokenizing.prompt, request.dimensions) == ("query: ", 8)
+        for unknown in ({}, {"dimensions": 16, "prompt_name": "document"}):
+            request = await requested(bench, "/api/embeddings", {"prompt": TEXT, "model": "asked", **unknown})
+            assert (request.tokenizing.prompt, request.dimensions) == ("query: ", 8)
 
     serve(test)
 
@@ -201,22 +203,22 @@ def test_conversations_have_the_defaults_when_they_are_texts():
 
 
 @pytest.mark.parametrize(
-    ("body", "is_raw"),
+    ("operation", "body", "is_raw"),
     [
-        ({}, True),
-        ({"raw_scores": None}, True),
-        ({"raw_scores": False}, False),
-        ({"use_activation": True}, None),
-        ({"parameters": {"raw_scores": False}}, None),
+        (RERANK, {}, True),
+        (RERANK, {"raw_scores": None}, True),
+        (RERANK, {"raw_scores": False}, False),
+        (RERANK, {"use_activation": True}, None),
+        (tei.DIALECT.operations["POST /rerank"], {"use_activation": True}, True),  # which is no field of it
+        (tei.DIALECT.operations["POST /rerank"], {"raw_scores": False}, False),
+        (tei.DIALECT.operations["POST /"], {"parameters": {"raw_scores": False}}, None),
+        (tei.DIALECT.operations["POST /predict"], {}, None),
     ],
 )
-def test_raw_scores_of_a_ranking(body, is_raw):
-    defaults = AliasDefaults("a", raw_scores=True, dimensions=8, dtype="int8", prompt="p")
-    for operation in (rerank.DIALECT.operations["POST /v1/rerank"], tei.DIALECT.operations["POST /rerank"]):
-        assert fill_in(body, operation, defaults).get("raw_scores") is is_raw
-        assert "output_dtype" not in fill_in(body, operation, defaults)
-    predict = tei.DIALECT.operations["POST /predict"]
-    assert fill_in({}, predict, defaults) == {}
+def test_raw_scores_of_a_ranking(operation, body, is_raw):
+    filled = fill_in(body, operation, AliasDefaults("a", raw_scores=True, dimensions=8, prompt="p"))
+    assert filled.get("raw_scores") is is_raw
+    assert not {"dimensions", "prompt"} & filled.keys()
 
 
 def test_rankings_have_neither_the_prompt_nor_the_dimensions():
