@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NoReturn
 
@@ -284,10 +284,9 @@ class Services:
         self._have_come = asyncio.Event()
         """Set once there are none."""
         self._models: Models[Context] | None = None
-        """None where there is one model."""
+        """None where there is one model, whose aliases have no request defaults."""
         self._logged_models: set[str] = set()
-        if num_models > 1:
-            self._join_models()
+        self._join_models()
 
     def total(self, value: Callable[[Service], int]) -> int:
         return sum(map(value, self.all.values()))
@@ -390,7 +389,7 @@ class Services:
                 raise models.refusal(choice.named)
             return self.active
         choice.is_made, request.timeline.model = True, found.model_info.model
-        return next(service for service in self.of_models if service.api.context is found)
+        return next(service for service in self.of_models if service.config is found.config)
 
     def _refuse(self, models: Models[Context], request: HttpRequest) -> NoReturn:
         """Raises ApiError for a path that names no model, or what else is wrong with the request. Side effect: the
@@ -407,11 +406,13 @@ class Services:
     def _join_models(self) -> None:
         """Let the active services know of each other."""
         before, self._models = self._models, None
-        if len(self.of_models) > 1 or self._num_awaited:
-            config = self.active.config
+        have_defaults = any(service.config.alias_defaults for service in self.of_models)
+        if len(self.of_models) > 1 or self._num_awaited or have_defaults:
+            config, contexts = self.active.config, [service.api.context for service in self.of_models]
             self._models = Models(
-                [service.api.context for service in self.of_models],
+                contexts,
                 refuses_unknown=config.unknown_model == "refuse" or config.is_strict,
+                by_alias=[each for context in contexts for each in _by_alias(context)],
                 is_complete=not self._num_awaited,
                 logged=self._logged_models,
             )
@@ -600,6 +601,12 @@ def _quarantine_key(key: bytes, model: str) -> bytes:
 
 def _reloading() -> Unavailable:
     return Unavailable("The model is being reloaded", retry_after_s=1, code="reloading")
+
+
+def _by_alias(context: Context) -> list[Context]:
+    """The model once more for each alias that has request defaults, as `Models` takes them."""
+    info = context.model_info
+    return [replace(context, model_info=info.by_alias(defaults)) for defaults in info.alias_defaults]
 
 
 def _is_of_model(config: GatewayConfig, other: GatewayConfig) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
+from vecd.gateway.api.alias_defaults import fill_in, parse_with_defaults
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
 from vecd.gateway.api.capabilities import check_model, is_able
 from vecd.gateway.api.context import Context
@@ -180,6 +181,8 @@ class OperationsHandler:
             except ApiError as error:
                 error.dialect = (claims or self.claims)[0].dialect.name
                 raise
+        elif models.have_defaults:
+            context = models.as_named(context, choice.named)
         http.timeline.model = context.model_info.model
         if choice.named:
             own = models.own_name(context, choice.named)
@@ -208,9 +211,12 @@ class OperationsHandler:
                 check_model(operation, context.model_info.capabilities, self._routes, able)
             elif len(self.claims) > 1:
                 check_model(operation, context.model_info.capabilities, self._routes)
-            call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
-            parse = operation.embed or operation.reply
+            parse: Callable[[Call], Work] | None = operation.embed or operation.reply
             assert parse is not None
+            if context.model_info.defaults is not None:
+                body = fill_in(body, operation, context.model_info.defaults)
+                parse = partial(parse_with_defaults, parse, body)
+            call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             work, num_estimated = parse(call), 0
             if isinstance(work, ParsedEmbed):
                 num_estimated = context.estimate_tokens(work.request.inputs, work.request.tokenizing)

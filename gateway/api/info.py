@@ -110,9 +110,14 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
         "normalized": _are_normalized(card),
         "prompt": card.prompt,
         "prompts": [name for name, _ in card.prompts],
+        **({"alias_defaults": defaults} if (defaults := _alias_defaults(config)) else {}),
         "matryoshka": config.is_matryoshka,
         "matryoshka_dimensions": card.matryoshka_dims,
     }
+
+
+def _alias_defaults(config: GatewayConfig) -> dict[str, dict[str, Any]]:
+    return {each.alias: each.given() for each in config.alias_defaults}
 
 
 def _are_normalized(card: ModelCard) -> bool | None:

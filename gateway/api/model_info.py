@@ -6,11 +6,11 @@ makes another. Pure. Read by dialects, made by `vecd.gateway.service`.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY, TokenVocabulary
-from vecd.gateway.types.config import GatewayConfig
+from vecd.gateway.types.config import AliasDefaults, GatewayConfig
 from vecd.gateway.types.errors import BadRequest, ModelNotFound
 from vecd.gateway.types.quoting import quoted
 from vecd.gateway.types.request import Overflow, Role
@@ -111,6 +111,12 @@ class ModelInfo:
     """It has weights in memory that requests can be served from."""
     expires_at: float | None = None
     """When it is unloaded if no request comes, in seconds since 1970; None: it stays."""
+    alias_defaults: tuple[AliasDefaults, ...] = ()
+    """Of the aliases that have request defaults."""
+    defaults: AliasDefaults | None = None
+    """Those of the alias by which the model is seen; None for every other name. See `by_alias`."""
+    model_prompt: str | None = None
+    """The model's own default prompt, where `default_prompt` is that of an alias; None: it is the model's."""
 
     @classmethod
     def of(
@@ -156,7 +162,38 @@ class ModelInfo:
             vocabulary=vocabulary,
             folder_name=PurePath(card.folder).name,
             allows_keep_alive=config.allows_keep_alive,
+            alias_defaults=config.alias_defaults,
         )
+
+    def by_alias(self, defaults: AliasDefaults) -> "ModelInfo":
+        """The model as it is seen by an alias with request defaults: what they say is its own default there."""
+        prompt, overflow = self._prompt_by(defaults), defaults.overflow
+        return replace(
+            self,
+            defaults=defaults,
+            default_prompt=self.default_prompt if prompt is None else prompt,
+            model_prompt=None if prompt is None else self.default_prompt,
+            overflow=self.overflow if overflow is None else Overflow(overflow),
+        )
+
+    def _prompt_by(self, defaults: AliasDefaults) -> str | None:
+        """The default prompt by an alias; None: the model's. A multi-vector model has templates for both roles, which
+        have their prompts."""
+        if defaults.prompt is not None:
+            return defaults.prompt
+        if defaults.prompt_name is not None:
+            return self.prompt_named(defaults.prompt_name, "prompt_name")
+        return None if defaults.role is None or self.tokens is not None else self.prompt_for(defaults.role)
+
+    def by_name(self, name: str) -> "ModelInfo":
+        """The model as it is seen by one of its names."""
+        found = (each for each in self.alias_defaults if each.alias == name)
+        return next((self.by_alias(defaults) for defaults in found), self)
+
+    @property
+    def num_dimensions(self) -> int:
+        """Of a dense vector in the response to a request that does not say."""
+        return self.dim if self.defaults is None else self.defaults.dimensions or self.dim
 
     @property
     def is_dense(self) -> bool:
@@ -218,7 +255,8 @@ class ModelInfo:
 
         If the model has no such prompt: None, which means the default prompt. For queries and documents it is ""
         instead if there is a default prompt, because that may be meant for the other of the two; sentence-transformers'
-        `encode_query` and `encode_document` do the same. Raises BadRequest, which names the field `param`, for an
+        `encode_query` and `encode_document` do the same. By an alias with a prompt: the text of the model's own default
+        prompt in place of None. Raises BadRequest, which names the field `param`, for an
         unknown purpose.
         """
         for name in (purpose, *_PURPOSES.get(purpose, ())):
@@ -227,6 +265,8 @@ class ModelInfo:
         if purpose not in _PURPOSES:
             known = listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
             raise BadRequest(f"'{param}' must be one of {known}, is {quoted(purpose)}", param=param)
+        if self.model_prompt is not None:  # None would mean that of the alias, and the request names another purpose
+            return "" if purpose in _RETRIEVAL else self.model_prompt
         return "" if self.default_prompt and purpose in _RETRIEVAL else None
 
     def checked(self, prompt: str, param: str) -> str:

@@ -50,16 +50,26 @@ class Models(Generic[M]):
     called in any thread."""
 
     def __init__(
-        self, models: Sequence[M], *, refuses_unknown: bool, is_complete: bool = True, logged: set[str] | None = None
+        self,
+        models: Sequence[M],
+        *,
+        refuses_unknown: bool,
+        by_alias: Sequence[M] = (),
+        is_complete: bool = True,
+        logged: set[str] | None = None,
     ) -> None:
-        """`is_complete`: False while models of the configuration are still to come; until then no other model answers
-        for them. `logged`: the models of which it was logged that they answer for others; changed here."""
+        """`by_alias`: for each alias that has request defaults its model once more, with `ModelInfo.by_alias`, which is
+        what the alias finds. `is_complete`: False while models of the configuration are still to come; until then no
+        other model answers for them. `logged`: the models of which it was logged that they answer for others; changed
+        here."""
         self.all = tuple(models)
         self.is_complete = is_complete
+        self.have_defaults = bool(by_alias)
         self._refuses_unknown = refuses_unknown
         self._logged = set() if logged is None else logged
         names = [(model.model_info.model, model) for model in models]
-        aliases = [(alias, model) for model in models for alias in model.model_info.aliases]
+        seen = {defaults.alias: model for model in by_alias if (defaults := model.model_info.defaults) is not None}
+        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.model_info.aliases]
         folders = [(model.model_info.folder_name, model) for model in models]
         self._exact = {**dict(aliases), **dict(names)}
         self._folder = _unique(folders)
@@ -89,6 +99,12 @@ class Models(Generic[M]):
         short = _without_organization(folded)
         return self._folded.get(folded) or (self._folded.get(short) if short else self._short.get(folded))
 
+    def as_named(self, model: M, name: str) -> M:
+        """A model that `name` has found, or another generation of it, with the request defaults of the alias that it
+        is."""
+        found = self.find(name)
+        return model if found is None or found.model_info.model != model.model_info.model else found
+
     def own_name(self, model: M, name: str) -> str:
         """`name` as the model's own `ModelInfo.prompt_of_model_name` understands it, whatever it means here: one of
         its names, and behind a colon what may choose a prompt."""
@@ -99,7 +115,7 @@ class Models(Generic[M]):
             base, _, suffix = name.rpartition(":")
             if info.is_suffix(suffix) or self._find_whole(base) is model:
                 return f"{base if base in info.names else info.model}:{suffix}"
-        return info.model
+        return info.model if info.defaults is None else info.defaults.alias
 
     # --- the choice -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ OVERFLOWS = ("error", "truncate", "truncate_left", "chunk")
 SHARE_COMPUTED = ("tenant", "all")
 UNKNOWN_MODELS = ("any", "default", "refuse")
 """any: the only model is every name; default: the first model with the capability; refuse: 404."""
+ROLES = ("query", "document")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary")
+"""Types of the elements of vectors in responses."""
 LOG_FORMATS = ("text", "json")
 SCOPES = ("embed", "metrics", "admin")
 
@@ -58,6 +61,31 @@ class ChatTemplateSpec:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ChatTemplateSpec":
         return cls(**{**fields, "command": tuple(fields["command"])})
+
+
+@dataclass(frozen=True, slots=True)
+class AliasDefaults:
+    """What requests by one of a model's aliases get where they do not say otherwise. None: as by the model's name."""
+
+    alias: str
+    prompt: str | None = None
+    """Put before every text; "" for no prompt, not even the model's own."""
+    prompt_name: str | None = None
+    """The name of one of the model's prompts, in place of `prompt`."""
+    role: str | None = None
+    """One of ROLES: what the texts are. It chooses the prompt, where neither `prompt` nor `prompt_name` does."""
+    dimensions: int | None = None
+    """Of dense vectors."""
+    dtype: str | None = None
+    """One of DTYPES."""
+    overflow: str | None = None
+    """One of OVERFLOWS."""
+    raw_scores: bool | None = None
+    """Scores of a ranking are the model's own numbers."""
+
+    def given(self) -> dict[str, Any]:
+        """Those that are not None, by name, without the alias."""
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "alias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +203,8 @@ class GatewayConfig:
     """Another process keeps the public socket open: connections in its backlog when the gateway ends are left to the
     next gateway, not refused."""
     keeps_admin_listening: bool = False
+    alias_defaults: tuple[AliasDefaults, ...] = ()
+    """Of those `aliases` that have any."""
 
     @property
     def shared_metrics(self) -> SharedMetricsSpec:
@@ -197,4 +227,6 @@ class GatewayConfig:
         card, arena = ModelCard.from_json(fields["card"]), ArenaSpec(**fields["arena"])
         tuples = {name: tuple(fields[name]) for name in ("aliases", "cors_origins")}
         chat = fields["chat_template"] and ChatTemplateSpec.from_json(fields["chat_template"])
-        return cls(**{**fields, **tuples, "keys": keys, "card": card, "arena": arena, "chat_template": chat})
+        defaults = tuple(AliasDefaults(**each) for each in fields["alias_defaults"])
+        read = {"keys": keys, "card": card, "arena": arena, "chat_template": chat, "alias_defaults": defaults}
+        return cls(**{**fields, **tuples, **read})

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vecd.client.suggestions import closest
+from vecd.gateway.types.config import AliasDefaults
 from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.config.aliases import NO_PROMPTS, Prompts, read_aliases, read_prompts, shown
 from vecd.launch.config.settings import Settings, with_values
 
 MAX_NAME_CHARACTERS = 128
@@ -36,7 +38,7 @@ _SETTINGS_OF_MODEL = (
     "batch_timeout", "load", "keep_alive", "pinned",
 )  # fmt: skip
 """The settings that a table may have. All others are of what the models share: sockets, gateways, keys, logs."""
-_KEYS = (*_SOURCE_KEYS, "aliases", "weight", *_SETTINGS_OF_MODEL)
+_KEYS = (*_SOURCE_KEYS, "aliases", "prompts", "default_prompt", "weight", *_SETTINGS_OF_MODEL)
 _NAMING = {
     "served_model_name": "the table's own name is the model's: [models.NAME]",
     "model_aliases": 'a table has aliases = ["NAME"]',
@@ -52,6 +54,9 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     weight: float = 1.0
     """Its share of the cores while other models need them, too: above 0, and at most 1000."""
+    alias_defaults: tuple[AliasDefaults, ...] = ()
+    """The request defaults of those `aliases` that have any."""
+    prompts: Prompts = NO_PROMPTS
 
 
 def load_models(settings: Settings) -> tuple[ModelEntry, ...]:
@@ -147,7 +152,7 @@ class _Reader:
                 'use aliases = ["NAME"] in a table [models.NAME]'
             )
         for text, (name, source) in zip(self._given.sources, arguments, strict=True):
-            place = f"{self._given.origin} {_shown(text)}"
+            place = f"{self._given.origin} {shown(text)}"
             if not source:
                 self.problems.append(f"{place}: has no model after the name: must be NAME=MODEL")
             aliases = _aliases_of(settings) if self._is_one_argument else ()
@@ -182,19 +187,15 @@ class _Reader:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not 0 < weight <= _MAX_WEIGHT:
             self.problems.append(
-                f"{place}: weight: must be a number above 0 and at most {_MAX_WEIGHT:g} (given: {_shown(weight)})"
+                f"{place}: weight: must be a number above 0 and at most {_MAX_WEIGHT:g} (given: {shown(weight)})"
             )
-        aliases = self._read_aliases(place, table.get("aliases", []))
+        aliases, alias_defaults, wrong_aliases = read_aliases(table.get("aliases", []))
+        prompts, wrong_prompts = read_prompts(table)
+        self.problems += [f"{place}: {problem}" for problem in (*wrong_aliases, *wrong_prompts)]
         self._add(
             place, name, values, aliases, float(weight) if is_number else 1.0,
-            lambda key: f"{place}: {source_key if key == 'model' else key}",
+            lambda key: f"{place}: {source_key if key == 'model' else key}", "", alias_defaults, prompts,
         )  # fmt: skip
-
-    def _read_aliases(self, place: str, aliases: object) -> tuple[str, ...]:
-        if isinstance(aliases, list) and all(isinstance(name, str) for name in aliases):
-            return tuple(aliases)
-        self.problems.append(f'{place}: aliases: must be names, ["NAME"] (given: {_shown(aliases)})')
-        return ()
 
     def _add(
         self,
@@ -205,13 +206,15 @@ class _Reader:
         weight: float = 1.0,
         origin: Callable[[str], str] = str,
         hint: str = "",
+        alias_defaults: tuple[AliasDefaults, ...] = (),
+        prompts: Prompts = NO_PROMPTS,
     ) -> None:
         """`place`: where the model stands, for the operator to find it. `origin`: how that writes a setting. `hint`:
         what helps where the name cannot be used."""
         self.num_models += 1
         for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
-                self.problems.append(f"{place}: {key}the name {_shown(each)} {why}{hint}")
+                self.problems.append(f"{place}: {key}the name {shown(each)} {why}{hint}")
             elif (first := self._places.get(each.lower())) is not None:
                 self.problems.append(f"{place}: {key}the name {each!r} is that of {first}, too")
             else:
@@ -221,7 +224,7 @@ class _Reader:
         except ConfigurationError as error:
             self.problems += error.problems
         else:
-            self.entries.append(ModelEntry(name, settings, aliases, weight))
+            self.entries.append(ModelEntry(name, settings, aliases, weight, alias_defaults, prompts))
 
 
 def _why_not(name: str, written: str, value: object) -> str:
@@ -256,8 +259,3 @@ def _key(name: str) -> str:
     """As TOML writes it."""
     shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
     return shown if re.fullmatch(r"[A-Za-z0-9_-]+", shown) else json.dumps(shown, ensure_ascii=False)
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}…"

@@ -20,6 +20,7 @@ from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
 from vecd.launch.base.programs import run_child
+from vecd.launch.config.aliases import check_defaults, with_prompts
 from vecd.launch.config.architectures import refuse_unknown
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
@@ -115,7 +116,7 @@ def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, n
     StartFailure for a machine that allows too little.
     Side effect: the plan's descriptor is open, unless an error is raised.
     """
-    return _plan_model(settings, _check_shared(settings), report, num_gateways)
+    return _plan_model(ModelEntry(settings.served_model_name, settings), _check_shared(settings), report, num_gateways)
 
 
 def make_plans(
@@ -130,7 +131,7 @@ def make_plans(
     Side effect: the plans' descriptors are open, unless an error is raised.
     """
     if len(entries) == 1:
-        plans = [make_plan(entries[0].settings, report, num_gateways=num_gateways)]
+        plans = [_plan_model(entries[0], _check_shared(entries[0].settings), report, num_gateways)]
     else:
         plans = _plan_all(entries, report, num_gateways)
     sizes = [plan.gateway.num_workers for plan in plans]
@@ -140,6 +141,7 @@ def make_plans(
             gateway=replace(
                 plan.gateway,
                 aliases=entry.aliases,
+                alias_defaults=entry.alias_defaults,
                 model_index=index,
                 first_worker=first_worker,
                 weight=entry.weight,
@@ -165,7 +167,7 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
             problems += error.problems
         for entry in entries:
             try:
-                plans.append(_plan_model(entry.settings, keys, report, num_gateways, is_only_model=False))
+                plans.append(_plan_model(entry, keys, report, num_gateways, is_only_model=False))
                 num_gateways = plans[-1].gateway.num_gateways
             except ConfigurationError as error:
                 problems += [f"{entry.name}: {problem}" for problem in error.problems]
@@ -194,7 +196,7 @@ def _check_shared(settings: Settings) -> tuple[ApiKey, ...]:
 
 
 def _plan_model(
-    settings: Settings,
+    entry: ModelEntry,
     keys: tuple[ApiKey, ...],
     report: Callable[[str], None],
     num_gateways: int | None,
@@ -202,10 +204,12 @@ def _plan_model(
     is_only_model: bool = True,
 ) -> Plan:
     """As `make_plan`."""
+    settings = entry.settings
     check_ranges(settings.quantization_ranges)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder)
     card = with_pair_template(read_card(folder, settings.kind))
+    card_with_prompts = _check_table(entry, card)
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
         if settings.engine != "dummy" and not has_torch():
@@ -233,7 +237,7 @@ def _plan_model(
     ]
     # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
     # remember by card what they found out.
-    gateway = replace(gateway, card=with_tokenizer(card, name, settings.cache_folder, report))
+    gateway = replace(gateway, card=with_tokenizer(card_with_prompts, name, settings.cache_folder, report))
     try:
         pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
     except BaseException:
@@ -241,7 +245,25 @@ def _plan_model(
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
     other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
-    return Plan(settings, card, gateway, workers, model_files, why_gateways, other_files)
+    return Plan(settings, card_with_prompts, gateway, workers, model_files, why_gateways, other_files)
+
+
+def _check_table(entry: ModelEntry, card: ModelCard) -> ModelCard:
+    """The card with the prompts that the model's table says. It is for the gateways: workers get no texts, and remember
+    by card what they found out. Raises ConfigurationError for prompts and request defaults that the model cannot have,
+    with all of them."""
+    card, problems = with_prompts(card, entry.prompts)
+    settings = entry.settings
+    for defaults in entry.alias_defaults:
+        problems += check_defaults(
+            defaults,
+            card,
+            is_matryoshka=settings.matryoshka or card.is_matryoshka,
+            has_ranges=settings.quantization_ranges is not None,
+        )
+    if problems:
+        raise ConfigurationError(problems)
+    return card
 
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:

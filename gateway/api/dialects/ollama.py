@@ -241,7 +241,7 @@ def show(call: Call) -> Response:
                 "general.architecture": family,
                 "general.basename": model_info.model,
                 f"{family}.context_length": model_info.max_tokens,
-                f"{family}.embedding_length": model_info.dim,
+                f"{family}.embedding_length": model_info.num_dimensions,
             },
             "capabilities": ["embedding"] if "dense" in model_info.capabilities else [],
             "modified_at": _modified_at(model_info),

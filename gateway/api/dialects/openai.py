@@ -202,6 +202,8 @@ def retrieve_model(model_info: ModelInfo, path: str) -> Response:
 
 
 def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
+    seen = model_info.by_name(name)
+    dimensions = {"dimensions": seen.num_dimensions} if model_info.is_dense else {}
     return {
         "id": name,
         "object": "model",
@@ -211,6 +213,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
         "max_model_len": model_info.max_tokens,
         "capabilities": model_info.capabilities,
         "state": model_info.state,
+        **({} if seen.defaults is None else {"defaults": seen.defaults.given(), **dimensions}),
     }
 
 
@@ -252,6 +255,8 @@ def response_schema(kind: str, key: str, vector: Schema) -> Schema:
 
 
 _MODEL_RESPONSE = record(
+    "dimensions",
+    "defaults",
     id=schemas.STRING,
     object={"const": "model"},
     created=_CREATED,
@@ -260,6 +265,8 @@ _MODEL_RESPONSE = record(
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
     capabilities=described(list_of({"enum": [*CAPABILITIES]}, at_least=1), "what the model can do, as in GET /info"),
     state=described({"enum": [*ModelState]}, "a model that is not ready is loaded for a request, unless it has failed"),
+    dimensions=described(schemas.POSITIVE, "of vectors by an alias with `defaults`"),
+    defaults=described({"type": "object"}, "of requests by this alias that do not say otherwise; only if it has any"),
 )
 _COHERE_S_MODEL = record(
     name=schemas.STRING,

@@ -25,7 +25,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY
-from vecd.gateway.types.config import ApiKey, GatewayConfig
+from vecd.gateway.types.config import AliasDefaults, ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import Embedded, EmbedRequest
@@ -51,6 +51,8 @@ CARDS = {
     "org/splade": replace(SPARSE, folder="/models/splade"),
 }
 ALIASES = {"dense": ("text-embedding-3-small",), "org/splade": ("sparse",)}
+ALIAS_DEFAULTS: dict[str, tuple[AliasDefaults, ...]] = {}
+"""By model. Tests add what they are about."""
 
 
 class NoTexts:
@@ -132,7 +134,7 @@ class Bench:
         index = (*self._names, *CARDS).index(name)
         config = replace(
             planned_config(), model=name, card=CARDS[name], aliases=ALIASES.get(name, ()), model_index=index,
-            num_workers=1, first_worker=index, **self._changes,
+            alias_defaults=ALIAS_DEFAULTS.get(name, ()), num_workers=1, first_worker=index, **self._changes,
         )  # fmt: skip
         tokenizer = NoTexts(max_chars=16 * 10**index)
         self._threads.append(tokenizer.threads)

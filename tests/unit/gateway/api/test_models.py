@@ -9,6 +9,7 @@ import pytest
 from tests.support.asking import PLAIN
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.models import Models, header_value, readings_of
+from vecd.gateway.types.config import AliasDefaults
 from vecd.gateway.types.errors import ModelNotFound, Unavailable
 
 
@@ -95,6 +96,23 @@ def test_a_name_that_is_unknown(name):
     assert models().find(name) is None
     assert models().choose(name, ("dense",)) is MINILM
     assert models().own_name(BGE, name) == "BAAI/bge-m3"
+
+
+def test_an_alias_with_request_defaults_finds_its_model_with_them():
+    defaults = AliasDefaults("Mini", prompt="x")
+    info = replace(MINILM.model_info, alias_defaults=(defaults,))
+    plain, seen = Served(info), Served(info.by_alias(defaults))
+    known = Models((plain, BGE), refuses_unknown=True, by_alias=(seen,))
+    for name in ("Mini", "mini", "Mini:latest", "org/MINI", "Mini:query"):
+        assert known.find(name) is seen
+        assert known.as_named(plain, name) is seen
+    assert known.own_name(seen, "mini") == "Mini"
+    assert known.own_name(seen, "MINI:query") == "minilm:query"
+    for name in ("minilm", "text-embedding-3-small", "all-MiniLM-L6-v2"):
+        assert known.find(name) is plain
+    assert known.as_named(BGE, "Mini") is BGE
+    assert known.all == (plain, BGE)
+    assert (known.have_defaults, models().have_defaults) == (True, False)
 
 
 def test_exact_names_come_first():

@@ -262,13 +262,15 @@ aliases = {h = 1}
             "c.toml: [models.a]: aliases: the name 'B' is that of c.toml: [models.a], too",
             "c.toml: [models.a]: aliases: the name 'A' is that of c.toml: [models.a], too",
             f"c.toml: [models.a]: aliases: the name 'a b' {must}",
-            "c.toml: [models.b]: aliases: must be names, [\"NAME\"] (given: 'x')",
+            'c.toml: [models.b]: aliases: must be names, ["NAME"], or tables of request defaults, '
+            "[models.NAME.aliases.ALIAS] (given: 'x')",
             "c.toml: [models.b]: the name 'b' is that of c.toml: [models.a], too",
             "c.toml: [models.b]: source: must be a valid string (given: 3)",
             f"c.toml: [models.\"c/\"]: the name 'c/' {must}",
             f"c.toml: [models.\"d..e\"]: the name 'd..e' {must}",
             f"c.toml: [models.\"a\\u0000\"]: the name 'a\\x00' {must}",
-            "c.toml: [models.f]: aliases: must be names, [\"NAME\"] (given: {'h': 1})",
+            "c.toml: [models.f]: aliases: 'h': must be a table of prompt, prompt_name, role, dimensions, dtype, "
+            "overflow, raw_scores (given: 1)",
             "--unknown-model: any given, but a name that is not configured can mean any of 6 models: must be default "
             "or refuse",
         ]

@@ -1,0 +1,283 @@
+"""The request defaults of aliases: a request by such a name is that which says the same in its own fields, in every
+dialect, and what it says itself goes before."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from tests.support.asking import PLAIN, body_of
+from tests.support.cards import DENSE
+from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, run
+from vecd.gateway.api.alias_defaults import fill_in, parse_with_defaults
+from vecd.gateway.api.dialects import rerank, tei
+from vecd.gateway.api.dialects.openai import EMBEDDINGS
+from vecd.gateway.api.fields import Values
+from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.operations import Call, ParsedEmbed, ParsedMessages
+from vecd.gateway.types.config import AliasDefaults, GatewayConfig
+from vecd.gateway.types.request import Dtype, EmbedRequest, Overflow, Role
+from vecd.shm.heads import Step
+
+CARD = replace(
+    DENSE, folder="/models/MiniLM-dense", dim=16, steps=(Step("normalize"),), is_matryoshka=True,
+    prompt="own: ", prompts=(("query", "query: "), ("document", "passage: "), ("own", "own: ")),
+)  # fmt: skip
+OF_ALIASES = (
+    AliasDefaults("asked", prompt_name="query", dimensions=8),
+    AliasDefaults("bare", prompt=""),
+    AliasDefaults("small", dtype="int8", overflow="truncate_left"),
+    AliasDefaults("role", role="query"),
+)
+TEXT = "a text"
+RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
+
+
+@pytest.fixture(autouse=True)
+def _aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CARDS, "dense", CARD)
+    monkeypatch.setitem(ALIASES, "dense", ("plain", *(defaults.alias for defaults in OF_ALIASES)))
+    monkeypatch.setitem(ALIAS_DEFAULTS, "dense", OF_ALIASES)
+
+
+def serve(test: Any, *names: str) -> None:
+    names = names or ("dense",)
+    run(test, *names, num_models=len(names), is_matryoshka=True)
+
+
+async def requested(bench: Bench, path: str, body: Any, headers: Any = None) -> EmbedRequest:
+    """The request that the model gets, with the prompt as text."""
+    response = await bench.post(path, body, headers)
+    assert response.status == 200 or b"recorded by dense" in body_of(response), body_of(response)
+    assert response.headers["x-vecd-model"] == "dense"
+    request = bench.recorder("dense").requests[-1]
+    how = request.tokenizing
+    return request._replace(tokenizing=how._replace(prompt=CARD.prompt if how.prompt is None else how.prompt))
+
+
+IN_OPENAI_S, IN_TEI_S = {"prompt_name": "query", "dimensions": 8}, {"inputs": TEXT}
+COMPARED = {"source_sentence": "a", "sentences": ["b"]}
+IN_EACH_DIALECT = [
+    *((path, {"input": TEXT, "model": "asked"}, IN_OPENAI_S) for path in ("/v1/embeddings", "/pooling")),
+    ("/m/asked/v1/embeddings", {"input": TEXT, "model": "dense"}, IN_OPENAI_S),
+    ("/openai/deployments/asked/embeddings", {"input": TEXT}, IN_OPENAI_S),
+    *(
+        (path, {"texts": [TEXT], "model": "asked"}, {"input_type": "search_query", "output_dimension": 8})
+        for path in ("/v1/embed", "/v2/embed")
+    ),
+    ("/api/embed", {"input": TEXT, "model": "asked:latest"}, {"model": "dense:query", "dimensions": 8}),
+    ("/m/asked/embed", IN_TEI_S, IN_OPENAI_S),
+    ("/m/asked/similarity", {"inputs": COMPARED}, IN_OPENAI_S),
+    ("/m/asked/vertex", {"instances": [IN_TEI_S]}, {"instances": [{**IN_TEI_S, **IN_OPENAI_S}]}),
+    ("/m/asked", IN_TEI_S, IN_OPENAI_S),
+    ("/models/asked", IN_TEI_S, IN_OPENAI_S),
+    ("/pipeline/feature-extraction/ASKED", IN_TEI_S, IN_OPENAI_S),
+    ("/m/asked/embed_all", IN_TEI_S, {"prompt_name": "query"}),
+    ("/m/small/v2/embed", {"texts": [TEXT]}, {"embedding_types": ["int8"], "truncate": "START"}),
+    ("/m/small/v1/embeddings", {"input": TEXT}, {"output_dtype": "int8", "overflow": "truncate_left"}),
+    ("/m/small/embed", IN_TEI_S, {"truncate": True, "truncation_direction": "left"}),
+    ("/m/bare/v1/embeddings", {"input": TEXT}, {"prompt": ""}),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "fields"), IN_EACH_DIALECT, ids=[path for path, *_ in IN_EACH_DIALECT])
+@pytest.mark.parametrize("names", [("dense",), ("ranker", "dense")], ids=["alone", "beside another"])
+def test_a_request_by_an_alias_is_that_with_the_fields(names, path, body, fields):
+    async def test(bench: Bench) -> None:
+        by_alias = await requested(bench, path, body)
+        plain = path
+        for defaults in OF_ALIASES:
+            plain = plain.replace(f"/m/{defaults.alias}", "/m/dense").replace(f"/{defaults.alias}", "/dense")
+        plain = plain.replace("ASKED", "dense")
+        assert by_alias == await requested(bench, plain, {**body, "model": "dense", **fields})
+        assert by_alias != await requested(bench, plain, {**body, "model": "plain"})
+
+    serve(test, *names)
+
+
+def test_the_header_names_an_alias_and_letters_of_case_do_not_count():
+    async def test(bench: Bench) -> None:
+        expected = await requested(bench, "/embed", {**IN_TEI_S, **IN_OPENAI_S})
+        for name in ("asked", "Asked", "asked:latest"):
+            assert await requested(bench, "/embed", IN_TEI_S, {"x-vecd-model": name}) == expected
+
+    serve(test)
+
+
+def test_ollama_s_older_operation_which_has_no_fields_for_them():
+    async def test(bench: Bench) -> None:
+        for unknown in ({}, {"dimensions": 16, "prompt_name": "document"}):
+            request = await requested(bench, "/api/embeddings", {"prompt": TEXT, "model": "asked", **unknown})
+            assert (request.tokenizing.prompt, request.dimensions) == ("query: ", 8)
+
+    serve(test)
+
+
+def test_a_role_chooses_the_prompt_and_is_that_of_the_texts():
+    async def test(bench: Bench) -> None:
+        request = await requested(bench, "/api/embed", {"input": TEXT, "model": "role"})
+        assert (request.tokenizing.prompt, request.tokenizing.role) == ("query: ", Role.QUERY)
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "alias", "fields"),
+    [
+        ("/v1/embeddings", "asked", {"prompt": "", "dimensions": 16}),
+        ("/v1/embeddings", "asked", {"prompt": "mine: ", "output_dimension": 12}),
+        ("/v1/embeddings", "asked", {"prompt_name": "document", "truncate_dim": 4}),
+        ("/v1/embeddings", "asked", {"input_type": "search_document", "dimensions": 16}),
+        ("/v1/embeddings", "asked", {"input_type": "clustering", "dimensions": 16}),  # the model has no prompt for it
+        ("/v1/embeddings", "bare", {"task": "classification"}),
+        ("/v1/embeddings", "small", {"output_dtype": "float", "overflow": "error"}),
+        ("/v1/embeddings", "small", {"embedding_type": "binary", "truncate": False}),
+        ("/v2/embed", "small", {"embedding_types": ["float", "ubinary"], "truncate": "NONE"}),
+        ("/v2/embed", "asked", {"input_type": "search_document", "output_dimension": 16}),
+        ("/embed", "asked", {"prompt_name": "document", "dimensions": 16}),
+        ("/embed", "asked", {"parameters": {"prompt_name": "document", "dimensions": 16}}),
+        ("/vertex", "asked", {"instances": [{**IN_TEI_S, "prompt_name": "document", "dimensions": 16}]}),
+        ("/api/embed", "asked", {"model": "asked:document", "dimensions": 0}),
+    ],
+)
+def test_what_a_request_says_goes_before(path, alias, fields):
+    async def test(bench: Bench) -> None:
+        body = {**IN_TEI_S, "input": TEXT, "texts": [TEXT], "model": alias, **fields}
+        if path == "/v2/embed":
+            del body["inputs"]
+        by_alias = await requested(bench, f"/m/{alias}{path}", body)
+        plain = {**body, "model": body["model"].replace(alias, "dense")}
+        assert by_alias == await requested(bench, path, plain)
+
+    serve(test)
+
+
+def test_null_leaves_the_defaults():
+    async def test(bench: Bench) -> None:
+        nulls = {"prompt": None, "input_type": None, "dimensions": None, "overflow": None}
+        request = await requested(bench, "/v1/embeddings", {"input": TEXT, "model": "asked", **nulls})
+        assert (request.tokenizing.prompt, request.dimensions) == ("query: ", 8)
+
+    serve(test)
+
+
+def test_kinds_of_input_that_are_no_purposes_choose_no_prompt():
+    async def test(bench: Bench) -> None:
+        body = {"input": TEXT, "model": "asked", "input_type": "text"}
+        assert (await requested(bench, "/v1/embeddings", body)).tokenizing.prompt == "query: "
+
+    serve(test)
+
+
+def test_a_form_that_does_not_go_with_the_default_dimensions_is_refused(monkeypatch):
+    monkeypatch.setitem(ALIAS_DEFAULTS, "dense", (AliasDefaults("asked", dimensions=7),))
+
+    async def test(bench: Bench) -> None:
+        body = {"input": TEXT, "model": "asked", "output_dtype": "binary"}
+        response = await bench.post("/v1/embeddings", body)
+        assert (response.status, json_of(response)["error"]["param"]) == (400, "dimensions")
+
+    serve(test)
+
+
+def test_tokens_are_those_of_an_embedding_by_the_alias():
+    info = info_of(AliasDefaults("a", prompt="mine: "))
+    reply = tei.DIALECT.operations["POST /tokenize"].reply
+    assert reply is not None
+    parsed: Any = parse_with_defaults(reply, {}, Call(Values({"inputs": TEXT}), {}, info))
+    assert parsed.prompt == "mine: "
+
+
+def info_of(defaults: AliasDefaults, **changes: Any) -> ModelInfo:
+    return replace(PLAIN, prompts=dict(CARD.prompts), **changes).by_alias(defaults)
+
+
+def test_conversations_have_the_defaults_when_they_are_texts():
+    info = info_of(AliasDefaults("a", overflow="chunk", dimensions=8))
+    inner = ParsedEmbed(EmbedRequest([TEXT]), lambda embedded: None)  # type: ignore[arg-type, return-value]
+    parsed = parse_with_defaults(lambda call: ParsedMessages(b"", lambda texts: inner), {}, Call(None, {}, info))  # type: ignore[arg-type]
+    assert isinstance(parsed, ParsedMessages)
+    work = parsed.proceed([TEXT])
+    assert isinstance(work, ParsedEmbed)
+    assert (work.request.tokenizing.overflow, work.request.dimensions) == (Overflow.CHUNK, 8)
+
+
+@pytest.mark.parametrize(
+    ("operation", "body", "is_raw"),
+    [
+        (RERANK, {}, True),
+        (RERANK, {"raw_scores": None}, True),
+        (RERANK, {"raw_scores": False}, False),
+        (RERANK, {"use_activation": True}, None),
+        (tei.DIALECT.operations["POST /rerank"], {"use_activation": True}, True),  # which is no field of it
+        (tei.DIALECT.operations["POST /rerank"], {"raw_scores": False}, False),
+        (tei.DIALECT.operations["POST /"], {"parameters": {"raw_scores": False}}, None),
+        (tei.DIALECT.operations["POST /predict"], {}, None),
+    ],
+)
+def test_raw_scores_of_a_ranking(operation, body, is_raw):
+    filled = fill_in(body, operation, AliasDefaults("a", raw_scores=True, dimensions=8, prompt="p"))
+    assert filled.get("raw_scores") is is_raw
+    assert not {"dimensions", "prompt"} & filled.keys()
+
+
+def test_rankings_have_neither_the_prompt_nor_the_dimensions():
+    info = info_of(AliasDefaults("a", prompt="p: ", dimensions=8, role="query"))
+    info = replace(info, capabilities=("dense", "multi-vector"))
+    operation = rerank.DIALECT.operations["POST /rerank"]
+    body = {"query": "q", "documents": ["d"]}
+    assert operation.embed is not None
+    parsed = parse_with_defaults(operation.embed, body, Call(operation.fields.read(body), {}, info))
+    assert isinstance(parsed, ParsedEmbed)
+    request = parsed.request
+    assert (request.tokenizing.prompt, request.tokenizing.role, request.dimensions) == (None, Role.DOCUMENT, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"output": "sparse"}, {"output": ["dense", "sparse"]}, {"return_multivector": True}, {"task": "token_embed"}],
+)
+def test_the_dtype_is_that_of_dense_vectors_alone(fields):
+    defaults = AliasDefaults("a", dtype="int8")
+    assert fill_in(fields, EMBEDDINGS, defaults) == fields
+    assert fill_in({"output": "dense"}, EMBEDDINGS, defaults)["output_dtype"] == "int8"
+
+
+def test_an_alias_is_listed_with_its_defaults():
+    async def test(bench: Bench) -> None:
+        listed = {each["id"]: each for each in json_of(await bench.get("/v1/models"))["data"]}
+        expected = {"prompt_name": "query", "dimensions": 8}
+        assert (listed["asked"]["defaults"], listed["asked"]["dimensions"]) == (expected, 8)
+        assert (listed["small"]["dimensions"], listed["asked"]["root"]) == (16, "dense")
+        for name in ("dense", "plain", "dense:query"):
+            assert not {"defaults", "dimensions"} & listed[name].keys()
+        for name in ("asked", "Asked"):
+            assert json_of(await bench.get(f"/v1/models/{name}"))["defaults"] == expected
+        shown = json_of(await bench.post("/api/show", {"model": "asked"}))
+        assert shown["model_info"]["bert.embedding_length"] == 8
+        told = json_of(await bench.get("/info"))["model"]
+        assert told["alias_defaults"]["bare"] == {"prompt": ""}
+
+    serve(test)
+
+
+def test_without_defaults_one_model_is_served_without_a_look_at_names(monkeypatch):
+    monkeypatch.setitem(ALIAS_DEFAULTS, "dense", ())
+
+    async def test(bench: Bench) -> None:
+        assert bench.services._models is None
+        response = await bench.post("/v1/embeddings", {"input": TEXT, "model": "asked"})
+        assert (response.status, "x-vecd-model" in response.headers) == (200, False)
+        assert bench.recorder("dense").requests[-1].forms[0].dtype is Dtype.FLOAT32
+        assert "alias_defaults" not in json_of(await bench.get("/info"))["model"]
+
+    serve(test)
+
+
+def test_the_configuration_travels_as_json():
+    async def test(bench: Bench) -> None:
+        config = bench.services.active.config
+        assert config.alias_defaults == OF_ALIASES
+        assert GatewayConfig.from_json(asdict(config)) == config
+
+    serve(test)
