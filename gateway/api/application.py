@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.cors import Cors
@@ -17,7 +18,7 @@ from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.api.registry import ROUTES, render_error
 from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, public_table
 from vecd.gateway.types.config import ApiKey
-from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.errors import ApiError, NotFound
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.timeline import Durations
 
@@ -100,9 +101,21 @@ class Api:
         else:
             route = find_route(self._table(request), request.method, request.path)
             request.timeline.endpoint = route.endpoint
-        return route, self.context.principals.identify(
+        principal = self.context.principals.identify(
             request.headers, request.client, route.scope, is_admin=request.is_admin
         )
+        if principal.models is not None:
+            self._check_reach(route, principal)
+        return route, principal
+
+    def _check_reach(self, route: Route, principal: Principal) -> None:
+        """Raises ApiError if the principal does not reach this model, which is one of its own unless none of these is
+        served: a configuration and its keys take effect one after the other."""
+        if route.scope in ("embed", ANY_SCOPE) and self.context.config.model not in (principal.models or ()):
+            models = self.context.models
+            if models is not None and not models.is_complete:
+                raise models.refusal("")
+            raise NotFound("No model that this API key may use is served", code="model_not_found")
 
     # --- what is served -------------------------------------------------------------------------------------
 

@@ -89,3 +89,9 @@ class Context:
     """Requests that the supervisor reads its configuration again."""
     models: "Models[Context] | None" = None
     """All served models, this one among them. None where it is the only one. Replaced when another begins to serve."""
+
+    def models_for(self, principal: Principal) -> "Models[Context] | None":
+        """Of `models`, those that a sender reaches."""
+        if self.models is None or principal.models is None:
+            return self.models
+        return self.models.only(principal.models)

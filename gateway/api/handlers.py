@@ -73,8 +73,10 @@ class OperationsHandler:
     async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
         models = context.models
+        if models is not None and principal.models is not None:
+            models = models.only(principal.models)
         if first.operation.describe is not None:
-            return self._describe(context, first.operation, first.operation.describe, http)
+            return self._describe(context, models, first.operation, first.operation.describe, http)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
@@ -140,11 +142,12 @@ class OperationsHandler:
     def _describe(
         self,
         context: Context,
+        models: Models[Context] | None,
         operation: Operation,
         describe: Callable[[ModelInfo, str], Response],
         http: HttpRequest,
     ) -> Response:
-        models, path, choice = context.models, http.path, http.choice
+        path, choice = http.path, http.choice
         if models is None or choice is None or choice.is_made:
             return describe(context.model_info, path)
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:

@@ -79,6 +79,22 @@ def split_source(text: str) -> tuple[str, str]:
     return ("", text) if match is None or os.path.isdir(text) else (match["name"], match["source"])
 
 
+def names_configured(settings: Settings) -> dict[str, str]:
+    """The names of the configured models, and their aliases: each with the name of its model. `settings`: of the whole
+    server, or of one of its models; those of which `load_models` says a problem may be missing. Reads the file
+    system."""
+    given = settings.given_models
+    arguments = [split_source(source) for source in given.sources]
+    if not given.tables and len(arguments) <= 1 and not any(name for name, _ in arguments):
+        named = [(settings.served_model_name or name_of(settings.model), _aliases_of(settings))]
+    else:
+        reader = _Reader(settings)
+        reader.read_arguments(arguments)
+        reader.read_tables(given.tables)
+        named = [(entry.name, entry.aliases) for entry in reader.entries]
+    return {each: name for name, aliases in named for each in (*aliases, name)}
+
+
 def folder_of(model: str) -> Path | None:
     """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty.
     Reads the file system, and raises nothing for what cannot be a path."""
