@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
-from vecd.gateway.api.capabilities import check_model, is_able
+from vecd.gateway.api.capabilities import add_others, check_model, is_able
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -113,6 +113,7 @@ class OperationsHandler:
             error.dialect = parsed.claim.dialect.name
             if parsed.field is not None and error.param == _INPUT:
                 _name(error, parsed.field, is_list=parsed.field in parsed.claim.operation.fields.large)
+            self._add_others(error, parsed.claim.operation, context, models)
             raise
 
     def claim_of(self, body: Mapping[str, Any], capabilities: Sequence[str]) -> Claim:
@@ -205,10 +206,7 @@ class OperationsHandler:
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
             _take_request_id(http, body[REQUEST_ID.name])
         try:
-            if models is not None:
-                able = [model.model_info.model for model in models.able(operation.needs)]
-                check_model(operation, context.model_info.capabilities, self._routes, able)
-            elif len(self.claims) > 1:
+            if models is not None or len(self.claims) > 1:
                 check_model(operation, context.model_info.capabilities, self._routes)
             call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
             parse = operation.embed or operation.reply
@@ -221,7 +219,14 @@ class OperationsHandler:
             return _Parsed(context, claim, work, num_estimated, field)
         except ApiError as error:
             error.dialect = claim.dialect.name
+            self._add_others(error, operation, context, models)
             raise
+
+    def _add_others(
+        self, error: ApiError, operation: Operation, context: Context, models: Models[Context] | None
+    ) -> None:
+        infos = () if models is None else [model.model_info for model in models.all]
+        add_others(error, operation, context.model_info, infos, self._routes)
 
 
 def _take_request_id(http: HttpRequest, own_id: Any) -> None:
