@@ -184,7 +184,7 @@ class Service:
             num_tenants=lambda: self.admission.num_tenants,
             describe_cores=lambda: self._cores.describe() | {"learned": self.dispatcher.thread_model.describe()},
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
-            openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
+            openapi=lambda request, principal: self.api.describe(request, principal),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
         )
 

@@ -13,7 +13,7 @@ from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.cors import Cors
-from vecd.gateway.api.models import Models
+from vecd.gateway.api.models import PREFIX, Models
 from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.api.registry import ROUTES, render_error
 from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, public_table
@@ -119,9 +119,18 @@ class Api:
 
     # --- what is served -------------------------------------------------------------------------------------
 
-    def describe(self, request: HttpRequest) -> dict[str, Any]:
-        """The OpenAPI document of the listener that `request` came by."""
-        return describe_api(self._table(request), self.context.model_info, has_keys=self.principals.have_keys)
+    def describe(self, request: HttpRequest, principal: Principal) -> dict[str, Any]:
+        """The OpenAPI document of the listener that `request` came by: of the model that it names, or of all that its
+        sender reaches."""
+        models, choice, own = self.context.models_for(principal), request.choice, self.context.model_info
+        are_several = models is not None and choice is not None and not choice.is_made
+        return describe_api(
+            self._table(request),
+            [model.model_info for model in models.all] if models is not None and are_several else [own],
+            has_keys=self.principals.have_keys,
+            path="" if models is None or are_several else f"{PREFIX}{own.model}",
+            are_several=are_several,
+        )
 
     def _table(self, request: HttpRequest) -> Table:
         return self._admin_table if request.is_admin else self._public_table

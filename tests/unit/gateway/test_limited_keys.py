@@ -200,3 +200,19 @@ def test_models_that_are_still_to_come_are_not_unknown():
         assert response.status == 503
 
     limited(test, "dense", num_models=3)
+
+
+def test_the_documentation_is_of_its_own_models():
+    async def test(bench: Bench) -> None:
+        every = json_of(await ask(bench, "all", "/openapi.json"))
+        assert all(f"`{name}`" in every["info"]["description"] for name in CARDS)
+        own = body_of(await ask(bench, "ranks", "/openapi.json")).decode()
+        assert "`ranker`" in own
+        assert not any(name in own for name in ("`dense`", "org/splade", "text-embedding-3-small"))
+        assert "/v1/embeddings" not in orjson.loads(own)["paths"]
+        assert orjson.loads(own)["servers"][1]["variables"]["model"]["enum"] == ["ranker"]
+        one = json_of(await ask(bench, "two", "/m/dense/openapi.json"))
+        assert one["servers"] == [{"url": "/m/dense"}]
+        assert "splade" not in str(one)
+
+    limited(test)
