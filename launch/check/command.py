@@ -108,7 +108,7 @@ def _only_model(entries: Sequence[ModelEntry]) -> Settings:
     """The settings of the only model. Raises ConfigurationError where there are several."""
     if len(entries) > 1:
         names = ", ".join(entry.name for entry in entries)
-        raise ConfigurationError([f"MODEL: these are given: {names}; name one of them, or check each with --all"])
+        raise ConfigurationError([f"MODEL: vecd check takes one model, or --all, and these are given: {names}"])
     return entries[0].settings
 
 

@@ -81,8 +81,8 @@ def split_source(text: str) -> tuple[str, str]:
 
 def names_configured(settings: Settings) -> dict[str, str]:
     """The names of the configured models, and their aliases: each with the name of its model. `settings`: of the whole
-    server, or of one of its models; those of which `load_models` says a problem may be missing. Reads the file
-    system."""
+    server, or of one of its models, also where they could not be used again, as a descriptor that has been closed.
+    Reads the file system."""
     given = settings.given_models
     arguments = [split_source(source) for source in given.sources]
     if not given.tables and len(arguments) <= 1 and not any(name for name, _ in arguments):
@@ -91,7 +91,7 @@ def names_configured(settings: Settings) -> dict[str, str]:
         reader = _Reader(settings)
         reader.read_arguments(arguments)
         reader.read_tables(given.tables)
-        named = [(entry.name, entry.aliases) for entry in reader.entries]
+        named = reader.named
     return {each: name for name, aliases in named for each in (*aliases, name)}
 
 
@@ -138,6 +138,8 @@ class _Reader:
     def __init__(self, settings: Settings) -> None:
         self.entries: list[ModelEntry] = []
         self.problems: list[str] = []
+        self.named: list[tuple[str, tuple[str, ...]]] = []
+        """Name and aliases of each model."""
         self.num_models = 0
         """Of which some may have problems."""
         self._settings = settings
@@ -225,6 +227,7 @@ class _Reader:
         """`place`: where the model stands, for the operator to find it. `origin`: how that writes a setting. `hint`:
         what helps where the name cannot be used."""
         self.num_models += 1
+        self.named.append((name, aliases))
         for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
                 self.problems.append(f"{place}: {key}the name {_shown(each)} {why}{hint}")

@@ -321,7 +321,7 @@ def test_bad_usage(arguments: list[str], says: str, environment: Path, capfd: py
 def test_all_models_of_a_server(environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("vecd.toml").write_text("[models.one]\n[models.wrong]\nmax-tokens = 9999\n")
     assert check.main(["--config", "vecd.toml", "--quick"]) == 2
-    assert "these are given: one, wrong; name one" in capfd.readouterr().err
+    assert "takes one model, or --all, and these are given: one, wrong" in capfd.readouterr().err
     arguments = ["gone=./nowhere", "--config", "vecd.toml", "--quick", "--all"]
     assert check.main([*arguments, "--json"]) == 3
     found = json.loads(capfd.readouterr().out)
