@@ -45,22 +45,22 @@ class Auth:
             raise InvalidApiKey(
                 "Incorrect API key provided: you didn't provide an API key, send it as 'Authorization: Bearer YOUR_KEY'"
             )
-        key = self._find(given)
-        if key is None:
+        digest = sha256(given.encode("latin-1")).digest()
+        key, known = self._found.get(self._blind(digest), (None, b""))
+        if key is None or not hmac.compare_digest(digest, known):
             raise InvalidApiKey("Incorrect API key provided")
         return key
 
     def models_of(self, headers: Mapping[str, str]) -> tuple[str, ...] | None:
         """The models that a request reaches by its key, as in `ApiKey.models`. None, too, for an unknown or missing
         key, with which it reaches nothing that needs one."""
-        if not self.limits_models or (given := _key_of(headers)) is None or (key := self._find(given)) is None:
+        if not self.limits_models:
             return None
-        return key.models
-
-    def _find(self, given: str) -> ApiKey | None:
-        digest = sha256(given.encode("latin-1")).digest()
-        key, known = self._found.get(self._blind(digest), (None, b""))
-        return key if key is not None and hmac.compare_digest(digest, known) else None
+        try:
+            key = self.check(headers)
+        except InvalidApiKey:
+            return None
+        return None if key is None else key.models
 
     def has_scope(self, scope: str) -> bool:
         """Whether some key has it."""
