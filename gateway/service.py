@@ -75,6 +75,8 @@ from vecd.shm.wire import Incarnation
 log = logging.getLogger("vecd.gateway")
 
 _RETIRE_POLL_S = 0.02
+_UNKNOWN_KEY = 401
+"""The status of responses that tell no model's name."""
 _MODELS_TIMEOUT_S = 10.0
 """How long a request waits for models that are still to come. A gateway that is started again has read the tokenizers
 of all within a second or two."""
@@ -192,7 +194,7 @@ class Service:
             num_tenants=lambda: self.admission.num_tenants,
             describe_cores=lambda: self._cores.describe() | {"learned": self.dispatcher.thread_model.describe()},
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
-            openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
+            openapi=lambda request, principal: self.api.describe(request, principal),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
         )
 
@@ -334,7 +336,7 @@ class Services:
         return self.active.api.render_error(error, path)
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
-        if request is not None and request.timeline.model:
+        if request is not None and request.timeline.model and response.status != _UNKNOWN_KEY:
             response.headers[HEADER] = header_value(request.timeline.model)
         self.active.api.add_headers(response, request)
 
@@ -372,30 +374,40 @@ class Services:
 
     def _enter(self, models: Models[Context], request: HttpRequest) -> Service:
         """The service whose API a request goes to: that of the model which its path or its header names, or else the
-        first one's. Raises ApiError for an unknown name in the path.
+        first one's; of those that its API key reaches. Raises ApiError for an unknown name in the path.
 
         Side effects: the prefix that names a model is taken from the path, and the request gets its `choice`.
         """
+        principals = self.active.api.principals
+        if principals.limit_models:
+            names = principals.models_of(request.headers, is_admin=request.is_admin)
+            models = models if names is None else models.only(names)
+        # Of a key that reaches some models alone, the first of these, in no case another: nothing is said of that.
+        first = self.active if models is self._models or not models.all else self._service_of(models.all[0])
         choice = request.choice
         if choice is None:
             named = request.headers.get(HEADER, "")
             if request.path.startswith(PREFIX):
-                named, request.path = models.split(request.path) or self._refuse(models, request)
+                named, request.path = models.split(request.path) or self._refuse(models, first, request)
             choice = request.choice = ModelChoice(named, is_made=False)
         # Found again when the rest of a body has arrived: another generation may be the active one then.
         found = models.find(choice.named) if choice.named else None
         if found is None:
             if choice.is_made:  # the model was withdrawn meanwhile
                 raise models.refusal(choice.named)
-            return self.active
+            return first
         choice.is_made, request.timeline.model = True, found.model_info.model
-        return next(service for service in self.of_models if service.config is found.config)
+        return self._service_of(found)
 
-    def _refuse(self, models: Models[Context], request: HttpRequest) -> NoReturn:
+    def _service_of(self, context: Context) -> Service:
+        """The one of these that has this context, or that which sees it by an alias."""
+        return next(service for service in self.of_models if service.config is context.config)
+
+    def _refuse(self, models: Models[Context], first: Service, request: HttpRequest) -> NoReturn:
         """Raises ApiError for a path that names no model, or what else is wrong with the request. Side effect: the
         request's path is the rest, in whose shape the error is rendered."""
         name, request.path = self._likeliest_reading(request.path)
-        self.active.api.check_head(request)
+        first.api.check_head(request)
         raise models.refusal(name)
 
     def _likeliest_reading(self, path: str) -> tuple[str, str]:

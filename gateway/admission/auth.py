@@ -26,6 +26,8 @@ class Auth:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self.keys = tuple(keys)
         self._secret = os.urandom(_SECRET_BYTES)
+        self.limits_models = any(key.models is not None for key in keys)
+        """Some key does not reach all models."""
         self._scopes = {scope for key in keys for scope in key.scopes}
         self._found = {self._blind(bytes.fromhex(key.digest)): (key, bytes.fromhex(key.digest)) for key in keys}
 
@@ -48,6 +50,17 @@ class Auth:
         if key is None or not hmac.compare_digest(digest, known):
             raise InvalidApiKey("Incorrect API key provided")
         return key
+
+    def models_of(self, headers: Mapping[str, str]) -> tuple[str, ...] | None:
+        """The models that a request reaches by its key, as in `ApiKey.models`. None, too, for an unknown or missing
+        key, with which it reaches nothing that needs one."""
+        if not self.limits_models:
+            return None
+        try:
+            key = self.check(headers)
+        except InvalidApiKey:
+            return None
+        return None if key is None else key.models
 
     def has_scope(self, scope: str) -> bool:
         """Whether some key has it."""

@@ -31,8 +31,10 @@ class Principal:
     name = ""
     """The name of its key; "" without one."""
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, models: tuple[str, ...] | None = None) -> None:
         self.tenant = tenant
+        self.models = models
+        """The names of the models that it reaches; None: all."""
 
     def check_quota(self) -> None:
         """Raises RateLimited if no request, whatever its size, would be accepted now."""
@@ -67,6 +69,7 @@ class KeyPrincipal(Principal):
         self.max_priority = Priority[key.max_priority.upper()]
         self.is_admin = "admin" in key.scopes
         self.sees_metrics = "metrics" in key.scopes
+        self.models = key.models
         self._max_running = key.max_requests and -(-key.max_requests // self._num_gateways)
         self._tokens_per_s = key.tokens_per_s and key.tokens_per_s / self._num_gateways
         if self._tokens_per_s is None:
@@ -106,6 +109,7 @@ class KeyPrincipal(Principal):
             "max_priority": self.key.max_priority,
             "tokens_per_s": self.key.tokens_per_s,
             "max_requests": self.key.max_requests,
+            "models": None if self.models is None else list(self.models),
             "use": {
                 "requests": self.num_requests,
                 "running": self.num_running,
@@ -195,6 +199,17 @@ class Principals:
     def with_keys(self) -> Sequence[KeyPrincipal]:
         return tuple(self._by_name.values())
 
+    @property
+    def limit_models(self) -> bool:
+        """Whether some key does not reach all models."""
+        return self._auth.limits_models
+
+    def models_of(self, headers: Mapping[str, str], *, is_admin: bool = False) -> tuple[str, ...] | None:
+        """The names of the models that a request reaches, as `identify` finds them; None: all, or the request has no
+        key that is known. Checks nothing: `identify` must be called, too."""
+        is_open = is_admin and not self._auth.has_scope("admin")
+        return None if is_open else self._auth.models_of(headers)
+
     def identify(
         self, headers: Mapping[str, str], client: str, scope: str | None, *, is_admin: bool = False
     ) -> Principal:
@@ -204,7 +219,7 @@ class Principals:
         InvalidApiKey for an unknown or missing key, PermissionDenied for a key without the scope.
         """
         if scope is None or (is_admin and not self._auth.has_scope("admin")):
-            return Principal(client)
+            return Principal(client, self.models_of(headers, is_admin=is_admin))
         key = self._auth.check(headers)
         if key is None:
             return Principal(client)

@@ -9,15 +9,16 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal, Principals
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.cors import Cors
-from vecd.gateway.api.models import Models
+from vecd.gateway.api.models import PREFIX, Models
 from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.api.registry import ROUTES, render_error
 from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, public_table
 from vecd.gateway.types.config import ApiKey
-from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.errors import ApiError, NotFound
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.timeline import Durations
 
@@ -100,15 +101,36 @@ class Api:
         else:
             route = find_route(self._table(request), request.method, request.path)
             request.timeline.endpoint = route.endpoint
-        return route, self.context.principals.identify(
+        principal = self.context.principals.identify(
             request.headers, request.client, route.scope, is_admin=request.is_admin
         )
+        if principal.models is not None:
+            self._check_reach(route, principal)
+        return route, principal
+
+    def _check_reach(self, route: Route, principal: Principal) -> None:
+        """Raises ApiError if the principal does not reach this model, which is one of its own unless none of these is
+        served: a configuration and its keys take effect one after the other."""
+        if route.scope in ("embed", ANY_SCOPE) and self.context.config.model not in (principal.models or ()):
+            models = self.context.models
+            if models is not None and not models.is_complete:
+                raise models.refusal("")
+            raise NotFound("No model that this API key may use is served", code="model_not_found")
 
     # --- what is served -------------------------------------------------------------------------------------
 
-    def describe(self, request: HttpRequest) -> dict[str, Any]:
-        """The OpenAPI document of the listener that `request` came by."""
-        return describe_api(self._table(request), self.context.model_info, has_keys=self.principals.have_keys)
+    def describe(self, request: HttpRequest, principal: Principal) -> dict[str, Any]:
+        """The OpenAPI document of the listener that `request` came by: of the model that it names, or of all that its
+        sender reaches."""
+        models, choice, own = self.context.models_for(principal), request.choice, self.context.model_info
+        are_several = models is not None and choice is not None and not choice.is_made
+        return describe_api(
+            self._table(request),
+            [model.model_info for model in models.all] if models is not None and are_several else [own],
+            has_keys=self.principals.have_keys,
+            path="" if models is None or are_several else f"{PREFIX}{own.model}",
+            are_several=are_several,
+        )
 
     def _table(self, request: HttpRequest) -> Table:
         return self._admin_table if request.is_admin else self._public_table

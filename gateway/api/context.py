@@ -93,8 +93,8 @@ class Context:
     """Tenants with a request in this gateway."""
     load_of: Callable[[str], tuple[int, int]]
     """The requests and the queued tokens that one tenant has in this gateway."""
-    openapi: Callable[[HttpRequest], dict[str, Any]]
-    """The OpenAPI document of the listener that a request came by."""
+    openapi: Callable[[HttpRequest, Principal], dict[str, Any]]
+    """The OpenAPI document of the listener that a request came by, as its sender may see it."""
     on_reload: Callable[[], None]
     """Requests that the supervisor reads its configuration again."""
     models: "Models[Context] | None" = None
@@ -109,3 +109,9 @@ class Context:
             is_resident=self.residence.is_resident,
             expires_at=None if expires_in_s is None else time.time() + expires_in_s,
         )
+
+    def models_for(self, principal: Principal) -> "Models[Context] | None":
+        """Of `models`, those that a sender reaches."""
+        if self.models is None or principal.models is None:
+            return self.models
+        return self.models.only(principal.models)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.alias_defaults import fill_in, parse_with_defaults
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
-from vecd.gateway.api.capabilities import check_model, is_able
+from vecd.gateway.api.capabilities import add_others, check_model, is_able
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -75,8 +75,10 @@ class OperationsHandler:
     async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
         models = context.models
+        if models is not None and principal.models is not None:
+            models = models.only(principal.models)
         if first.operation.describe is not None:
-            return self._describe(context, first.operation, first.operation.describe, http)
+            return self._describe(context, models, first.operation, first.operation.describe, http)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         try:
@@ -113,6 +115,7 @@ class OperationsHandler:
             error.dialect = parsed.claim.dialect.name
             if parsed.field is not None and error.param == _INPUT:
                 _name(error, parsed.field, is_list=parsed.field in parsed.claim.operation.fields.large)
+            self._add_others(error, parsed.claim.operation, context, models)
             raise
 
     def claim_of(self, body: Mapping[str, Any], capabilities: Sequence[str]) -> Claim:
@@ -142,11 +145,12 @@ class OperationsHandler:
     def _describe(
         self,
         context: Context,
+        models: Models[Context] | None,
         operation: Operation,
         describe: Callable[[ModelInfo, str], Response],
         http: HttpRequest,
     ) -> Response:
-        models, path, choice = context.models, http.path, http.choice
+        path, choice = http.path, http.choice
         if models is None or choice is None or choice.is_made:
             return describe(context.describe_model(), path)
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
@@ -206,10 +210,7 @@ class OperationsHandler:
         if REQUEST_ID.name in body and REQUEST_ID.name in operation.fields.small:
             _take_request_id(http, body[REQUEST_ID.name])
         try:
-            if models is not None:
-                able = [model.model_info.model for model in models.able(operation.needs)]
-                check_model(operation, context.model_info.capabilities, self._routes, able)
-            elif len(self.claims) > 1:
+            if models is not None or len(self.claims) > 1:
                 check_model(operation, context.model_info.capabilities, self._routes)
             parse: Callable[[Call], Work] | None = operation.embed or operation.reply
             assert parse is not None
@@ -225,7 +226,14 @@ class OperationsHandler:
             return _Parsed(context, claim, work, num_estimated, field)
         except ApiError as error:
             error.dialect = claim.dialect.name
+            self._add_others(error, operation, context, models)
             raise
+
+    def _add_others(
+        self, error: ApiError, operation: Operation, context: Context, models: Models[Context] | None
+    ) -> None:
+        infos = () if models is None else [model.model_info for model in models.all]
+        add_others(error, operation, context.model_info, infos, self._routes)
 
 
 def _take_request_id(http: HttpRequest, own_id: Any) -> None:

@@ -2,7 +2,8 @@
 
 Owns the rules: which names find a model, which model is the default of a kind, and what becomes of an unknown name.
 Pure, but for the log. A name is only ever looked up, and is part of no path. `vecd.gateway.service` makes a `Models`
-whenever another generation begins to serve. Called there for the path and the header that may name a model, and by
+whenever another generation begins to serve; for an API key that reaches some models alone there is a `Models` of these,
+so that all others are unknown names. Called there for the path and the header that may name a model, and by
 `vecd.gateway.api.handlers` for bodies.
 
 A name finds a model in one of these ways, the first that finds one. Those behind the first two find none where they
@@ -34,6 +35,8 @@ HEADER = "x-vecd-model"
 
 _MAX_CHARS = 1024
 """A longer name is unknown, and is not looked at."""
+_MAX_LIMITED = 1000
+"""Sets of models, of keys that reach some alone, that are kept."""
 _MAX_PARTS = 16
 """Of a path, those that may belong to a name."""
 
@@ -64,8 +67,9 @@ class Models(Generic[M]):
         here."""
         self.all = tuple(models)
         self.is_complete = is_complete
-        self.have_defaults = bool(by_alias)
+        self._by_alias = by_alias
         self._refuses_unknown = refuses_unknown
+        self._limited: dict[tuple[str, ...], Models[M]] = {}
         self._logged = set() if logged is None else logged
         names = [(model.model_info.model, model) for model in models]
         seen = {defaults.alias: model for model in by_alias if (defaults := model.model_info.defaults) is not None}
@@ -75,6 +79,27 @@ class Models(Generic[M]):
         self._folder = _unique(folders)
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
         self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
+
+    def only(self, names: tuple[str, ...]) -> "Models[M]":
+        """Those of the models that have these names in the configuration; there may be none. Call it on the event
+        loop."""
+        found = self._limited.get(names)
+        if found is None:
+            if len(self._limited) >= _MAX_LIMITED:
+                self._limited.clear()
+            found = self._limited[names] = Models(
+                [model for model in self.all if model.model_info.model in names],
+                refuses_unknown=self._refuses_unknown,
+                by_alias=[model for model in self._by_alias if model.model_info.model in names],
+                is_complete=self.is_complete,
+                logged=self._logged,
+            )
+        return found
+
+    @property
+    def have_defaults(self) -> bool:
+        """Some alias has request defaults."""
+        return bool(self._by_alias)
 
     # --- names ----------------------------------------------------------------------------------------------
 

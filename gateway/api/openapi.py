@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vecd.gateway.api.capabilities import is_able
 from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.model_info import ModelInfo
+from vecd.gateway.api.models import HEADER, PREFIX
 from vecd.gateway.api.operations import Operation
 from vecd.gateway.api.routes import Route, Table
 from vecd.gateway.api.schemas import Schema
@@ -57,18 +59,30 @@ _PARAMETERS = (
     },
 )
 
+_MODEL_PARAMETER = {"name": HEADER, "in": "header", "description": "The model, whatever the body names"}
 
-def describe_api(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
-    """The document of `table`, the routes of one listener."""
+
+def describe_api(
+    table: Table, model_infos: Sequence[ModelInfo], *, has_keys: bool, path: str = "", are_several: bool = False
+) -> dict[str, Any]:
+    """The document of `table`, the routes of one listener, for the models that the reader reaches, one at least.
+
+    `path`: the prefix of the routes of one of several models; "": they have none. `are_several`: requests name one of
+    the models, and the routes that none of them can answer are left out.
+    """
+    names = [name for each in model_infos for name in each.names] if are_several else []
+    if are_several:
+        table = _without_unable(table, model_infos)
     handlers = [route.handler for methods in table.values() for route in methods.values()]
     claims = [claim for handler in handlers if isinstance(handler, OperationsHandler) for claim in handler.claims]
     dialects = {claim.dialect.name: claim.dialect for claim in claims}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "vecd", "version": model_info.version, "description": _introduction(model_info)},
+        "info": {"title": "vecd", "version": model_infos[0].version, "description": _introduction(model_infos, names)},
+        **_servers(path, names),
         "tags": [{"name": dialect.name, "description": dialect.title} for dialect in dialects.values()]
         + [{"name": "server", "description": "What the server says of itself"}],
-        "paths": _paths(table, model_info, has_keys=has_keys),
+        "paths": _paths(table, model_infos, names, has_keys=has_keys),
         "components": {
             "schemas": {f"{name}-error": dialect.error for name, dialect in dialects.items()},
             "securitySchemes": {
@@ -82,7 +96,18 @@ def describe_api(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict
     }
 
 
-def _introduction(model_info: ModelInfo) -> str:
+def _introduction(model_infos: Sequence[ModelInfo], names: Sequence[str]) -> str:
+    several = (
+        f"A request names one of the models in its path, as {PREFIX}NAME/v1/embeddings, in the header {HEADER}, or in "
+        "its body; otherwise the first that can answers it. "
+    )
+    return (
+        f"{' '.join(map(_introduce, model_infos))} {several if names else ''}A field that is null is taken for absent, "
+        "one that is unknown is ignored."
+    )
+
+
+def _introduce(model_info: ModelInfo) -> str:
     max_request_tokens = (
         "any number of" if model_info.max_request_tokens is None else str(model_info.max_request_tokens)
     )
@@ -91,15 +116,48 @@ def _introduction(model_info: ModelInfo) -> str:
     return (
         f"Serves `{model_info.model}`: {what}, texts of up to {model_info.max_tokens} tokens. "
         f"A request has at most {model_info.max_inputs} inputs with {max_request_tokens} tokens in all, and a body of "
-        f"at most {model_info.max_body_bytes} bytes. A field that is null is taken for absent, one that is unknown is "
-        "ignored."
+        f"at most {model_info.max_body_bytes} bytes."
     )
+
+
+def _servers(path: str, names: Sequence[str]) -> dict[str, Any]:
+    """Nothing where the document's own place is that of the routes."""
+    if path:
+        return {"servers": [{"url": path}]}
+    if not names:
+        return {}
+    one = {"url": f"{PREFIX}{{model}}", "description": "One model", "variables": {"model": _variable(names)}}
+    return {"servers": [{"url": "/", "description": "All models"}, one]}
+
+
+def _variable(names: Sequence[str]) -> dict[str, Any]:
+    return {"enum": [*names], "default": names[0]}
+
+
+def _without_unable(table: Table, model_infos: Sequence[ModelInfo]) -> Table:
+    """The routes that some model can answer, each with the operations that some model can."""
+    found: dict[str, dict[str, Route]] = {}
+    for path, methods in table.items():
+        for method, route in methods.items():
+            handler = route.handler
+            if isinstance(handler, OperationsHandler):
+                claims = tuple(claim for claim in handler.claims if _able(claim.operation, model_infos))
+                if not claims:
+                    continue
+                route = route._replace(handler=OperationsHandler(claims))  # noqa: PLW2901 (the same, with less in it)
+            found.setdefault(path, {})[method] = route
+    return found
+
+
+def _able(operation: Operation, model_infos: Sequence[ModelInfo]) -> list[ModelInfo]:
+    return [each for each in model_infos if is_able(operation, each.capabilities)]
 
 
 # --- paths ------------------------------------------------------------------------------------------------------
 
 
-def _paths(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
+def _paths(table: Table, model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool) -> dict[str, Any]:
+    """`names`: those of several models."""
     paths: dict[str, Any] = {}
     for path, methods in table.items():
         described, parameters = _template(path)
@@ -107,7 +165,7 @@ def _paths(table: Table, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
         for method, route in methods.items():
             item[method.lower()] = {
                 "operationId": _operation_id(method, path),
-                **_route(route, model_info, has_keys=has_keys),
+                **_route(route, model_infos, [] if parameters else names, has_keys=has_keys),
             }
         paths[described] = item
     return paths
@@ -125,12 +183,13 @@ def _operation_id(method: str, path: str) -> str:
     return "-".join([method.lower(), *re.findall(r"[A-Za-z0-9_]+", path)]) + ("-name" if path.endswith("*") else "")
 
 
-def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, Any]:
+def _route(route: Route, model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool) -> dict[str, Any]:
+    """`names`: those that the header may have; none if the path names the model, or there is one."""
     needs_key = has_keys and route.scope is not None
     security: dict[str, Any] = {"security": [{"bearer": []}, {"api-key": []}, {"x-api-key": []}]} if needs_key else {}
     if isinstance(route.handler, OperationsHandler):
         claims: Sequence[Claim] = route.handler.claims
-        return {**security, **_operation(claims, model_info, needs_key=needs_key)}
+        return {**security, **_operation(claims, model_infos, names, needs_key=needs_key)}
     about = route.about
     assert about is not None, "a route without documentation"
     responses = {str(about.status): _response([about])}
@@ -142,7 +201,9 @@ def _route(route: Route, model_info: ModelInfo, *, has_keys: bool) -> dict[str, 
     return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
 
 
-def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: bool) -> dict[str, Any]:
+def _operation(
+    claims: Sequence[Claim], model_infos: Sequence[ModelInfo], names: Sequence[str], *, needs_key: bool
+) -> dict[str, Any]:
     operations = [claim.operation for claim in claims]
     described: dict[str, Any] = {
         "tags": list(dict.fromkeys(claim.dialect.name for claim in claims)),
@@ -150,10 +211,13 @@ def _operation(claims: Sequence[Claim], model_info: ModelInfo, *, needs_key: boo
     }
     has_body = any(operation.describe is None for operation in operations)
     if has_body:
-        schemas = [_with_limits(operation, model_info) for operation in operations]
+        schemas = [_with_limits(operation, model_infos) for operation in operations]
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _any_of(schemas)}}}
+    model = [{**_MODEL_PARAMETER, "schema": {"enum": [*names]}}] if names else []
     if any(operation.embed is not None for operation in operations):
-        described["parameters"] = list(_PARAMETERS)
+        described["parameters"] = [*_PARAMETERS, *model]
+    elif model:
+        described["parameters"] = model
     documented = [operation for operation in operations if operation.response]
     responses = described["responses"] = {"200": _response(documented)} if documented else {}
     dialects = {claim.dialect.name: claim.dialect for claim in claims}
@@ -189,30 +253,33 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
     return different[0] if len(different) == 1 else {"anyOf": different}
 
 
-def _with_limits(operation: Operation, model_info: ModelInfo) -> Schema:
-    """The schema of the body, with the limits of the served model: the number of inputs, the lengths of vectors, and
-    the tokens of a text."""
+def _with_limits(operation: Operation, model_infos: Sequence[ModelInfo]) -> Schema:
+    """The schema of the body, with the limits of the served models that can answer: the number of inputs, the lengths
+    of vectors, and the tokens of a text. What one of them allows is allowed."""
+    model_infos = _able(operation, model_infos) or model_infos
     schema = copy.deepcopy(operation.fields.schema())
     for field in operation.fields:
         described = schema["properties"][field.name]
         if field.is_large:
             for part in _parts(described):
                 if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
-                    part["maxItems"] = model_info.max_inputs
+                    part["maxItems"] = max(each.max_inputs for each in model_infos)
         if field.name in _DIMENSIONS:
-            described.update(_dimensions_of(model_info, field.schema, returns_tokens=operation.returns_tokens))
+            described.update(_dimensions_of(model_infos, field.schema, returns_tokens=operation.returns_tokens))
         if field.name in _NUM_TOKENS:
-            described["maximum"] = model_info.max_tokens
+            described["maximum"] = max(each.max_tokens for each in model_infos)
     return schema
 
 
-def _dimensions_of(model_info: ModelInfo, declared: Schema, *, returns_tokens: bool) -> Schema:
+def _dimensions_of(model_infos: Sequence[ModelInfo], declared: Schema, *, returns_tokens: bool) -> Schema:
     """`declared`: the schema of the field without a model. Where its minimum is 0, 0 stands for the model's own."""
-    own = {model_info.dim, model_info.hidden_size} if returns_tokens else {model_info.dim}
-    if model_info.is_matryoshka and not model_info.matryoshka_dims:
+    own = {each.dim for each in model_infos}
+    if returns_tokens:
+        own |= {each.hidden_size for each in model_infos}
+    if any(each.is_matryoshka and not each.matryoshka_dims for each in model_infos):
         return {"maximum": max(own)}
     zero = [0] if declared.get("minimum") == 0 else []
-    return {"enum": [*zero, *sorted(own.union(model_info.matryoshka_dims)), None]}
+    return {"enum": [*zero, *sorted(own.union(*(each.matryoshka_dims for each in model_infos))), None]}
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:

@@ -43,19 +43,19 @@ from vecd.shm.shared_metrics import Gauge
 async def health(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
     workers, because the caller's requests would go to it. Where several models are served it is about all of them, or
-    about the one that the request names."""
-    reason = _why_unavailable(context, http)
+    about the one that the request names; with an API key that reaches some models alone, about these."""
+    reason = _why_unavailable(context, http, principal)
     if reason is not None:
         return unavailable(reason)
-    contexts = _named_contexts(context, http)
+    contexts = _named_contexts(context, http, principal)
     shows_state = len(contexts) == 1 and (context.models is not None or contexts[0].residence.is_told)
     return _json(200, {"status": "ok", **({"state": contexts[0].residence.state} if shows_state else {})})
 
 
-def _why_unavailable(context: Context, http: HttpRequest) -> str | None:
+def _why_unavailable(context: Context, http: HttpRequest, principal: Principal) -> str | None:
     """A model that is loaded on demand and cannot be loaded makes the server of others no less available. Raises
     ApiError for a model that is not served."""
-    contexts = _named_contexts(context, http)
+    contexts = _named_contexts(context, http, principal)
     if len(contexts) == 1:
         return contexts[0].why_unavailable()
     needed = [each for each in contexts if not (each.config.loads_on_demand and each.residence.is_awaited)]
@@ -65,10 +65,10 @@ def _why_unavailable(context: Context, http: HttpRequest) -> str | None:
     return None if context.models is None or context.models.is_complete else "models are loading"
 
 
-def _named_contexts(context: Context, http: HttpRequest) -> Sequence[Context]:
+def _named_contexts(context: Context, http: HttpRequest, principal: Principal) -> Sequence[Context]:
     """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
-    all. Raises ApiError for an unknown name in the query, whatever the policy is."""
-    models = context.models
+    all that its sender reaches. Raises ApiError for an unknown name in the query, whatever the policy is."""
+    models = context.models_for(principal)
     if models is None or http.choice is None or http.choice.is_made:
         return (context,)
     [name, *_] = parse_qs(http.query.decode("ascii", "replace")).get("model", [""])
@@ -98,7 +98,7 @@ async def root(context: Context, http: HttpRequest, principal: Principal) -> Res
     Ollama's clients request this path first."""
     if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
         response = _page("page.html")
-    elif _why_unavailable(context, http) is not None:
+    elif _why_unavailable(context, http, principal) is not None:
         response = await health(context, http, principal)
     else:
         response = Response(200, b"vecd is running", content_type=_TEXT)
@@ -111,7 +111,7 @@ async def info(context: Context, http: HttpRequest, principal: Principal) -> Res
     """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need.
     Where several models are served it is about the one that the request names, or else about the first, with a list of
     all for operators."""
-    contexts = _named_contexts(context, http)
+    contexts = _named_contexts(context, http, principal)
     context = contexts[0]
     is_operators = principal.sees_metrics and (http.is_admin or not context.config.has_admin_listener)
     if not is_operators:
@@ -217,7 +217,7 @@ def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> R
 
 async def openapi(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """The document of the listener that the request came by."""
-    return _json(200, context.openapi(http))
+    return _json(200, context.openapi(http, principal))
 
 
 async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:

@@ -42,10 +42,13 @@ class ApiKey:
     """Averaged over seconds, over all gateways; None: no limit."""
     max_requests: int | None = None
     """Embedding requests at a time, at all gateways."""
+    models: tuple[str, ...] | None = None
+    """The configured names of the models that it reaches; all others do not exist for it. None: it reaches all."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ApiKey":
-        return cls(**{**fields, "scopes": tuple(fields["scopes"])})
+        models = None if fields["models"] is None else tuple(fields["models"])
+        return cls(**{**fields, "scopes": tuple(fields["scopes"]), "models": models})
 
 
 @dataclass(frozen=True, slots=True)

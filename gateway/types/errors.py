@@ -10,9 +10,9 @@ token id, a vector or a key.
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ApiError(Exception):
@@ -25,10 +25,20 @@ class ApiError(Exception):
     """Those that the status requires."""
     log_level: ClassVar[int] = logging.DEBUG
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        can: Callable[[Any], bool] | None = None,
+    ) -> None:
+        """`can`: whether a model of this operation could answer the request, by its
+        `vecd.gateway.api.model_info.ModelInfo`; None: the error is not about the kind of the model."""
         super().__init__(message)
         self.message = message
         self.param = param
+        self.can = can
         self.dialect: str | None = None
         """The dialect whose shape the response has, where the path alone does not decide."""
         if code is not None:

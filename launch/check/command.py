@@ -35,9 +35,9 @@ from vecd.launch.check import model as check_model
 from vecd.launch.check.advice import advise, is_disturbed
 from vecd.launch.check.machine import read_machine
 from vecd.launch.check.report import Comparison, Measurements, Problem, Report
-from vecd.launch.check.text import render
+from vecd.launch.check.text import render, render_all
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
-from vecd.launch.config.models import load_models
+from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.config.tokenizer import forget
@@ -56,15 +56,19 @@ _TIMEOUT_S = 600.0
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 the model can be served, 2 bad arguments or settings, 3 it cannot, or should not, 130 interrupted.
+    With --all it is 3 if one of the models cannot.
 
     The report goes to standard output, stages and errors of usage to standard error.
     """
     try:
         parser = _parser()
         options, rest = parser.parse_known_args(argv)
-        settings = _only_model(load_settings(rest, other_flags=flags_of(parser)))
+        entries = load_models(load_settings(rest, other_flags=flags_of(parser)))
+        if options.all:
+            return _check_all(entries, options)
+        settings = _only_model(entries)
         texts = _read_texts(options, settings)
-        report = _examine(settings, texts, 0 if options.quick else options.seconds, options.remember)
+        report = _examine(settings, texts, options)
         if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):
             return EXIT_INTERNAL_ERROR
         return EXIT_COULD_NOT_START if report.problems else EXIT_OK
@@ -82,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vecd check",
-        usage="vecd check [MODEL] [--quick] [--json] [--remember] [--texts FILE] [--seconds S] [flags of vecd serve]",
+        usage="vecd check [MODEL] [--all] [--quick] [--json] [--remember] [--texts FILE] [--seconds S] "
+        "[flags of vecd serve]",
         description="Describe a model and how it would be served here, check its vectors, measure its speed, "
         "and recommend settings. MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
         "--cache-dir and every other flag, variable and file mean what they mean to vecd serve.",
@@ -90,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--all", action="store_true", help="check every configured model, with a table at the end")
     add("--quick", action="store_true", help="do not measure speed")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--remember", action="store_true", help="if the vectors are right, write the reference's beside the model")
@@ -98,13 +104,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _only_model(settings: Settings) -> Settings:
+def _only_model(entries: Sequence[ModelEntry]) -> Settings:
     """The settings of the only model. Raises ConfigurationError where there are several."""
-    first, *others = load_models(settings)
-    if others:
-        names = ", ".join(entry.name for entry in (first, *others))
-        raise ConfigurationError([f"MODEL: vecd check takes one model, and these are given: {names}"])
-    return first.settings
+    if len(entries) > 1:
+        names = ", ".join(entry.name for entry in entries)
+        raise ConfigurationError([f"MODEL: vecd check takes one model, or --all, and these are given: {names}"])
+    return entries[0].settings
+
+
+def _check_all(entries: Sequence[ModelEntry], options: argparse.Namespace) -> int:
+    """Check one model after the other, and print each report when it is complete, unless all are to be one object.
+    Returns the exit code. Raises ConfigurationError for the arguments; what is wrong with a model, or with its
+    settings, is a problem of its report."""
+    texts: list[str] = []
+    for entry in entries:
+        texts = _read_texts(options, entry.settings)
+    reports: dict[str, Report] = {}
+    for entry in entries:
+        name = entry.name or name_of(entry.settings.model)
+        try:
+            report = _examine(entry.settings, texts, options)
+        except ConfigurationError as error:
+            problems = [Problem(problem, "change the setting") for problem in error.problems]
+            report = Report(version(), read_machine(), problems=problems)
+        reports[name] = report
+        if not (options.json or _print(f"# {name}\n\n{render(report)}\n")):
+            return EXIT_INTERNAL_ERROR
+    failed = any(report.problems for report in reports.values())
+    described = {"is_servable": not failed, "models": {name: each.to_json() for name, each in reports.items()}}
+    if not _print(json.dumps(described, ensure_ascii=False) if options.json else render_all(reports)):
+        return EXIT_INTERNAL_ERROR
+    return EXIT_COULD_NOT_START if failed else EXIT_OK
 
 
 def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
@@ -139,9 +169,8 @@ def _print(text: str) -> bool:
     return True
 
 
-def _examine(settings: Settings, texts: list[str], seconds: float, is_to_remember: bool) -> Report:
-    """The report, with as much as a faulty model allows. `seconds` of measurement for each dtype and length of text; 0:
-    measure nothing. `is_to_remember`: write the model's reference vectors. Raises ConfigurationError."""
+def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) -> Report:
+    """The report, with as much as a faulty model allows. Raises ConfigurationError."""
     status = StatusLine("vecd check", plain_s=0)
 
     def show(stage: str) -> None:
@@ -152,7 +181,7 @@ def _examine(settings: Settings, texts: list[str], seconds: float, is_to_remembe
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report(version(), read_machine())
     try:
-        _fill(report, settings, texts, seconds, is_to_remember, show)
+        _fill(report, settings, texts, 0 if options.quick else options.seconds, options.remember, show)
     except (ModelError, StartFailure) as error:
         report.problems.append(check_model.problem(str(error)))
     finally:
@@ -169,7 +198,9 @@ def _fill(
     is_to_remember: bool,
     show: ReportProgress,
 ) -> None:
-    """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
+    """Fill the report as far as possible. `seconds` of measurement for each dtype and length of text; 0: measure
+    nothing. `is_to_remember`: write the model's reference vectors. Raises ModelError or StartFailure for what ends it,
+    ConfigurationError."""
     plan, machine = make_plan(settings), report.machine
     try:
         report.model = check_model.describe(plan.workers[0].card, plan.gateway.model)

@@ -15,6 +15,8 @@ from vecd.launch.check.report import Advice, Machine, Measurements, Model, Path,
 WIDTH = 118
 _INDENT, _LABEL_WIDTH = "  ", 16
 _MAX_LABELS = 8
+_MAX_RESULT = 60
+"""Characters of a problem in the table of several models."""
 
 
 def render(report: Report) -> str:
@@ -36,6 +38,30 @@ def render(report: Report) -> str:
     if not report.problems:
         result.append("This model can be served.")
     return "\n\n".join(["\n".join([title, *lines]) for title, lines in sections] + ["\n".join(result)])
+
+
+def render_all(reports: Mapping[str, Report]) -> str:
+    """What the reports of several models come to, by the names of the models."""
+    lines = list(_table("model|kind|selected|>memory|result", [_row(name, each) for name, each in reports.items()]))
+    failed = [name for name, report in reports.items() if report.problems]
+    num_mb = sum(report.path.shared_mb for report in reports.values() if report.path is not None)
+    result = f"{len(failed)} of {len(reports)} models cannot be served: {', '.join(failed)}"
+    if not failed:
+        result = f"All {len(reports)} models can be served" if len(reports) > 1 else "The model can be served"
+        result += f", with {num_mb:,} MB for all workers together."
+    return "\n".join(["Models", *lines, "", result])
+
+
+def _row(name: str, report: Report) -> tuple[str, ...]:
+    kind = ", ".join(report.model.capabilities) if report.model is not None else "-"
+    num_warnings, path = len(report.warnings), report.path
+    warned = f", {num_warnings} {'warning' if num_warnings == 1 else 'warnings'}" if num_warnings else ""
+    result = (
+        textwrap.shorten(f"problem: {report.problems[0].what}", _MAX_RESULT) if report.problems else "right" + warned
+    )
+    if path is None:
+        return name, kind, "-", "-", result
+    return name, kind, f"{path.path}, {path.dtype}, on {path.device}", f"{path.shared_mb:,} MB", result
 
 
 def command(advice: Advice) -> str:

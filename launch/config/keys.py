@@ -12,14 +12,17 @@ import secrets
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from vecd.client.suggestions import closest
 from vecd.gateway.types.config import PRIORITIES, SCOPES, ApiKey
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
+from vecd.launch.config.models import names_configured
 from vecd.launch.config.settings import Settings
 
 MIN_KEY_CHARACTERS = 16
@@ -48,7 +51,7 @@ NAME has 1 to 64 of the characters A-Z a-z 0-9 . _ -"""
 def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
     """Every key that clients may send; none when the server is open. Raises ConfigurationError with all problems: file,
     entry and field, and never a key."""
-    found = _KeysRead()
+    found = _KeysRead(settings)
     if settings.api_key is not None:
         found.add("--api-key", ApiKey("default", _digest(settings.api_key.get_secret_value())))
     if settings.api_keys is not None:
@@ -97,7 +100,8 @@ def _is_loopback(host: str) -> bool:
 class _KeysRead:
     """The keys that have been read, and the problems."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self.keys: list[ApiKey] = []
         self.problems: list[str] = []
         self._places: dict[str, str] = {}
@@ -108,6 +112,11 @@ class _KeysRead:
             if (first := self._places.setdefault(value, place)) is not place:
                 self.problems.append(f"{place}: {field}: is the same as that of {first}")
         self.keys.append(key)
+
+    @cached_property
+    def models(self) -> dict[str, str]:
+        """By configured name, the model's own. Few servers have keys that need it."""
+        return names_configured(self._settings)
 
 
 # --- --api-keys -------------------------------------------------------------------------------------------------------
@@ -186,12 +195,16 @@ def _read_entry(place: str, entry: dict[str, Any], found: _KeysRead) -> None:
     for field, check in _CHECKS.items():
         if field in entry:
             problems += check(entry[field])
+    if not problems and "models" in entry:
+        problems = _check_configured(entry["models"], found.models)
     if problems:
         found.problems += [f"{place}: {problem}" for problem in problems]
         return
     limits = {field: value for field, value in entry.items() if field not in ("name", "key", "sha256", "scopes")}
     digest = _digest(entry["key"]) if "key" in entry else entry["sha256"].lower()
     scopes = tuple(scope for scope in SCOPES if scope in entry.get("scopes", SCOPES))
+    if "models" in entry:
+        limits["models"] = tuple(dict.fromkeys(found.models[name] for name in entry["models"]))
     found.add(place, ApiKey(entry["name"], digest, scopes, **limits))
 
 
@@ -234,6 +247,22 @@ def _check_max_requests(limit: object) -> list[str]:
     return [] if is_right else [f"max_requests: must be a whole number from 1 to {MAX_REQUESTS}"]
 
 
+def _check_models(names: object) -> list[str]:
+    is_right = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    return [] if is_right else ['models: must be a list of one or more names of models, ["NAME"]']
+
+
+def _check_configured(names: Sequence[str], configured: Mapping[str, str]) -> list[str]:
+    """The names are not shown: what is no name may be a key in the wrong place."""
+    problems = []
+    for number, name in enumerate(names, 1):
+        if name not in configured:
+            meant = closest(name, configured)
+            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(configured)}"
+            problems.append(f"models: name {number}: is neither that nor an alias of a configured model; {hint}")
+    return problems
+
+
 _CHECKS: dict[str, Callable[[object], list[str]]] = {
     "name": _check_name,
     "key": _check_key,
@@ -242,6 +271,7 @@ _CHECKS: dict[str, Callable[[object], list[str]]] = {
     "max_priority": _check_max_priority,
     "tokens_per_s": _check_tokens_per_s,
     "max_requests": _check_max_requests,
+    "models": _check_models,
 }
 """The fields of an entry."""
 

@@ -84,6 +84,22 @@ def split_source(text: str) -> tuple[str, str]:
     return ("", text) if match is None or os.path.isdir(text) else (match["name"], match["source"])
 
 
+def names_configured(settings: Settings) -> dict[str, str]:
+    """The names of the configured models, and their aliases: each with the name of its model. `settings`: of the whole
+    server, or of one of its models, also where they could not be used again, as a descriptor that has been closed.
+    Reads the file system."""
+    given = settings.given_models
+    arguments = [split_source(source) for source in given.sources]
+    if not given.tables and len(arguments) <= 1 and not any(name for name, _ in arguments):
+        named = [(settings.served_model_name or name_of(settings.model), _aliases_of(settings))]
+    else:
+        reader = _Reader(settings)
+        reader.read_arguments(arguments)
+        reader.read_tables(given.tables)
+        named = reader.named
+    return {each: name for name, aliases in named for each in (*aliases, name)}
+
+
 def folder_of(model: str) -> Path | None:
     """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty.
     Reads the file system, and raises nothing for what cannot be a path."""
@@ -127,6 +143,8 @@ class _Reader:
     def __init__(self, settings: Settings) -> None:
         self.entries: list[ModelEntry] = []
         self.problems: list[str] = []
+        self.named: list[tuple[str, tuple[str, ...]]] = []
+        """Name and aliases of each model."""
         self.num_models = 0
         """Of which some may have problems."""
         self._settings = settings
@@ -212,6 +230,7 @@ class _Reader:
         """`place`: where the model stands, for the operator to find it. `origin`: how that writes a setting. `hint`:
         what helps where the name cannot be used."""
         self.num_models += 1
+        self.named.append((name, aliases))
         for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
                 self.problems.append(f"{place}: {key}the name {shown(each)} {why}{hint}")

@@ -52,9 +52,11 @@ def read_messages(
     """The conversations of a body that has `messages`. `instead_of`: the field of texts. `add_generation_prompt`: the
     default of the field. Raises BadRequest, also what `proceed` raises for any texts."""
     if not model_info.has_chat_template:
-        raise _wrong(
+        raise BadRequest(
             f"'{MESSAGES.name}' is not supported: the model has no chat template, or --literal-special-tokens is set. "
-            f"Send texts in '{instead_of.name}'"
+            f"Send texts in '{instead_of.name}'",
+            param=MESSAGES.name,
+            can=lambda info: info.has_chat_template,
         )
     if values.get(instead_of) is not None:
         raise _wrong(f"'{MESSAGES.name}' and '{instead_of.name}': send one of them")

@@ -64,9 +64,13 @@ ENTITY = record(
 
 def head_of(model_info: ModelInfo) -> ScoreHead:
     """Raises WrongModel for a model that classifies nothing."""
-    if model_info.score is None or not set(NEEDS) & set(model_info.capabilities):
-        raise WrongModel(f"{model_info.what_it_is()}: it cannot classify texts")
+    if model_info.score is None or not _classifies(model_info):
+        raise WrongModel(f"{model_info.what_it_is()}: it cannot classify texts", can=_classifies)
     return model_info.score
+
+
+def _classifies(model_info: ModelInfo) -> bool:
+    return model_info.score is not None and not set(NEEDS).isdisjoint(model_info.capabilities)
 
 
 def classifies_tokens(model_info: ModelInfo) -> bool:

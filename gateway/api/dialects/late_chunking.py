@@ -146,7 +146,9 @@ def _check_model(model_info: ModelInfo) -> None:
     if model_info.pooling != ("mean",):
         own = f"; this one has the pooling {' + '.join(model_info.pooling)}"
     raise BadRequest(
-        f"'{_NAME}' is for models whose vectors are the mean of their tokens' last hidden states{own}", param=_NAME
+        f"'{_NAME}' is for models whose vectors are the mean of their tokens' last hidden states{own}",
+        param=_NAME,
+        can=lambda info: info.is_dense and info.pools_states,
     )
 
 

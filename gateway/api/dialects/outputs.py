@@ -86,6 +86,7 @@ def requested_kinds(values: Values, model_info: ModelInfo) -> frozenset[str]:
             f"'{name}': the model served here makes no {missing[0]} vectors; set '{OUTPUT.name}' to one of its own: "
             f"{', '.join(own)}",
             param=name,
+            can=lambda info: kinds.issubset(info.capabilities),
         )
     return kinds
 

@@ -234,9 +234,11 @@ def parse(
 
 def _check(model_info: ModelInfo) -> bool:
     """Whether the model ranks by scores, not by MaxSim. Raises WrongModel if it does neither."""
-    if "rerank" in model_info.capabilities:
-        return True
-    if "multi-vector" in model_info.capabilities:
-        return False
+    if _ranks(model_info):
+        return "rerank" in model_info.capabilities
     what = "makes embeddings" if model_info.score is None else "classifies texts"
-    raise WrongModel(f"The model served here {what}: it cannot rank texts")
+    raise WrongModel(f"The model served here {what}: it cannot rank texts", can=_ranks)
+
+
+def _ranks(model_info: ModelInfo) -> bool:
+    return not set(NEEDS).isdisjoint(model_info.capabilities)

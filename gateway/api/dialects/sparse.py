@@ -75,7 +75,9 @@ def read_options(given: Given) -> SparseOptions:
 def output_of(model_info: ModelInfo) -> Output:
     """Raises WrongModel for a model without sparse vectors."""
     if model_info.sparse is None:
-        raise WrongModel(f"{model_info.what_it_is()}: it cannot make sparse vectors")
+        raise WrongModel(
+            f"{model_info.what_it_is()}: it cannot make sparse vectors", can=lambda info: info.sparse is not None
+        )
     return Output.LEXICAL if model_info.sparse.is_lexical else Output.SPARSE
 
 

@@ -177,7 +177,10 @@ def _by_kind(
     if model_info.is_dense:
         return embed(call)
     if model_info.score is None and model_info.sparse is None:
-        raise WrongModel(f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'")
+        raise WrongModel(
+            f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'",
+            can=lambda info: info.is_dense or info.score is not None or info.sparse is not None,
+        )
     return parse_embed_sparse(call) if model_info.score is None else classify(call)
 
 
@@ -203,7 +206,8 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
     if Output.TOKENS not in model_info.outputs:
         raise WrongModel(
             f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
-            f"and there is room for the {model_info.dim} of its own vectors"
+            f"and there is room for the {model_info.dim} of its own vectors",
+            can=lambda info: info.is_dense and Output.TOKENS in info.outputs,
         )
     tokenizing = read_tokenizing(Options(values), model_info)
     overflow = tokenizing.overflow or model_info.overflow
@@ -380,9 +384,11 @@ def parse_default(call: Call) -> ParsedEmbed:
     """Raises WrongModel and BadRequest."""
     if call.values.get(QUERY) is not None:
         return parse_rerank(call)
-    if "rerank" in call.model_info.capabilities or call.model_info.capabilities == ("multi-vector",):
-        return parse_pairs(call)
-    return parse_by_kind(call)
+    return parse_pairs(call) if _takes_pairs(call.model_info) else parse_by_kind(call)
+
+
+def _takes_pairs(model_info: ModelInfo) -> bool:
+    return "rerank" in model_info.capabilities or model_info.capabilities == ("multi-vector",)
 
 
 def parse_pairs(call: Call) -> ParsedEmbed:
@@ -394,7 +400,10 @@ def parse_pairs(call: Call) -> ParsedEmbed:
         if isinstance(pairs[0], Pair):
             queries, texts = map(list, zip(*pairs, strict=True))
             return _parse_ranked(call, queries, texts, INPUTS.name, partial(_render_scores, model_info=model_info))
-    raise WrongModel("The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'")
+    raise WrongModel(
+        "The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'",
+        can=lambda info: not _takes_pairs(info),
+    )
 
 
 def _render_scores(embedded: Embedded, relevance: Relevance, *, model_info: ModelInfo) -> Response:
@@ -442,7 +451,7 @@ def _written_options(instance: dict[str, Any]) -> dict[str, Any]:
     if len(instance) == 1:
         return {}
     if "query" in instance and "texts" in instance:
-        raise WrongModel("The model served here makes embeddings: it cannot rank texts")
+        raise WrongModel("The model served here makes embeddings: it cannot rank texts", can=lambda info: False)
     return {name: value for name in _OPTION_NAMES if (value := instance.get(name)) is not None}
 
 

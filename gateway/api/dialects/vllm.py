@@ -120,7 +120,10 @@ def _task_of(values: Values, model_info: ModelInfo) -> Output:
     requested = values.get(POOLING_TASK)
     own = [output for output in _POOLED if output in model_info.outputs]
     if not own:
-        raise WrongModel(f"{model_info.what_it_is()}: POST /embed_sparse, or /v1/embeddings with 'output' 'sparse'")
+        raise WrongModel(
+            f"{model_info.what_it_is()}: POST /embed_sparse, or /v1/embeddings with 'output' 'sparse'",
+            can=lambda info: _has_task(info, requested),
+        )
     if requested is None:
         return own[0]
     if requested is Output.TOKENS and Output.TOKEN_VECTORS in own:
@@ -128,9 +131,18 @@ def _task_of(values: Values, model_info: ModelInfo) -> Output:
     if requested not in model_info.outputs:
         names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in model_info.outputs)
         raise WrongModel(
-            f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}", param=POOLING_TASK.name
+            f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}",
+            param=POOLING_TASK.name,
+            can=lambda info: _has_task(info, requested),
         )
     return requested
+
+
+def _has_task(model_info: ModelInfo, requested: Output | None) -> bool:
+    if requested is None:
+        return any(output in model_info.outputs for output in _POOLED)
+    is_of_tokens = requested is Output.TOKENS and Output.TOKEN_VECTORS in model_info.outputs
+    return is_of_tokens or requested in model_info.outputs
 
 
 _POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)

@@ -208,7 +208,7 @@ def test_a_thousand_requests_make_one_load_and_are_answered_in_their_order():
         finished: list[int] = []
         asking = [bench.embed(number) for number in range(1000)]
         for number, each in enumerate(asking):
-            each.add_done_callback(lambda _, number=number: finished.append(number))
+            each.add_done_callback(lambda _, number=number: finished.append(number))  # type: ignore[misc]
         await turns()
         bench.change("loading", wait_s=3.0)
         await turns()

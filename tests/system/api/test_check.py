@@ -313,3 +313,26 @@ def test_bad_usage(arguments: list[str], says: str, environment: Path, capfd: py
     assert out == ""
     assert says in err
     assert all(line.startswith("vecd check: ") for line in err.splitlines())
+
+
+# --- several models -------------------------------------------------------------------------------------------------
+
+
+def test_all_models_of_a_server(environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("vecd.toml").write_text("[models.one]\n[models.wrong]\nmax-tokens = 9999\n")
+    assert check.main(["--config", "vecd.toml", "--quick"]) == 2
+    assert "takes one model, or --all, and these are given: one, wrong" in capfd.readouterr().err
+    arguments = ["gone=./nowhere", "--config", "vecd.toml", "--quick", "--all"]
+    assert check.main([*arguments, "--json"]) == 3
+    found = json.loads(capfd.readouterr().out)
+    assert not found["is_servable"]
+    assert {name: report["is_servable"] for name, report in found["models"].items()} == {
+        "gone": False, "one": True, "wrong": False,
+    }  # fmt: skip
+    assert found["models"]["one"]["path"]["agreements"]
+    assert "9999 given, the model takes at most 256" in found["models"]["wrong"]["problems"][0]["what"]
+    assert check.main(["one=", "--all", "--quick"]) == 2
+    assert check.main(["--all", "--quick"]) == 0
+    printed = capfd.readouterr().out
+    assert printed.startswith("# all-MiniLM-L6-v2\n\nMachine\n")
+    assert printed.splitlines()[-1].startswith("The model can be served, with ")

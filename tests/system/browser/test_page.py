@@ -507,6 +507,19 @@ def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
     assert ' -H "authorization: Bearer $VECD_API_KEY"' in copied, "in quotes within which a shell puts the key"
 
 
+def test_the_api_s_page_of_several_models_tries_the_chosen_one(open_page, minilm_folder):
+    models = [f"{name}={minilm_folder}" for name in ("first", "second")]
+    with running_server(*WEIGHTLESS, *models) as server, open_page(f"{server.url}/docs") as page:
+        page.wait_for_selector("summary")
+        page.select_option("#model", "second")
+        page.click("summary:has-text('/v1/embeddings')")
+        page.click("details[open] button:has-text('Send')")
+        expect(page.locator("details[open] pre")).to_contain_text("x-vecd-model: second")
+        page.goto(f"{server.url}/m/first/docs")
+        page.wait_for_selector("summary")
+        assert page.is_hidden("#models")
+
+
 @pytest.mark.skipif(not os.environ.get("PAGE_SCREENSHOTS"), reason="PAGE_SCREENSHOTS=1 draws docs/images/page-*.png")
 @pytest.mark.timeout(600)
 def test_screenshots(server, open_page):

@@ -447,6 +447,32 @@ def test_a_model_of_the_wrong_kind_names_those_that_can(path, body, status, able
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("model", "path", "body", "status", "others"),
+    [
+        ("ranker", "/", {"inputs": TEXT}, 424, "'dense', 'org/splade'"),
+        ("ranker", "/invocations", {"inputs": TEXT}, 424, "'dense', 'org/splade'"),
+        ("dense", "/", {"query": "q", "texts": ["d"]}, 424, "'ranker'"),
+        ("dense", "/vertex", {"instances": [{"query": "q", "texts": ["d"]}]}, 424, None),
+        ("dense", "/v1/embeddings", {"input": TEXT, "output": "sparse"}, 400, "'org/splade'"),
+        ("org/splade", "/v1/embeddings", {"input": TEXT, "output": "dense"}, 400, "'dense'"),
+        ("dense", "/v1/embeddings", {"input": TEXT, "output": ["dense", "sparse"]}, 400, None),
+        ("dense", "/pooling", {"input": TEXT, "task": "classify"}, 400, None),
+        ("org/splade", "/pooling", {"input": TEXT}, 400, "'dense'"),
+    ],
+)
+def test_what_a_dialect_refuses_names_those_that_can(model, path, body, status, others):
+    async def test(bench: Bench) -> None:
+        response = await bench.post(f"/m/{model}{path}", body)
+        text = body_of(response).decode()
+        assert response.status == status, text
+        _, *named = text.split("Models of this server that can: ")
+        assert {each[: len(others or "")] for each in named} == {others} - {None}, text
+        assert status != 424 or "It is served at /" in text
+
+    run(test)
+
+
 def test_where_no_model_can_the_first_says_so():
     async def test(bench: Bench) -> None:
         response = await bench.post("/v1/multi-vector", {"input": TEXT})

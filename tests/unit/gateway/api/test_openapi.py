@@ -21,7 +21,7 @@ PUBLIC = public_table(ROUTES, has_admin_listener=False, has_keys=True)
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return describe_api(PUBLIC, SERVED, has_keys=True)
+    return describe_api(PUBLIC, [SERVED], has_keys=True)
 
 
 def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -39,7 +39,7 @@ def test_every_route_is_in_it_and_no_other(document):
 
 
 def test_the_admin_listener_has_a_document_of_its_own():
-    described = describe_api(admin_table(ROUTES), SERVED, has_keys=False)
+    described = describe_api(admin_table(ROUTES), [SERVED], has_keys=False)
     assert ("POST", "/admin/reload") in operations(described)
     assert ("POST", "/v1/embeddings") not in operations(described)
 
@@ -98,7 +98,7 @@ def test_limits_are_those_of_the_server(document):
         assert limit in description
     schema = json.dumps(document["paths"]["/v1/embeddings"]["post"]["requestBody"])
     assert '"maxItems": 7' in schema
-    without_limit = describe_api(PUBLIC, replace(SERVED, max_request_tokens=None), has_keys=False)
+    without_limit = describe_api(PUBLIC, [replace(SERVED, max_request_tokens=None)], has_keys=False)
     assert "any number of tokens" in without_limit["info"]["description"]
 
 
@@ -110,10 +110,10 @@ def body_fields(document: dict[str, Any], path: str) -> dict[str, Any]:
 
 def test_vectors_of_tokens_have_a_length_of_their_own():
     """Which some models' vectors have not."""
-    described = describe_api(PUBLIC, replace(SERVED, hidden_size=12), has_keys=False)
+    described = describe_api(PUBLIC, [replace(SERVED, hidden_size=12)], has_keys=False)
     assert body_fields(described, "/pooling")["dimensions"]["enum"] == [8, 12, None]
     assert body_fields(described, "/v1/embeddings")["dimensions"]["enum"] == [8, None]
-    matryoshka = describe_api(PUBLIC, replace(SERVED, hidden_size=12, is_matryoshka=True), has_keys=False)
+    matryoshka = describe_api(PUBLIC, [replace(SERVED, hidden_size=12, is_matryoshka=True)], has_keys=False)
     assert body_fields(matryoshka, "/pooling")["dimensions"]["maximum"] == 12
     assert body_fields(matryoshka, "/v1/embeddings")["dimensions"]["maximum"] == 8
 
@@ -130,6 +130,62 @@ def test_every_operation_can_succeed(document):
 def test_keys_are_asked_for_only_where_there_are_some(document):
     assert document["paths"]["/v1/embeddings"]["post"]["security"]
     assert "security" not in document["paths"]["/health"]["get"]
-    open_to_all = describe_api(PUBLIC, SERVED, has_keys=False)
+    open_to_all = describe_api(PUBLIC, [SERVED], has_keys=False)
     assert "security" not in open_to_all["paths"]["/v1/embeddings"]["post"]
     assert not open_to_all["components"]["securitySchemes"]
+
+
+# --- several models -------------------------------------------------------------------------------------------------
+
+OTHER = replace(SERVED, model="org/other", aliases=("o",), dim=5, hidden_size=5, max_tokens=32, max_inputs=9)
+RANKER = replace(SERVED, model="r", capabilities=("rerank",), dim=1, max_inputs=99)
+
+
+@pytest.fixture(scope="module")
+def several() -> dict[str, Any]:
+    return describe_api(PUBLIC, [SERVED, OTHER], has_keys=True, are_several=True)
+
+
+def test_all_models_are_in_the_document_of_several(several):
+    description = several["info"]["description"]
+    for part in ("`m`", "`org/other`", " 8 dimensions", " 5 dimensions", " 16 tokens", " 32 tokens", "/m/NAME/"):
+        assert part in description
+    names = ["m", "org/other", "o"]
+    assert [server["url"] for server in several["servers"]] == ["/", "/m/{model}"]
+    assert several["servers"][1]["variables"]["model"] == {"enum": names, "default": "m"}
+    for (_, path), about in operations(several).items():
+        headers = {each["name"]: each["schema"] for each in about.get("parameters", []) if each["in"] == "header"}
+        is_for_model = about["tags"] != ["server"] and "{name}" not in path
+        assert headers.get("x-vecd-model") == ({"enum": names} if is_for_model else None), path
+
+
+def test_what_one_of_several_allows_is_allowed(several):
+    fields = body_fields(several, "/v1/embeddings")
+    assert fields["dimensions"]["enum"] == [5, 8, None]
+    assert fields["truncate_prompt_tokens"]["maximum"] == 32
+    assert '"maxItems": 9' in json.dumps(fields)
+    with_ranker = describe_api(PUBLIC, [SERVED, RANKER], has_keys=True, are_several=True)
+    assert body_fields(with_ranker, "/v1/embeddings")["dimensions"]["enum"] == [8, None]
+    assert '"maxItems": 7' in json.dumps(body_fields(with_ranker, "/v1/embeddings"))
+
+
+def test_what_none_of_several_can_answer_is_left_out(several, document):
+    with_ranker = operations(describe_api(PUBLIC, [SERVED, RANKER], has_keys=True, are_several=True))
+    assert ("POST", "/rerank") not in operations(several)
+    assert ("POST", "/rerank") in with_ranker
+    assert ("POST", "/embed_sparse") not in with_ranker
+    assert with_ranker.keys() < operations(document).keys()
+    assert ("GET", "/v1/models") in with_ranker
+
+
+def test_every_schema_of_several_is_one(several):
+    test_every_schema_is_one(several)
+    test_every_reference_leads_somewhere(several)
+    test_every_operation_can_succeed(several)
+
+
+def test_one_of_several_has_its_routes_behind_its_name():
+    described = describe_api(PUBLIC, [OTHER], has_keys=True, path="/m/org/other")
+    assert described["servers"] == [{"url": "/m/org/other"}]
+    assert "x-vecd-model" not in json.dumps(described)
+    assert "servers" not in describe_api(PUBLIC, [OTHER], has_keys=True)

@@ -17,7 +17,7 @@ from vecd.launch.check.report import (
     Setting,
     Speed,
 )
-from vecd.launch.check.text import WIDTH, command, render, toml
+from vecd.launch.check.text import WIDTH, command, render, render_all, toml
 
 _ROW = {"num_texts": 9, "longest_tokens": 16, "min_cosine": 0.99991, "max_abs_diff": 2e-3}
 _AGREEMENT = Comparison("the reference model in float32", 9, 16, 0.99991, 2e-3, True, (_ROW,))
@@ -156,3 +156,20 @@ def test_scores_have_an_order_where_vectors_have_a_cosine() -> None:
         assert part in text
     for part in ("dimensions", "pooling", "Matryoshka"):
         assert part not in text
+
+
+def test_several_models_end_in_a_table():
+    right = Report("1", _MACHINE, _MODEL, _PATH)
+    warned = Report("1", _MACHINE, replace(_MODEL, capabilities=("rerank",)), _PATH, warnings=["w"])
+    wrong = Report("1", _MACHINE, problems=[Problem("the file " + "long " * 40 + "is missing", "find it")])
+    mb = f"{_PATH.shared_mb:,} MB"
+    lines = render_all({"a": right, "org/b": warned}).splitlines()
+    assert [line.split() for line in lines[2:4]] == [
+        ["a", "dense", "packed,", "bfloat16,", "on", "cpu", *mb.split(), "right"],
+        ["org/b", "rerank", "packed,", "bfloat16,", "on", "cpu", *mb.split(), "right,", "1", "warning"],
+    ]
+    assert lines[-1] == f"All 2 models can be served, with {2 * _PATH.shared_mb:,} MB for all workers together."
+    lines = render_all({"a": right, "c": wrong}).splitlines()
+    assert lines[3].split()[:5] == ["c", "-", "-", "-", "problem:"]
+    assert lines[-1] == "1 of 2 models cannot be served: c"
+    assert all(len(line) <= WIDTH for line in lines)

@@ -1,5 +1,7 @@
+import json
 import os
 import re
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from vecd.gateway.types.config import SCOPES, ApiKey
 from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config import keys as keys_module
 from vecd.launch.config.keys import load_keys, main
+from vecd.launch.config.models import load_models
 from vecd.launch.config.settings import load_settings
 
 KEY = "0123456789abcdef"
@@ -331,3 +334,60 @@ def test_how_a_key_is_made_is_said(arguments, code, capsys):
     assert main(arguments) == code
     said = capsys.readouterr()
     assert "usage: vecd key NAME" in said.out + said.err
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+MODELS = f'[[keys]]\nname = "a"\nkey = "{KEY}"\nmodels = '
+
+
+@pytest.mark.parametrize(
+    ("listed", "models"),
+    [('["first"]', ("first",)), ('["other", "second", "org/third"]', ("second", "org/third"))],
+)
+def test_a_key_has_models_by_their_names_and_aliases(listed, models):
+    path = keys_file(MODELS + listed)
+    Path("vecd.toml").write_text('[models.second]\naliases = ["other"]\n[models."org/third"]\n')
+    given = ("first=/models/one", "--config", "vecd.toml", "--keys-file", path)
+    assert [key.models for key in load(*given)] == [models]
+    settings = [entry.settings for entry in load_models(load_settings(given))]
+    assert [key.models for each in settings for key in load_keys(each)] == [models] * 3, "as they are read again"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        ((), "all-MiniLM-L6-v2"),
+        (("/models/one",), "one"),
+        (("org/name",), "org/name"),
+        (("/models/one", "--served-model-name", "two", "--model-aliases", "x,two-b"), "two"),
+        (("two=/models/one", "--model-aliases", "two-b"), "two"),
+    ],
+)
+def test_a_key_has_the_only_model_by_its_name(argv, name):
+    [key] = load(*argv, "--keys-file", keys_file(f'{MODELS}["{name}"]'))
+    assert key.models == (name,)
+    if name == "two":
+        assert load(*argv, "--keys-file", keys_file(f'{MODELS}["two-b"]'))[0].models == ("two",)
+
+
+@pytest.mark.parametrize("listed", ["[]", '"first"', '["first", 1]', "true"])
+def test_models_are_a_list_of_names(listed):
+    [problem] = problems("first=/models/one", "--keys-file", keys_file(MODELS + listed))
+    assert problem.endswith('entry 1: models: must be a list of one or more names of models, ["NAME"]')
+
+
+def test_a_model_that_is_not_configured_is_a_problem():
+    path = keys_file(f'{MODELS}["secund", "first", "{KEY}"]')
+    assert problems("first=/models/one", "second=/models/two", "--keys-file", path) == [
+        f"{path}: entry 1: models: name 1: is neither that nor an alias of a configured model; did you mean second?",
+        f"{path}: entry 1: models: name 3: is neither that nor an alias of a configured model; there are first, second",
+    ]
+    [problem] = problems("/models/one", "--keys-file", keys_file(f'{MODELS}["two"]'))
+    assert "there are one" in problem
+
+
+def test_models_come_to_a_gateway_as_they_are():
+    for models in (None, ("a", "b")):
+        key = ApiKey("a", digest(KEY), models=models)
+        assert ApiKey.from_json(json.loads(json.dumps(asdict(key)))) == key

@@ -310,7 +310,7 @@ def test_a_weight_is_a_number(weight: str) -> None:
 def test_vecd_check_takes_one_model(capsys: pytest.CaptureFixture[str]) -> None:
     Path("c.toml").write_text(TABLES)
     assert check(["--config", "c.toml", "org/a"]) == EXIT_BAD_CONFIGURATION
-    told = "vecd check: MODEL: vecd check takes one model, and these are given: org/a, embed, org/rerank\n"
+    told = "vecd check: MODEL: vecd check takes one model, or --all, and these are given: org/a, embed, org/rerank\n"
     assert capsys.readouterr().err == told
 
 
