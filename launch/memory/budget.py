@@ -24,8 +24,8 @@ def make_book(plans: Sequence[Plan]) -> MemoryBook:
     """
     try:
         book = read_book(plans)
-        if problems := _why_too_much(plans, book):
-            raise ConfigurationError(problems)
+        if problems := why_too_much(plans, book):
+            raise ConfigurationError([*problems, *_needs(plans, book)])
     except BaseException:
         for plan in plans:
             plan.close()
@@ -61,7 +61,7 @@ def _budget_of(settings: Settings) -> int | None:
     return read_memory_budget(settings.memory_budget, memory_mb << 20)
 
 
-def _why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
+def why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
     """Lines for the operator; none for models that fit. Without a budget nothing is read."""
     if book.budget is None:
         return []
@@ -81,21 +81,25 @@ def _why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
     if not too_much:
         return []
     given = plans[0].settings.memory_budget
-    problems = [
+    return [
         f"--memory-budget: {given} given, which is {in_mb(book.budget)}: {what} would need {in_mb(nbytes)} with the "
         "server itself" + (" and the pinned models" if pinned and what in totals else "")
         for what, nbytes in too_much
     ]
+
+
+def _needs(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
+    """A table of who needs what."""
     rows = [["model", "load", "memory", "pinned", "known by"]]
     rows += [
         [
             plan.gateway.model,
             plan.settings.load,
-            in_mb(totals[plan.gateway.model]),
+            in_mb(book.expect(plan).total),
             "yes" if plan.gateway.is_pinned else "no",
             "measurement" if book.recall(plan) else "prediction",
         ]
         for plan in plans
     ]
     rows.append(["(the server itself)", "start", in_mb(book.server_nbytes), "yes", "prediction"])
-    return [*problems, *as_table(rows)]
+    return as_table(rows)
