@@ -37,6 +37,12 @@ _SECTIONS = {
     "gateway": "Processor time of the gateway",
     "rerank": "Rerank: 16 clients, 32 documents in a request",
     "fairness": "Rerank: requests with one document beside 1,000 documents",
+    "models-one": "One model, beside an earlier commit",
+    "models-memory": "Several models: memory",
+    "models-fair": "Several models: interactive requests beside bulk of another model",
+    "models-peers": "Several models: an embedder and a reranker at once",
+    "models-trial": "Several models: the others while one is killed, reloaded and unloaded",
+    "models-budget": "Several models: more of them than memory",
 }
 _ENGINE_SECTIONS = ("equal", "mixed")
 _LINEAR_UNIT = "GFLOP/s"
