@@ -144,14 +144,22 @@ def worker_pids(server: Server, model: str) -> set[int]:
     return {worker["pid"] for worker in info(server, model)["workers"]}
 
 
-def pids_named(server: Server, wanted: str) -> Iterator[int]:
-    """Of the server's processes that have this name now, "vecd-forkserver" for example."""
+def fork_server_pids(server: Server) -> set[int]:
+    """Of the children of the supervisor that are fork servers now. A worker has that name, too, for a moment: it is a
+    child of a fork server."""
+    return set(pids_named(server, "vecd-forkserver", parent=server.session))
+
+
+def pids_named(server: Server, wanted: str, parent: int | None = None) -> Iterator[int]:
+    """Of the server's processes that have this name now, and this parent where one is given."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # it has ended since the listing
             continue
-        state, _, _, session, *_ = rest.split()
+        state, ppid, _, session, *_ = rest.split()
+        if parent is not None and int(ppid) != parent:
+            continue
         if name == wanted and int(session) == server.session and state != "Z":
             yield int(folder.name)
 

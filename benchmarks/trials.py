@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.callers import Callers, Summary
 from benchmarks.flood import send_all
-from benchmarks.requests import command, embed, pids_named, session_mb, worker_pids
+from benchmarks.requests import command, embed, fork_server_pids, session_mb, worker_pids
 from benchmarks.servers import Server, ServerFailure
 from benchmarks.several import Canaries, ModelTable, serving_all, write_config
 from vecd.client.connection import parse_target
@@ -29,7 +29,6 @@ _REPLACED_WITHIN_S = 120.0
 _POLL_S = 0.02
 _REST_S = 2.0
 """Workers give memory back after a second without a batch."""
-_FORK_SERVER = "vecd-forkserver"
 
 Disturb = Callable[[Server, threading.Event], int]
 """Does something to a server until the event is set; returns how often."""
@@ -158,11 +157,11 @@ class Loads:
     @contextmanager
     def watching(self, server: Server) -> Iterator["Loads"]:
         """Look every few milliseconds, from now until the end; those that are there already are not counted."""
-        before, has_ended = set(pids_named(server, _FORK_SERVER)), threading.Event()
+        before, has_ended = fork_server_pids(server), threading.Event()
 
         def watch() -> None:
             while not has_ended.wait(_POLL_S):
-                self.pids.update(set(pids_named(server, _FORK_SERVER)) - before)
+                self.pids.update(fork_server_pids(server) - before)
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -219,12 +218,11 @@ def crowd_out(
 
 
 def load_once(canaries: Canaries, num_requests: int, folder: Path, *flags: str) -> int:
-    """How many loads `num_requests` cause that come at the same time for a model that is not loaded. Raises
-    ServerFailure when one of them has no vectors."""
+    """How many loads `num_requests` cause that come at the same time for a model that is not loaded, beside one that
+    is. Raises ServerFailure when one of them has no vectors."""
+    resident = replace(canaries.table, name="resident")
     table = replace(canaries.table, settings={**canaries.table.settings, "load": "demand"})
-    with serving_all([table], folder, *flags) as server:
-        if before := list(pids_named(server, _FORK_SERVER)):
-            raise ServerFailure(f"{table.name} is loaded already: {before}")
+    with serving_all([resident, table], folder, *flags) as server:
         target = parse_target(server.url)
         requests = [table.render(target, canaries.texts[n % len(canaries.texts)]) for n in range(num_requests)]
         with Loads().watching(server) as loads:
