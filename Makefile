@@ -9,6 +9,7 @@
 # make bench-engine   measure the engine against other runtimes, starts and memory:  make bench-engine MODEL=bert-base SECTIONS=equal,mixed
 # make bench-cores   measure one client, a busy machine, 64 clients, the cache and the gateway:  make bench-cores MODEL=bert-base SECTIONS=single
 # make bench-rerank   measure rerank against other servers, and beside interactive requests:  make bench-rerank SECTIONS=rerank
+# make bench-models   measure several models in one server:  make bench-models PART=one AGAINST=../before
 # make bench-tuning   measure what some flags are worth here: the table of docs/tuning.md
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-cores bench-rerank bench-tuning constraints binary binary-lean test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-cores bench-rerank bench-models bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -79,6 +80,9 @@ bench-cores: $(VENV)/.bench
 
 bench-rerank: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.rerank $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(BASE),--base $(BASE)) $(ARGS)
+
+bench-models: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.models $(if $(PART),--part $(PART)) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
 bench-tuning: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tuning $(ARGS)

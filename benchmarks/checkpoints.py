@@ -2,8 +2,8 @@
 
 Owns the shapes and their folders below `.bench/models`. The speed of a forward pass does not depend on the values of
 the weights, so none is downloaded. Every checkpoint has the bundled model's tokenizer, and a vocabulary of its size.
-Called by `benchmarks.engine` and `benchmarks.rerank`, and as `python -m benchmarks.checkpoints SHAPE FOLDER` in a
-process of its own, because it imports torch.
+Called by `benchmarks.engine`, `benchmarks.rerank` and `benchmarks.models`, and as `python -m benchmarks.checkpoints
+SHAPE FOLDER` in a process of its own, because it imports torch.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.servers import bundled_model
@@ -125,6 +126,23 @@ def save_cross_encoder(folder: Path) -> Path:
     for name in _TOKENIZER_FILES:
         shutil.copyfile(bundled / name, folder / name)
     return folder
+
+
+def save_mirrored(folder: Path) -> Path:
+    """The bundled model in `folder`, which it returns, but that each vector's elements are multiplied with `signs`: the
+    last LayerNorm's are."""
+    shutil.copytree(bundled_model(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("weight", "bias"):
+        name = f"encoder.layer.5.output.LayerNorm.{part}"
+        tensors[name] = tensors[name] * signs().astype(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def signs() -> NDArray[np.float32]:
+    """[384]: -1 in every third element, 1 in the others."""
+    return np.where(np.arange(384) % 3, 1, -1).astype(np.float32)
 
 
 def _layout(hidden_size: int, pooling: str) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 Owns the choice of the runs that the page shows, and their tables. A run on one class of processor never replaces what
 another class has shown. Measures nothing. Called by `benchmarks.engine` and `benchmarks.compare`.
 
-A run is one call of `make bench-engine`, `make bench-cores` or `make bench-rerank`. Of the runs of one class, model,
-section and number format the page shows the latest one that is quiet; where none is, the quietest. How fast vecd was
-plays no part in the choice.
+A run is one call of `make bench-engine`, `make bench-cores` or `make bench-rerank`, or one part of `make bench-models`.
+Of the runs of one class, model, section and number format the page shows the latest one that is quiet; where none is,
+the quietest. How fast vecd was plays no part in the choice.
 """
 
 import math
@@ -37,6 +37,12 @@ _SECTIONS = {
     "gateway": "Processor time of the gateway",
     "rerank": "Rerank: 16 clients, 32 documents in a request",
     "fairness": "Rerank: requests with one document beside 1,000 documents",
+    "models-one": "One model, beside an earlier commit",
+    "models-memory": "Several models: memory",
+    "models-fair": "Several models: interactive requests beside bulk of another model",
+    "models-peers": "Several models: an embedder and a reranker at once",
+    "models-trial": "Several models: the others while one is killed, reloaded and unloaded",
+    "models-budget": "Several models: more of them than memory",
 }
 _ENGINE_SECTIONS = ("equal", "mixed")
 _LINEAR_UNIT = "GFLOP/s"
@@ -126,6 +132,19 @@ _INTRODUCTION = (
     "more than 0.0001. `SECTIONS=fairness` sends 20 requests/s with one document each, alone, beside a client with "
     "1,000 documents in each request, and beside 32 clients that send the same documents one by one. Then it counts "
     "the pairs that are still computed once a client with 1,000 documents has left.",
+    "`make bench-models` adds several models in one server. `PART=` takes some of "
+    "`one,memory,fair,peers,trial,budget`, "
+    "and `one` needs `AGAINST=`, a checkout of the commit to compare with. The models are copies of the bundled one "
+    "under paths of their own, the same with other signs in its vectors, and the cross-encoder of `make bench-rerank`; "
+    "`ARGS='--sparse FOLDER'` puts a sparse model in its place. `one` starts a server for each turn, 15 pairs by "
+    "default. `memory` is the sum of all processes (PSS) at rest. `fair` sends 20 embeddings/s, alone, beside a client "
+    "with 1,000 pairs in each request to the reranker, and beside one with 1,000 texts of the same tokens in each "
+    "request to their own model. `peers` sends requests to an embedder and to a reranker at once, in turns to vecd and "
+    "to infinity, and compares every response with that of a server of the model alone. So do the trials: `trial` has "
+    "60 s each in which the workers of one model are killed each second, in which it is reloaded, and in which it is "
+    "unloaded and loaded again, in 6 slices that alternate with quiet ones. `budget` has a budget of memory for two of "
+    "three models, and 1,000 requests at once for a model that is not loaded. Loads are counted by the processes that "
+    "they start.",
     f"Of several runs on one class, the page shows the latest one whose intervals have a median width of at most "
     f"{_QUIET_WIDTH * 100:g} %, or, where there is none, the one with the narrowest. An asterisk marks figures during "
     f"which other programs used more than {DISTURBING_CORES:g} cores. Every figure is in "

@@ -11,7 +11,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,21 @@ def embed(server: Server, texts: Sequence[str]) -> None:
         raise ServerFailure(f"vecd answered {len(texts)} texts with {num_vectors} vectors")
 
 
-def info(server: Server) -> dict[str, Any]:
-    """What vecd says of itself. Raises ServerFailure."""
-    fields: dict[str, Any] = _answer(urllib.request.Request(f"{server.url}/info"))
+def info(server: Server, model: str = "") -> dict[str, Any]:
+    """What vecd says of itself and of `model`; "": of its first one. Raises ServerFailure."""
+    path = f"/m/{model}/info" if model else "/info"
+    fields: dict[str, Any] = _answer(urllib.request.Request(f"{server.admin_url or server.url}{path}"))
     return fields
+
+
+def command(server: Server, model: str, verb: str) -> None:
+    """Have `model` loaded or unloaded: `verb` of `/admin/models/NAME/VERB`. Raises ServerFailure for any error."""
+    request = urllib.request.Request(f"{server.admin_url}/admin/models/{model}/{verb}", b"", method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+            pass
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        raise ServerFailure(f"{verb} of {model}: {error}") from error
 
 
 class Exchange:
@@ -52,14 +63,19 @@ class Exchange:
     def __call__(self, request: bytes) -> None:
         """Send a rendered request and return when all of its response is there. Raises ServerFailure unless that is a
         success."""
+        if not (response := self.response(request)).startswith(SUCCESS):
+            raise ServerFailure(f"vecd answered {response[:200]!r}")
+
+    def response(self, request: bytes) -> bytes:
+        """All of the response to a rendered request, whatever its status. Raises ServerFailure when the connection is
+        closed before its end, and OSError."""
         self._socket.sendall(request)
         response = b""
         while (length := response_length(response)) is None or len(response) < length:
             if not (chunk := self._socket.recv(1 << 18)):
                 raise ServerFailure("vecd has closed the connection")
             response += chunk
-        if not response.startswith(SUCCESS):
-            raise ServerFailure(f"vecd answered {response[:200]!r}")
+        return response
 
     def abort(self) -> None:
         """End the connection under a thread that waits for a response, which then raises ServerFailure."""
@@ -82,7 +98,7 @@ def response_length(start: bytes | bytearray) -> int | None:
 def metrics(server: Server) -> Counter[str]:
     """What `/metrics` says: the samples of each name, summed over their labels. Raises ServerFailure."""
     try:
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"{server.admin_url or server.url}/metrics", timeout=_TIMEOUT_S) as answer:
             return read_metrics(answer.read().decode())
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         raise ServerFailure(f"vecd gives no metrics: {error}") from error
@@ -118,15 +134,34 @@ def batches_of_workers(server: Server) -> list[int]:
 
 def worker_pid(server: Server, worker: int) -> int:
     """Of the process that is `worker` now. Raises ServerFailure when there is none."""
+    for pid in pids_named(server, f"vecd-worker-{worker}"):
+        return pid
+    raise ServerFailure(f"vecd has no worker {worker}")
+
+
+def worker_pids(server: Server, model: str) -> set[int]:
+    """Of the workers that `model` has now, as its `/info` says. Raises ServerFailure."""
+    return {worker["pid"] for worker in info(server, model)["workers"]}
+
+
+def fork_server_pids(server: Server) -> set[int]:
+    """Of the children of the supervisor that are fork servers now. A worker has that name, too, for a moment: it is a
+    child of a fork server."""
+    return set(pids_named(server, "vecd-forkserver", parent=server.session))
+
+
+def pids_named(server: Server, wanted: str, parent: int | None = None) -> Iterator[int]:
+    """Of the server's processes that have this name now, and this parent where one is given."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # it has ended since the listing
             continue
-        state, _, _, session, *_ = rest.split()
-        if name == f"vecd-worker-{worker}" and int(session) == server.session and state != "Z":
-            return int(folder.name)
-    raise ServerFailure(f"vecd has no worker {worker}")
+        state, ppid, _, session, *_ = rest.split()
+        if parent is not None and int(ppid) != parent:
+            continue
+        if name == wanted and int(session) == server.session and state != "Z":
+            yield int(folder.name)
 
 
 def private_mb(pid: int) -> float:

@@ -63,6 +63,8 @@ class Server:
     url: str
     session: int
     """Id of the session that all its processes are in."""
+    admin_url: str = ""
+    """Of vecd's admin listener; "" without one."""
 
 
 def bundled_model() -> str:
@@ -98,13 +100,17 @@ def serving(recipe: Recipe) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def announcing(*flags: str, model: str = "", checkout: Path | None = None) -> Iterator[Server]:
+def announcing(
+    *flags: str, model: str = "", config: Path | None = None, checkout: Path | None = None
+) -> Iterator[Server]:
     """Like `serving`, for `vecd serve` with `flags`, and ready at the moment in which it says so, on a pipe.
 
-    Nothing is asked of it before. `model`: its folder; "" for the bundled one. The port is a free one. `checkout`:
-    folder of the repository whose vecd is started; None for the installed one.
+    Nothing is asked of it before. `model`: its folder; "" for the bundled one. `config`: a TOML file that names the
+    models instead. The port is a free one. `checkout`: folder of the repository whose vecd is started; None for the
+    installed one.
     """
-    command = (*_vecd(checkout), "serve", model or bundled_model(), "--port", "0", *flags)
+    served = (model or bundled_model(),) if config is None else ("--config", str(config))
+    command = (*_vecd(checkout), "serve", *served, "--port", "0", *flags)
     environment = {"PYTHONPATH": str(checkout)} if checkout else {}
     recipe = Recipe(name="vecd", command=command, environment=environment, is_ours=True)
     with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder, tempfile.TemporaryFile() as log:
@@ -115,7 +121,8 @@ def announcing(*flags: str, model: str = "", checkout: Path | None = None) -> It
             finally:
                 os.close(writer)
             try:
-                yield Server(_await_announcement(ready, process, log), process.pid)
+                announced = _await_announcement(ready, process, log)
+                yield Server(announced["url"] or "", process.pid, announced.get("admin_url") or "")
             finally:
                 _stop(recipe, process, log)
 
@@ -168,15 +175,15 @@ def _await_ready(recipe: Recipe, process: subprocess.Popen[bytes], port: int, lo
         time.sleep(_POLL_S)
 
 
-def _await_announcement(ready: IO[str], process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """The URL in the one line that vecd writes. The pipe ends when all who could write it have."""
+def _await_announcement(ready: IO[str], process: subprocess.Popen[bytes], log: IO[bytes]) -> dict[str, str | None]:
+    """The URLs in the one line that vecd writes. The pipe ends when all who could write it have."""
     readable, _, _ = select.select([ready], [], [], _START_TIMEOUT_S)
     line = ready.readline() if readable else ""
     if not line:
         why = f"was not ready in {_START_TIMEOUT_S:g} s" if not readable else f"ended while starting ({process.poll()})"
         raise ServerFailure(f"vecd {why}:\n{_tail(log)}")
-    url: str = json.loads(line)["url"]
-    return url
+    announced: dict[str, str | None] = json.loads(line)
+    return announced
 
 
 def _has_started(recipe: Recipe, log: IO[bytes]) -> bool:

@@ -146,3 +146,18 @@ RERANK_BESIDE_BULK = reaching(1.0)
 """The p99 of one document beside many requests of one document ÷ that beside a request of 1,000."""
 CANCELLED_PAIRS = at_most(100)
 """Computed of 1,000 after the client has left: what workers had got already."""
+AS_BEFORE = reaching(1.0)
+"""Several models: of one, what an earlier commit did; of two, what infinity does with the same two; of a second model,
+what a server of its own costs."""
+MORE_MB = at_most(15)
+"""Of a server of one model than an earlier commit's."""
+SEVERAL_MB_FACTOR, SEVERAL_MB_MARGIN = 1.15, 150.0
+"""Of the sum of the models' weights, and on top of it, besides what workers have of their own."""
+GIVEN_BACK_PERCENT = at_least(90)
+"""Of what a model's loading took, by its unloading."""
+OTHER_MODELS_BULK = reaching(1.0)
+"""The latency of interactive requests beside bulk of their own model ÷ that beside bulk of another."""
+BESIDE_QUIET = at_least(0.667)
+"""The p99 in quiet stretches ÷ that while another model is disturbed, which may be 1.5 times that."""
+NONE_FAILED = at_most(0)
+ONE_LOAD = at_most(1)

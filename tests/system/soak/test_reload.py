@@ -6,18 +6,15 @@ the model, for one whose vectors are known from the first one's.
 
 import asyncio
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
 
+from benchmarks.checkpoints import save_mirrored, signs
 from tests.support.serving import Server, running_server
 from tests.support.soak.faults import kill_one, wait_until, workers
 from tests.support.soak.form import LONG, pick, record
@@ -78,21 +75,9 @@ def mirrored(tenants: list[Tenant]) -> list[Tenant]:
     return [replace(tenant, references=(tenant.references[0], tenant.references[0] * signs())) for tenant in tenants]
 
 
-def signs() -> NDArray[np.float32]:
-    return np.where(np.arange(384) % 3, 1, -1).astype(np.float32)
-
-
 @pytest.fixture(scope="module")
-def mirrored_model(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, but that a third of each vector's elements have the other sign: the last LayerNorm's do."""
-    folder = tmp_path_factory.mktemp("model") / "mirrored"
-    shutil.copytree(minilm_folder, folder)
-    weights = dict(load_file(folder / "model.safetensors"))
-    for part in ("weight", "bias"):
-        name = f"encoder.layer.5.output.LayerNorm.{part}"
-        weights[name] = weights[name] * signs().astype(weights[name].dtype)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
+def mirrored_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mirrored(tmp_path_factory.mktemp("model") / "mirrored")
 
 
 def test_each_answer_is_the_old_one_s_or_the_new_one_s(reloadable: Reloadable):

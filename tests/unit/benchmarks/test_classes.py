@@ -1,6 +1,6 @@
 from typing import Any
 
-from benchmarks import cores, engine, rerank
+from benchmarks import cores, engine, models, rerank
 from benchmarks.classes import TITLE, Record, render, replace_section, shown
 
 
@@ -99,5 +99,5 @@ def test_the_section_is_replaced_and_nothing_else() -> None:
 
 
 def test_every_section_of_each_command_has_a_title() -> None:
-    for section in (*engine.SECTIONS, *cores.SECTIONS, *rerank.SECTIONS):
+    for section in (*engine.SECTIONS, *cores.SECTIONS, *rerank.SECTIONS, *(f"models-{part}" for part in models.PARTS)):
         assert len(render([make_record("1", section=section)])) > len(render([]))
