@@ -93,7 +93,13 @@ def single_file(folder: Path) -> Path:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a safetensors file. Reads its header alone. Raises ModelError when that is broken.
+    """The shape of each tensor of a safetensors file. Raises as `tensor_facts`."""
+    return {name: shape for name, (_, shape) in tensor_facts(path).items()}
+
+
+def tensor_facts(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """The type, as F32, and the shape of each tensor of a safetensors file. Reads its header alone, which need not fit
+    what follows. Raises ModelError when it is broken.
     Source of the format: https://github.com/huggingface/safetensors, "Format"."""
     try:
         with path.open("rb") as file:
@@ -101,8 +107,11 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header would have {size:,} bytes, and may have {_MAX_HEADER_BYTES:,}")
             header = json.loads(file.read(size))
-        tensors = {name: facts["shape"] for name, facts in header.items() if name != "__metadata__"}
-        return {name: [int(length) for length in shape] for name, shape in tensors.items()}
+        return {
+            name: (str(facts.get("dtype")), [int(length) for length in facts["shape"]])
+            for name, facts in header.items()
+            if name != "__metadata__"
+        }
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
 

@@ -21,13 +21,12 @@ from vecd.workers.engine import Engine, ReportProgress
 from vecd.workers.engines.dummy import DummyEngine
 from vecd.workers.engines.ordered_pair import check_order
 from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of, vectors_one_by_one
+from vecd.workers.engines.precedence import is_lean_wanted
 from vecd.workers.engines.references import Reference, recall_reference
 from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
 from vecd.workers.engines.timing import why_slow
 from vecd.workers.families.description import NotDescribed
-from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
-from vecd.workers.processor import has_amx_int8, has_bfloat16
 from vecd.workers.short_texts import SHORT_TEXT_TOKENS, recall_texts_per_s, remember_texts_per_s
 
 if TYPE_CHECKING:
@@ -119,23 +118,6 @@ def expected_path(config: WorkerConfig) -> str | None:
         return selection.path
     is_lean = is_lean_wanted(config) and (not _has_others(config) or recall_reference(config) is not None)
     return ("export" if config.card.export_file else "lean") if is_lean else None
-
-
-def is_lean_wanted(config: WorkerConfig) -> bool:
-    """Whether the lean engine comes first: float32 or int8 on a processor, for a family that a table describes. Without
-    torch there is no other engine. Of an ONNX export there is no other engine either."""
-    card = config.card
-    if card.export_file:
-        return True
-    if config.engine not in ("auto", "lean") or config.device != "cpu" or card.model_type not in FAMILIES:
-        return False
-    if card.score is not None and card.score.pair_template is not None and has_torch():
-        return False  # only torch's engine computes once what all pairs of a request begin with
-    if config.engine == "lean" or config.dtype == "float32":
-        return True
-    if config.dtype == "int8":
-        return not (has_amx_int8() and has_torch())
-    return config.dtype == "auto" and not (has_bfloat16() and has_torch())
 
 
 def _load_static(config: WorkerConfig, report: ReportProgress) -> Engine:

@@ -138,10 +138,14 @@ class _Played:
 
     def run(self, duration_s):
         """The times of loads, and the served seconds and the longest wait of each model."""
-        now, loads, served_s, longest_wait_s = 0.0, [], Counter(), Counter()
+        now = 0.0
+        loads: list[tuple[float, str]] = []
+        served_s: dict[str, float] = dict.fromkeys(self.models, 0.0)
+        longest_wait_s = served_s.copy()
         wanted = dict.fromkeys(self.models, 0.0)
         """Since when each waits, in the order of arrival."""
-        loading, ready = {}, {}
+        loading: dict[str, float] = {}
+        ready: dict[str, float] = {}
         while now < duration_s:
             for model in [model for model, since in loading.items() if now - since >= self.reload_s]:
                 ready[model] = now

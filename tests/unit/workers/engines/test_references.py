@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from vecd.shm.card import read_card
 from vecd.shm.heads import PairTemplate, ScoreHead
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
-from vecd.workers.engines import load
+from vecd.workers.engines import precedence
 from vecd.workers.engines.load import expected_path, load_engine
 from vecd.workers.engines.references import Reference, digest_of, recall_reference, write_reference
 
@@ -130,9 +130,9 @@ def test_when_the_lean_engine_comes_first(
     config: WorkerConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load, "has_bfloat16", lambda: is_native)
-    monkeypatch.setattr(load, "has_torch", lambda: has_torch)
-    assert load.is_lean_wanted(replace(config, **changes)) is is_wanted
+    monkeypatch.setattr(precedence, "has_bfloat16", lambda: is_native)
+    monkeypatch.setattr(precedence, "has_torch", lambda: has_torch)
+    assert precedence.is_lean_wanted(replace(config, **changes)) is is_wanted
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
@@ -140,8 +140,8 @@ def test_pairs_that_share_a_template_are_for_torch(
     has_torch: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine computes what they share once."""
-    monkeypatch.setattr(load, "has_torch", lambda: has_torch)
+    monkeypatch.setattr(precedence, "has_torch", lambda: has_torch)
     for template, is_wanted in ((PairTemplate("", "", ""), not has_torch), (None, True)):
         score = ScoreHead(("a",), "sigmoid", "lasttoken", pair_template=template)
         of_model = replace(config, card=replace(config.card, score=score), dtype="float32")
-        assert load.is_lean_wanted(of_model) is is_wanted
+        assert precedence.is_lean_wanted(of_model) is is_wanted

@@ -12,7 +12,7 @@ import pytest
 
 from vecd.shm.card import read_card
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engines import load, timing
+from vecd.workers.engines import load, precedence, timing
 from vecd.workers.engines.lean import graph
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.lean.int8 import Int8Products, quantize
@@ -106,6 +106,11 @@ def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 SLOW = "lean int8 is not used: it is 0.90 times as fast as float32 on this processor"
 
 
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (load, precedence):
+        monkeypatch.setattr(module, "has_torch", lambda: False)
+
+
 def loaded(config: WorkerConfig) -> tuple[str, str, list[str]]:
     engine = load_engine(config, lambda stage: None)
     return engine.facts["path"], engine.facts["dtype"], engine.warnings
@@ -115,7 +120,7 @@ def loaded(config: WorkerConfig) -> tuple[str, str, list[str]]:
 def test_without_torch_it_is_lean_s_if_that_is_faster(
     unverified: bool, is_fast: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "has_torch", lambda: False)
+    without_torch(monkeypatch)
     if unverified:
         config = replace(config, cache_folder="", unverified=True)
     path, dtype, warnings = loaded(config)
@@ -127,7 +132,7 @@ def test_without_torch_it_is_lean_s_if_that_is_faster(
 
 
 def test_other_vectors_are_not_served(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "has_torch", lambda: False)
+    without_torch(monkeypatch)
     monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: 2.0)
     monkeypatch.setattr("vecd.workers.engines.parity._MIN_COSINE", {"int8": 1.1})
     path, dtype, [warning] = loaded(config)
@@ -140,7 +145,7 @@ def test_with_torch_it_comes_before_torch_s(
     is_remembered: bool, is_fast: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_selection, "has_amx_int8", lambda: False)
-    monkeypatch.setattr(load, "has_amx_int8", lambda: False)
+    monkeypatch.setattr(precedence, "has_amx_int8", lambda: False)
     config = config if is_remembered else replace(config, cache_folder="")
     assert expected_path(config) == ("lean" if is_remembered else None)
     path, dtype, warnings = loaded(config)
@@ -152,7 +157,7 @@ def test_with_torch_it_comes_before_torch_s(
 
 
 def test_torch_s_comes_first_with_amx(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (load, torch_selection):
+    for module in (precedence, torch_selection):
         monkeypatch.setattr(module, "has_amx_int8", lambda: True)
     monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: 2.0)
     assert expected_path(config) is None

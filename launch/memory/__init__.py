@@ -1,0 +1,1 @@
+"""What memory models need: predicted, remembered, and compared with a budget."""
