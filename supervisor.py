@@ -47,12 +47,13 @@ from vecd.launch.check.machine import read_machine
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.memory.book import MemoryBook
 from vecd.launch.processes.children import System
 from vecd.launch.processes.file_access import FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
 from vecd.launch.processes.keys_watch import watch_keys
 from vecd.launch.processes.reload import Reloader
-from vecd.launch.processes.residency import Residency, UnlimitedMemory
+from vecd.launch.processes.residency import Residency
 from vecd.launch.processes.sockets import Inherited, Listeners, take_inherited
 from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
@@ -161,13 +162,16 @@ class Supervisor:
         inherited: Inherited,
         listeners: Listeners | None = None,
         system: System | None = None,
+        memory: MemoryBook | None = None,
     ) -> None:
         """`plans`: of each model, in the order of the configuration, one at least. A reload reads `arguments` again,
         with the environment and the files. `listeners`: None if none has been opened yet. `system`: for tests.
+        `memory`: None if there is no budget.
 
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
         self._system = system or System()
+        self._memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """What the fork servers of several models are forked from; a test's start no process."""
         self._arguments = list(arguments)
@@ -217,7 +221,7 @@ class Supervisor:
                 self._on_gateways_changed, self._system, usable_cores(), self._vector_cache_fd, self._states,
             )  # fmt: skip
             self._residency = Residency(
-                self._worker_pools, self._states, self._gateway_pool, self._system.files, UnlimitedMemory(),
+                self._worker_pools, self._states, self._gateway_pool, self._system.files, self._memory,
                 self._start_task, self._changed, self.on_model_changed, self._send_status,
             )  # fmt: skip
             self._reloader = Reloader(

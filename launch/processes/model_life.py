@@ -75,6 +75,8 @@ class ModelLife:
     """Of loads in a row."""
     has_begun: bool = False
     """Its load is one of those that `decide` has begun, and not one of the server's start or of a reload."""
+    is_complete: bool = False
+    """All workers of the load have been ready."""
     is_unparking: bool = False
     asked_to_go: str | None = None
     """By an operator, and it has not begun to: "unload" or "park"."""
@@ -103,7 +105,7 @@ class ModelLife:
     @property
     def load_s(self) -> float:
         """Expected seconds of its next load."""
-        if self.state is ModelState.PARKED:
+        if self.state is ModelState.PARKED or (self.state is ModelState.LOADING and self.is_unparking):
             return _UNPARK_S
         return self.history.load_s or _FIRST_LOAD_S + self.total_nbytes / _LOAD_BYTES_PER_S
 
@@ -116,8 +118,9 @@ class ModelLife:
             wait_s = max(0.0, self.not_before - now)
         elif state in (ModelState.UNLOADED, ModelState.PARKED, ModelState.LOADING):
             wait_s = ahead_s + self.load_s
+        nbytes = self.total_nbytes if state is ModelState.LOADING else self.held_nbytes or self.total_nbytes
         return ModelIs(
-            self.generation, state, reason, round(wait_s, 3), self.held_nbytes or self.total_nbytes, history.num_loads,
+            self.generation, state, reason, round(wait_s, 3), nbytes, history.num_loads,
             history.num_failed_loads, round(history.load_s, 3), dict(history.num_unloads),
         )  # fmt: skip
 
@@ -179,7 +182,7 @@ class ModelLife:
         """`is_first`: with the server's start or in a reload."""
         self.is_unparking = self.state is ModelState.PARKED
         self._become(ModelState.LOADING, "", now)
-        self.has_begun = not is_first
+        self.has_begun, self.is_complete = not is_first, False
         self.history.is_told |= not is_first
         self.held_nbytes, self.wanted_at = self.total_nbytes, None
 

@@ -17,11 +17,12 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from vecd.launch.base.exit_codes import StartFailure
 from vecd.launch.config.plan import Plan
+from vecd.launch.memory.book import MemoryBook
+from vecd.launch.memory.footprint import Footprint, measured
 from vecd.launch.processes.eviction import choose
 from vecd.launch.processes.file_access import FileAccess, FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
@@ -37,57 +38,10 @@ from vecd.launch.processes.model_life import (
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import KeepAlive, Message, ModelAsked, ModelIs, ModelUsed, ModelWanted
 from vecd.shm.residence import ModelState
-from vecd.workers.process.kernel import kilobytes
 
 log = logging.getLogger("vecd.supervisor")
 
 _FILES_CHANGED = "the model's files have changed, and are being read anew"
-
-
-class NeededMemory(Protocol):
-    """What a model needs in memory, in bytes."""
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def parked(self) -> int:
-        """Without its workers."""
-
-
-class MemoryEstimates(Protocol):
-    """What models are expected to need, and the budget for all of them; reads files."""
-
-    @property
-    def budget(self) -> int | None:
-        """In bytes, for the whole server; None: there is none."""
-
-    @property
-    def server_nbytes(self) -> int:
-        """What the server needs without any model."""
-
-    def expect(self, plan: Plan) -> NeededMemory: ...
-
-    def remember_measured(self, plan: Plan, shared: int, per_worker: int) -> NeededMemory:
-        """Bytes that the model has once, and those of each of its workers."""
-
-
-class UnlimitedMemory:
-    """No budget, and nothing is known of what models need before they are measured."""
-
-    budget: int | None = None
-    server_nbytes = 0
-
-    def expect(self, plan: Plan) -> NeededMemory:
-        return _Needed(0, 0)
-
-    def remember_measured(self, plan: Plan, shared: int, per_worker: int) -> NeededMemory:
-        return _Needed(shared + per_worker * len(plan.workers), shared)
-
-
-class _Needed(NamedTuple):
-    total: int
-    parked: int
 
 
 class Residency:
@@ -97,7 +51,7 @@ class Residency:
         states: dict[int, ModelIs],
         gateway_pool: GatewayPool,
         files: FileAccess,
-        memory: MemoryEstimates,
+        memory: MemoryBook,
         start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
         changed: asyncio.Event,
         on_model_changed: Callable[[WorkerPool], None],
@@ -218,7 +172,9 @@ class Residency:
                 life.measure_at = None  # nothing depends on it
             self._tell(life)
             self._wakes.set()
-        return life.has_begun and not worker_pool.is_complete
+        is_part = life.has_begun and not life.is_complete
+        life.is_complete |= worker_pool.is_complete
+        return is_part
 
     # --- decisions and what follows -----------------------------------------------------------------------------------
 
@@ -325,16 +281,17 @@ class Residency:
         worker_pool, ready_at = self._worker_pools[life.generation], life.since
         if not worker_pool.is_complete:
             return
-        pids = worker_pool.pids()
-        workers = [worker.process.pid for worker in worker_pool.ready.values()]
+        pids, workers = worker_pool.pids(), [worker.process.pid for worker in worker_pool.ready.values()]
+
+        def measure() -> Footprint | None:
+            if (footprint := measured(pids, workers)) is not None:
+                self._memory.remember(worker_pool.plan, footprint)
+            return footprint
+
         with suppress(FilesHang, OSError):
-            shared, per_worker = await self._files.call("/proc", lambda: _measured(pids, workers))
-            if shared > 0 and life.state is ModelState.READY and life.since == ready_at:
-                needed = await self._files.call(
-                    "the measured memory",
-                    lambda: self._memory.remember_measured(worker_pool.plan, shared, per_worker),
-                )
-                life.measured(needed.total, needed.parked)
+            footprint = await self._files.call("the memory of models", measure)
+            if footprint is not None and life.state is ModelState.READY and life.since == ready_at:
+                life.measured(footprint.total, footprint.parked)
                 life.history.is_told = True
                 self._tell(life)
                 self._wakes.set()
@@ -358,18 +315,6 @@ class Residency:
             each.load_s for each in self._lives.values() if each.is_waiting and (each.wanted_at or 0.0) < wanted_at
         ]
         return sum(before) / 2
-
-
-def _measured(pids: list[int], workers: list[int]) -> tuple[int, int]:
-    """Bytes that the processes of a model share, and those of each worker alone, on an average."""
-    total = sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids)
-    own = [
-        kilobytes(Path(f"/proc/{pid}/smaps_rollup"), name)
-        for pid in workers
-        for name in ("Private_Dirty", "Private_Clean")
-    ]
-    per_worker = sum(own) // max(1, len(workers))
-    return (total - per_worker * len(workers)) << 10, per_worker << 10
 
 
 def _now() -> float:
