@@ -69,8 +69,8 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def give(nbytes: int) -> None:
         monkeypatch.setattr(MemoryBook, "expect", lambda book, plan: Footprint(60, 40, 1))
-        monkeypatch.setattr("vecd.supervisor.MemoryBook", lambda *_: made)
         made = MemoryBook(nbytes, Path("/nowhere"))
+        monkeypatch.setattr("vecd.supervisor.MemoryBook", lambda *_: made)
 
     return give
 
@@ -80,11 +80,11 @@ def say(gateway: FakeGateway, message: Message) -> None:
 
 
 def states(gateway: FakeGateway, generation: int) -> list[str]:
-    return [message.state for message in gateway.sent(ModelIs) if message.generation == generation]
+    return [m.state for m in gateway.sent() if isinstance(m, ModelIs) and m.generation == generation]
 
 
 def last(gateway: FakeGateway, generation: int) -> ModelIs:
-    return [message for message in gateway.sent(ModelIs) if message.generation == generation][-1]
+    return [m for m in gateway.sent() if isinstance(m, ModelIs) and m.generation == generation][-1]
 
 
 async def load(made: Bench, *generations: int, compute_s: float = 0.0) -> None:
