@@ -49,7 +49,6 @@ class ModelLife:
     generation: int
     model: str
     keep_alive_s: float | None
-    """As configured, or as a client has set it; 0 is always a client's."""
     is_pinned: bool
     can_park: bool
     """Workers are forked from a process that holds the weights."""
@@ -84,6 +83,9 @@ class ModelLife:
     """When its memory is to be measured."""
     is_parking: bool = False
     """Draining: its fork server is to stay."""
+    client_keep_alive: bool = False
+    """A client has set how long it stays, since it was loaded or wanted."""
+    client_keep_alive_s: float | None = None
     _unanswered: dict[Life, tuple[int, float]] = field(default_factory=dict)
     """By gateway: the requests that it had last reported, and when."""
     _use: float = 0.0
@@ -116,7 +118,7 @@ class ModelLife:
         if self.is_waiting and self.not_before <= now and not has_just_gone:
             state, reason = ModelState.LOADING, ""
         if state is ModelState.FAILED:
-            wait_s = max(0.0, self.not_before - now)
+            wait_s = self.not_before - self.since
         elif state in (ModelState.UNLOADED, ModelState.PARKED, ModelState.LOADING):
             wait_s = ahead_s + self.load_s
         nbytes = self.total_nbytes if state is ModelState.LOADING else self.held_nbytes or self.total_nbytes
@@ -146,9 +148,10 @@ class ModelLife:
 
     def idle_at(self, now: float) -> float | None:
         """From when on it is unloaded because nobody uses it; None: it is in use, or stays for ever."""
-        if self.keep_alive_s is None or self.wanted_at is not None or self.num_unanswered(now):
+        keep_alive_s = self.client_keep_alive_s if self.client_keep_alive else self.keep_alive_s
+        if keep_alive_s is None or self.wanted_at is not None or self.num_unanswered(now):
             return None
-        return max(self.used_at, self.since) + self.keep_alive_s + _REPORT_S
+        return max(self.used_at, self.since) + keep_alive_s + _REPORT_S
 
     # --- what happens to it -------------------------------------------------------------------------------------------
 
@@ -157,6 +160,10 @@ class ModelLife:
         if self.wanted_at is None and not self.is_resident:
             self.wanted_at = now
             self.history.is_told = True
+
+    def keep(self, seconds: float | None) -> None:
+        """A client has set how long it stays, until it is unloaded; None: for ever."""
+        self.client_keep_alive, self.client_keep_alive_s = True, seconds
 
     def ask_to_go(self, action: str) -> None:
         """An operator wants it to be unloaded ("unload") or parked ("park")."""
@@ -221,6 +228,7 @@ class ModelLife:
         self.held_nbytes = self.parked_nbytes if is_parked else 0
         self._become(ModelState.PARKED if is_parked else ModelState.UNLOADED, self.reason, now)
         self._unanswered.clear()
+        self.client_keep_alive &= is_parked
 
     def measured(self, total_nbytes: int, parked_nbytes: int) -> None:
         self.total_nbytes, self.parked_nbytes = total_nbytes, parked_nbytes if self.can_park else 0
@@ -286,7 +294,9 @@ def decide(
                 due.append(life.measure_at)
         if life.state in (ModelState.READY, ModelState.PARKED) and (idle_at := life.idle_at(now)) is not None:
             if idle_at <= now:
-                decisions.append(BeginUnload(life, "idle" if life.keep_alive_s else "client"))
+                decisions.append(
+                    BeginUnload(life, "client" if life.client_keep_alive and not life.client_keep_alive_s else "idle")
+                )
             else:
                 due.append(idle_at)
     num_loads = sum(life.state is ModelState.LOADING and life.has_begun for life in lives)

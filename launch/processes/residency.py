@@ -140,7 +140,7 @@ class Residency:
             case ModelUsed():
                 life.use(link.life, message.compute_s, message.num_requests, now)
             case KeepAlive():
-                life.keep_alive_s = message.seconds
+                life.keep(message.seconds)
             case ModelAsked(action="load"):
                 life.not_before = min(life.not_before, now)
                 self._want(life)
