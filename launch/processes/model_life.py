@@ -153,6 +153,11 @@ class ModelLife:
             return None
         return max(self.used_at, self.since) + keep_alive_s + _REPORT_S
 
+    @property
+    def why_idle(self) -> str:
+        """The reason of an unload at `idle_at`."""
+        return "client" if self.client_keep_alive and self.client_keep_alive_s == 0 else "idle"
+
     # --- what happens to it -------------------------------------------------------------------------------------------
 
     def want(self, now: float) -> None:
@@ -294,9 +299,7 @@ def decide(
                 due.append(life.measure_at)
         if life.state in (ModelState.READY, ModelState.PARKED) and (idle_at := life.idle_at(now)) is not None:
             if idle_at <= now:
-                decisions.append(
-                    BeginUnload(life, "client" if life.client_keep_alive and not life.client_keep_alive_s else "idle")
-                )
+                decisions.append(BeginUnload(life, life.why_idle))
             else:
                 due.append(idle_at)
     num_loads = sum(life.state is ModelState.LOADING and life.has_begun for life in lives)

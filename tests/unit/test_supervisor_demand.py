@@ -367,6 +367,7 @@ def test_a_client_may_set_how_long_it_stays(bench) -> None:
             await settle(10_000)
             assert last(gateway, 2).state == "ready"
             say(gateway, ModelAsked(2, "unload"))
+            await settle()
             await load(made, 2)
             await settle(400)
             assert last(gateway, 2).num_unloads == {"client": 1, "operator": 1, "idle": 1}, "it was set for that load"
