@@ -55,7 +55,7 @@ def test_the_supervisor_is_told_once_for_each_state():
             told.residence.let_wait(0, told.now + FAR_S)
         told.change(state, nbytes=7)  # no news
         told.residence.let_wait(0, told.now + FAR_S)
-    assert told.sent == [ModelWanted(GENERATION)] * 3
+    assert told.sent == [ModelWanted(GENERATION)] * 2, "while it is loaded, that is known"
     told.change("ready")
     assert not told.residence.is_awaited
 
@@ -143,6 +143,25 @@ def test_an_operator_waits_until_the_state_is_reached(action, before, states):
         for state in states:
             told.change(state, wait_s=60.0)
         assert await asking
+
+    in_time(test)
+
+
+def test_an_unload_that_a_load_follows_at_once_has_been_one():
+    """Because requests wait, gateways may not be told of the state in between."""
+
+    async def test() -> None:
+        told = Told()
+        told.change("ready", num_unloads={"idle": 1})
+        asking = asyncio.ensure_future(told.residence.ask("unload", 10.0))
+        await asyncio.sleep(1)
+        told.change("draining", num_unloads={"idle": 1})
+        told.change("loading", num_unloads={"idle": 1, "operator": 1})
+        assert await asking
+        loading = asyncio.ensure_future(told.residence.ask("load", 10.0))
+        await asyncio.sleep(1)
+        told.change("draining", num_loads=1)
+        assert await loading
 
     in_time(test)
 
