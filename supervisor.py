@@ -48,6 +48,7 @@ from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.memory.book import MemoryBook
+from vecd.launch.memory.budget import make_book
 from vecd.launch.processes.children import System
 from vecd.launch.processes.file_access import FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
@@ -114,8 +115,9 @@ def serve(arguments: Sequence[str]) -> int:
             listeners = _listen_early(settings, inherited)
         with notifier.extending():
             plans = make_plans(load_models(settings), _report_early)
+            memory = make_book(plans)
         _prepare_process()
-        return asyncio.run(Supervisor(plans, arguments, notifier, inherited, listeners).run())
+        return asyncio.run(Supervisor(plans, arguments, notifier, inherited, listeners, memory=memory).run())
     except ConfigurationError as error:
         for problem in error.problems:
             logs.say(problem, logging.ERROR)
@@ -293,8 +295,10 @@ class Supervisor:
         return WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
 
     def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
-        """For a reload; raises as `make_plans`."""
-        return list(map(self._with_inherited, make_plans(models, num_gateways=self._num_gateways)))
+        """For a reload; raises as `make_plans` and `make_book`."""
+        plans = make_plans(models, num_gateways=self._num_gateways)
+        make_book(plans)
+        return list(map(self._with_inherited, plans))
 
     def _with_inherited(self, plan: Plan) -> Plan:
         """The plan, for the sockets that systemd has made."""

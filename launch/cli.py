@@ -19,6 +19,7 @@ usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd se
        vecd top [--flags]              watch a running server (vecd top --help)
        vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
        vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
+       vecd models [MODEL…] [--flags]  the models of a configuration, and what runs (vecd models --help)
        vecd key NAME                   make an API key, and its entry for --keys-file
        vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
        vecd reload [PID | --port N]    have a server read its configuration again, and wait for it
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
             from vecd.client.top.command import main as run
         case "check":
             from vecd.launch.check.command import main as run
+        case "models":
+            from vecd.launch.check.models_command import main as run
         case "key":
             from vecd.launch.config.keys import main as run
         case "reload":

@@ -36,6 +36,7 @@ from pydantic_settings import (
 
 from vecd.client.suggestions import closest, flag_hints
 from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.launch.config.memory_budget import read_memory_budget
 from vecd.launch.config.num_gateways import MAX_GATEWAYS
 from vecd.shm import logs
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
@@ -62,6 +63,17 @@ def _check_keep_alive(value: str) -> str:
     if value:
         parse_keep_alive(value)
     return value
+
+
+def _check_budget(value: str) -> str:
+    if value:
+        read_memory_budget(value, 1 << 30)
+    return value
+
+
+def _as_text(value: object) -> object:
+    """A number as the file of --config may have it."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _check_origins(origins: str) -> str:
@@ -312,6 +324,12 @@ class Settings(BaseSettings):
         "Default: for ever with --load start, 5m with --load demand",
     )
     pinned: bool = Field(False, description="never unload a model because another one needs its memory")
+    memory_budget: Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_budget)] = Field(
+        "",
+        description="memory for all processes of the server: bytes, as 2GiB or 500MB, or a share of the limit of its "
+        "cgroup or else of the machine, as 80%. Models that are loaded on demand are unloaded for each other to stay "
+        "within it. Default: no limit",
+    )
     client_keep_alive: bool = Field(
         False, description="let Ollama's clients set how long a model stays loaded: the field keep_alive of a request"
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vecd.launch.config.plan import Plan
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS
-from vecd.shm.card import ModelError
+from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.model_files import tensor_facts
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engines.precedence import is_lean_wanted
@@ -28,8 +28,13 @@ from vecd.workers.weights import weight_files
 
 _MB = 1 << 20
 
-_WITHOUT_TORCH_NBYTES, _WITH_TORCH_NBYTES, _WITH_TRANSFORMERS_NBYTES = 70 * _MB, 310 * _MB, 420 * _MB
-"""Of a fork server with its imports and without weights; half of it are pages of libraries."""
+_IMPORTS = {"": (70 * _MB, 25 * _MB), "torch": (310 * _MB, 45 * _MB), "transformers": (420 * _MB, 70 * _MB)}
+"""Of a fork server with its imports, and without weights: in a server of one model, and beside a zygote, whose imports
+it shares."""
+_ZYGOTE_NBYTES = {"": 75 * _MB, "torch": 270 * _MB, "transformers": 360 * _MB}
+_SUPERVISOR_NBYTES, _GATEWAY_NBYTES = 36 * _MB, 50 * _MB
+_TOKENIZER_NBYTES, _PER_TOKENIZER_BYTE = 2 * _MB, 12
+"""Of a gateway, for each model: its tokenizer has tables of what a file of JSON says."""
 _WORKER_NBYTES, _DUMMY_NBYTES = 15 * _MB, 30 * _MB
 """What a worker has for itself before its first batch and after: Python's and the allocator's."""
 _GPU_WORKER_NBYTES = 1536 * _MB
@@ -65,28 +70,35 @@ class Footprint:
         return self.shared
 
 
-def predict(plan: Plan) -> Footprint:
-    """What the processes of `plan` will need, as far as the model's files say it. Reads the file system. Raises
-    ModelError for weights that are missing or broken."""
+def predict(plan: Plan, *, is_only_model: bool = True) -> Footprint:
+    """What the processes of `plan` will need, as far as the model's files say it. `is_only_model`: the server has no
+    other, and so no zygote. Reads the file system. Raises ModelError for weights that are missing or broken."""
     config, num_workers = plan.workers[0], len(plan.workers)
     arena = config.arena
     rows = min(arena.rows_per_slot, MAX_BATCH_TOKENS)
     arena_nbytes = arena.num_all_slots * rows * arena.dim * _BYTES_PER_FLOAT
+    alone, beside_others = _IMPORTS[_library(config)]
+    base = alone if is_only_model else beside_others
     if config.is_dummy:
         return Footprint(_DUMMY_NBYTES, _WORKER_NBYTES + arena_nbytes, num_workers)
     if config.device != "cpu":
-        return Footprint(_WITH_TRANSFORMERS_NBYTES, _GPU_WORKER_NBYTES + arena_nbytes, num_workers)
-    has_torch = not (config.card.is_static or is_lean_wanted(config))
+        return Footprint(base, _GPU_WORKER_NBYTES + arena_nbytes, num_workers)
+    has_torch = bool(_library(config))
     tokens = plan.gateway.max_batch_tokens if has_torch else min(plan.gateway.max_batch_tokens, _LEAN_TOKENS)
     activations = 0 if config.card.is_static else tokens * config.card.hidden_size * _FLOATS_PER_HIDDEN
     if config.card.sparse is not None:
         activations += _LOGIT_NBYTES // _BYTES_PER_FLOAT
-    base = _WITHOUT_TORCH_NBYTES
-    if has_torch:
-        is_fused = config.engine in ("auto", "fused") and config.card.model_type in FUSED_FAMILIES
-        base = _WITH_TORCH_NBYTES if is_fused else _WITH_TRANSFORMERS_NBYTES
     per_worker = _WORKER_NBYTES + activations * _BYTES_PER_FLOAT + arena_nbytes
     return Footprint(base + _weights_nbytes(config), per_worker, num_workers)
+
+
+def predict_server(plans: Sequence[Plan]) -> int:
+    """Bytes of the processes that belong to no model, and of what they share: the supervisor, the gateways, the zygote.
+    `plans`: of all models. Reads the file system."""
+    first = plans[0].gateway
+    tokenizers = sum(_TOKENIZER_NBYTES + _PER_TOKENIZER_BYTE * _size_of(plan.gateway.card) for plan in plans)
+    zygote = max(_ZYGOTE_NBYTES[_library(plan.workers[0])] for plan in plans) if len(plans) > 1 else 0
+    return _SUPERVISOR_NBYTES + first.num_gateways * (_GATEWAY_NBYTES + tokenizers) + zygote + first.vector_cache
 
 
 def measured(pids: Sequence[int], worker_pids: Sequence[int]) -> Footprint | None:
@@ -102,6 +114,22 @@ def measured(pids: Sequence[int], worker_pids: Sequence[int]) -> Footprint | Non
 
 def _of_process(pid: int, name: str) -> int:
     return kilobytes(Path(f"/proc/{pid}/smaps_rollup"), name) << 10
+
+
+def _size_of(card: ModelCard) -> int:
+    try:
+        return Path(card.tokenizer_file).stat().st_size
+    except OSError:
+        return 0
+
+
+def _library(config: WorkerConfig) -> str:
+    """What a fork server imports beside ONNX Runtime: "", "torch" or "transformers", which needs torch, too."""
+    card = config.card
+    if config.is_dummy or card.is_static or is_lean_wanted(config):
+        return ""
+    is_fused = config.engine in ("auto", "fused") and card.model_type in FUSED_FAMILIES
+    return "torch" if is_fused else "transformers"
 
 
 def _weights_nbytes(config: WorkerConfig) -> int:

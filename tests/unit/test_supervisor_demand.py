@@ -364,7 +364,7 @@ def test_a_client_may_set_how_long_it_stays(bench) -> None:
             assert last(gateway, 2).num_unloads == {"client": 1}
             say(gateway, KeepAlive(2, None))
             await load(made, 2)
-            await settle(10_000)
+            await settle(5_000)
             assert last(gateway, 2).state == "ready"
             say(gateway, ModelAsked(2, "unload"))
             await settle()

@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from vecd.launch.check.machine import read_machine
+from vecd.workers.memory import memory_limit_mb
 
 _CPUINFO = """\
 processor\t: 0
@@ -61,3 +64,39 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     machine = read_machine(tmp_path)
     assert machine.num_usable_cores >= 1
     assert (machine.flags, machine.memory_mb, machine.available_mb) == ((), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit_mb"),
+    [
+        ({}, 16_000),
+        ({"sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/memory.max": str(4000 << 20)}, 4000),
+        ({"sys/fs/cgroup/a/b/memory.max": str(3000 << 20), "sys/fs/cgroup/a/memory.max": str(4000 << 20)}, 3000),
+        ({"sys/fs/cgroup/a/b/memory.max": str(30_000 << 20)}, 16_000),
+        ({"sys/fs/cgroup/a/b/memory.max": "rubbish"}, 16_000),
+        ({"proc/self/cgroup": "", "proc/meminfo": ""}, 0),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a/b\n1:cpu:/\n0::/\n",
+                "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "9223372036854771712",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(2000 << 20),
+            },
+            2000,
+        ),
+        ({"proc/self/cgroup": "4:memory:/elsewhere\n"}, 16_000),
+    ],
+)
+def test_the_memory_that_all_may_have(files: dict[str, str], limit_mb: int, tmp_path: Path) -> None:
+    in_use = {
+        path.replace("limit_in_bytes", "usage_in_bytes").replace("memory.max", "memory.current"): "1000"
+        for path in files
+        if path.endswith(("memory.max", "memory.limit_in_bytes"))
+    }
+    folder = root(tmp_path, {"proc/self/cgroup": "0::/a/b\n", **in_use, **files})
+    assert memory_limit_mb(folder) == limit_mb
+
+
+def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    folder = root(tmp_path, {"proc/self/cgroup": "0::/a\n"})
+    (folder / "sys/fs/cgroup/a/memory.max").mkdir(parents=True)
+    assert memory_limit_mb(folder) == 16_000
