@@ -13,7 +13,8 @@ supervises each child: it runs one process after the other, and its loop never w
 A server of several models has a worker pool for each, whose fork servers a zygote forks
 (`vecd.launch.processes.zygote`). They load at the same time: most of a start is one thread that reads, so that cores
 would be idle otherwise; the longest start, and not their sum, delays the first
-response; and a model that cannot start ends the server at once. The memory is needed at the end in any case.
+response; and a model that cannot start ends the server at once. The memory is needed at the end in any case. Models
+that are loaded on demand come later, and may go again (`vecd.launch.processes.residency`).
 """
 
 import asyncio
@@ -46,11 +47,14 @@ from vecd.launch.check.machine import read_machine
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.memory.book import MemoryBook
 from vecd.launch.memory.budget import make_book
 from vecd.launch.processes.children import System
+from vecd.launch.processes.file_access import FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
 from vecd.launch.processes.keys_watch import watch_keys
 from vecd.launch.processes.reload import Reloader
+from vecd.launch.processes.residency import Residency
 from vecd.launch.processes.sockets import Inherited, Listeners, take_inherited
 from vecd.launch.processes.summary import summary
 from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
@@ -67,12 +71,14 @@ from vecd.shm.control import (
     InputDeaths,
     InputsCleared,
     Message,
+    ModelIs,
     Prepared,
     Progress,
     Quarantined,
     ReloadAsked,
     WorkerStuck,
 )
+from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
@@ -111,9 +117,9 @@ def serve(arguments: Sequence[str]) -> int:
             listeners = _listen_early(settings, inherited)
         with notifier.extending():
             plans = make_plans(load_models(settings), _report_early)
-            make_book(plans)
+            memory = make_book(plans)
         _prepare_process()
-        return asyncio.run(Supervisor(plans, arguments, notifier, inherited, listeners).run())
+        return asyncio.run(Supervisor(plans, arguments, notifier, inherited, listeners, memory=memory).run())
     except ConfigurationError as error:
         for problem in error.problems:
             logs.say(problem, logging.ERROR)
@@ -160,13 +166,16 @@ class Supervisor:
         inherited: Inherited,
         listeners: Listeners | None = None,
         system: System | None = None,
+        memory: MemoryBook | None = None,
     ) -> None:
         """`plans`: of each model, in the order of the configuration, one at least. A reload reads `arguments` again,
         with the environment and the files. `listeners`: None if none has been opened yet. `system`: for tests.
+        `memory`: None if there is no budget.
 
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
         self._system = system or System()
+        self._memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """What the fork servers of several models are forked from; a test's start no process."""
         self._arguments = list(arguments)
@@ -194,6 +203,8 @@ class Supervisor:
             raise StartFailure(f"cannot make what processes share: {error}") from None
         self._worker_pools = {worker_pool.generation: worker_pool for worker_pool in self._first}
         """By generation."""
+        self._states: dict[int, ModelIs] = {}
+        """By generation, of those whose state gateways are told."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -211,20 +222,26 @@ class Supervisor:
             self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
-                self._changed.set, self._system, usable_cores(), self._vector_cache_fd,
+                self._on_gateways_changed, self._system, usable_cores(), self._vector_cache_fd, self._states,
+            )  # fmt: skip
+            self._residency = Residency(
+                self._worker_pools, self._states, self._gateway_pool, self._system.files, self._memory,
+                self._start_task, self._changed, self.on_model_changed, self._send_status,
             )  # fmt: skip
             self._reloader = Reloader(
                 lambda: load_models(load_settings(self._arguments, without=["ready_fd"])), self._plans_again,
-                self._make_worker_pool, self._worker_pools, self._gateway_pool, self._system.files, self._start_task,
-                self._changed, self,
+                self._make_worker_pool, self._worker_pools, self._gateway_pool, self._residency, self._system.files,
+                self._start_task, self._changed, self,
             )  # fmt: skip
+            for worker_pool in self._first:
+                await self._residency.add(worker_pool, is_loaded=_is_loaded_at_start(worker_pool))
             await self._reload_socket.listen()  # only now: signals, too, may request a reload in any wait
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 gateways = [self._start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]
                 for work in (
-                    *(worker_pool.supervise() for worker_pool in self._first),
-                    self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
+                    *(worker_pool.supervise() for worker_pool in self._first if _is_loaded_at_start(worker_pool)),
+                    self._residency.run(), self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
                     watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._reap_orphans(),
                     self._keep_notifying(),
                 ):  # fmt: skip
@@ -233,9 +250,13 @@ class Supervisor:
                 if self._has_been_ready:
                     await self._drain(gateways)
                 self._cancel_all()
+        except FilesHang as error:
+            raise StartFailure(str(error)) from None
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         finally:
+            for worker_pool in self._worker_pools.values():
+                await worker_pool.stop()  # a fork server may be there without workers
             if self._zygote is not None:
                 await self._zygote.stop()
             await self._system.reap_everything()
@@ -308,6 +329,10 @@ class Supervisor:
 
     # --- messages from gateways -----------------------------------------------------------------------------
 
+    def _on_gateways_changed(self) -> None:
+        self._residency.on_gateways_changed()
+        self._changed.set()
+
     def _on_gateway_message(self, link: Link, message: Message) -> None:
         match message:
             case Heartbeat():
@@ -326,13 +351,13 @@ class Supervisor:
                 link.process.kill()
             case Prepared():
                 self._reloader.on_unprepared(message.generation, message.error)
-            case _:
+            case _ if not self._residency.on_message(link, message):
                 log.error("%s from %s is not for the supervisor", type(message).__name__, link.process.name)
 
     # --- events of workers (WorkerObserver) -----------------------------------------------------------------
 
     def on_ready(self, worker_pool: WorkerPool, worker: ReadyWorker) -> None:
-        if self._has_been_ready:
+        if not self._residency.on_worker_ready(worker_pool) and self._has_been_ready:
             worker_pool.log.info("%s is ready", worker.incarnation)
         self._on_workers_changed()
 
@@ -406,7 +431,9 @@ class Supervisor:
 
     async def _announce_when_ready(self) -> None:
         pool = self._gateway_pool
-        while len(pool.ready_links) < self._num_gateways or not all(map(pool.is_connected, self._first)):
+        while len(pool.ready_links) < self._num_gateways or not all(
+            pool.is_connected(one) if _is_loaded_at_start(one) else pool.is_prepared(one) for one in self._first
+        ):
             self._changed.clear()
             await self._changed.wait()
         self._has_been_ready = True
@@ -416,7 +443,9 @@ class Supervisor:
 
     def _announce(self) -> None:
         ready_s = time.monotonic() - self._started_at
-        (plan, facts), *others = [(pool.plan, next(iter(pool.ready.values())).facts) for pool in self._first]
+        (plan, facts), *others = [
+            (pool.plan, next((worker.facts for worker in pool.ready.values()), None)) for pool in self._first
+        ]
         lines, fields = summary(plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s, others)
         logs.announce(lines, **fields)
         ready_fd = self.plan.settings.ready_fd
@@ -436,8 +465,18 @@ class Supervisor:
             self._notifier.status(self._status())
 
     def _status(self) -> str:
-        models = [(pool.model, len(pool.ready), len(pool.plan.workers), pool.broken) for pool in self._reloader.active]
-        return serving(models, self._url, "; ".join(self._reloader.problems))
+        pools = [(pool, self._residency.state(pool.generation)) for pool in self._reloader.active]
+        models = [
+            (pool.model, len(pool.ready), len(pool.plan.workers), pool.broken)
+            for pool, state in pools
+            if state is ModelState.READY
+        ]
+        others = [
+            (pool.model, self._residency.description(pool.generation))
+            for pool, state in pools
+            if state is not ModelState.READY
+        ]
+        return serving(models, self._url, "; ".join(self._reloader.problems), others)
 
     async def _keep_notifying(self) -> None:
         """Notify systemd that a start or a reload goes on, and that the server is alive; the latter unless a restart is
@@ -458,14 +497,19 @@ class Supervisor:
             await asyncio.sleep(interval_s)
 
     def _health_signals(self) -> HealthSignals:
-        """A start and a drain have deadlines of their own. One model that is served is enough: a restart would end its
-        requests, too."""
+        """A start, a load and a drain have deadlines of their own. One model that is served is enough: a restart would
+        end its requests, too. A model that is not loaded is none that cannot be served."""
         if not self._has_been_ready or self._stopping.is_set():
             return HEALTHY
-        active, links = self._reloader.active, self._gateway_pool.healthy_links
+        links = self._gateway_pool.healthy_links
+        active = [
+            worker_pool
+            for worker_pool in self._reloader.active
+            if self._residency.state(worker_pool.generation) is ModelState.READY
+        ]
         workers = [worker for worker_pool in active for worker in worker_pool.ready.values()]
         usable = {worker.incarnation for worker in workers if not worker.is_stuck}
-        can_serve = any(link.connected & usable for link in links)
+        can_serve = not active or any(link.connected & usable for link in links)
         return HealthSignals(bool(links), can_serve, all(worker_pool.broken is not None for worker_pool in active))
 
     # --- beginning and end ----------------------------------------------------------------------------------
@@ -491,6 +535,10 @@ class Supervisor:
         if self._vector_cache_fd is not None:
             os.close(self._vector_cache_fd)
         self._reload_socket.close()
+
+
+def _is_loaded_at_start(worker_pool: WorkerPool) -> bool:
+    return not worker_pool.plan.gateway.loads_on_demand
 
 
 def _with_room(plans: Sequence[Plan]) -> list[Plan]:

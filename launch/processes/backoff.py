@@ -2,8 +2,9 @@
 
 The first restart is at once, the next after 0.5, 1, 2 … 30 s, until a child has been ready for a while. One that dies
 again and again without ever having been ready ends the server. One that has been ready does not: a request may kill it,
-and ending the server would fail all other requests. It then counts as broken, and is restarted every 30 s. Called by
-`vecd.launch.processes.worker_pool` and `vecd.launch.processes.gateway_pool`.
+and ending the server would fail all other requests. It then counts as broken, and is restarted every 30 s. A load of a
+model that has failed is tried again after 1, 2, 4 … 300 s, if there is a request for it then. Called by
+`vecd.launch.processes.worker_pool`, `vecd.launch.processes.gateway_pool` and `vecd.launch.processes.model_life`.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ _QUICK_LIFE_S = 0.25
 """A child that was ready for less has died quickly. With 1 s, killing a random one of two workers each second made both
 wait, and after a minute the model counted as broken."""
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
+
+_FIRST_LOAD_PAUSE_S, _MAX_LOAD_PAUSE_S = 1.0, 300.0
 
 _DEATHS_OF_BROKEN = 6
 """Quick deaths in a row; they take at least 7.5 s."""
@@ -46,3 +49,8 @@ class Backoff:
         if self.num_quick_deaths == 1:
             return 0.0
         return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(16, self.num_quick_deaths - 2))
+
+
+def load_pause_s(num_failures: int) -> float:
+    """Seconds for which a model is not loaded again after this many failed loads in a row, 1 at least."""
+    return min(_MAX_LOAD_PAUSE_S, _FIRST_LOAD_PAUSE_S * 2.0 ** min(16, num_failures - 1))

@@ -269,12 +269,14 @@ class ForkServer:
         return [self._process.pid] if self._process is not None else []
 
     async def stop(self) -> None:
-        """Kill the process, started or not; its workers die with it. Not to be called while a `fork` is under way."""
+        """Kill the process, started or not; its workers die with it. Not to be called while a `fork` is under way. The
+        next `fork` starts another one, whose failure to start is a StartFailure again."""
         if self._starting is not None:
             self._starting.cancel()
             with suppress(asyncio.CancelledError, ChildDied, StartFailure):
                 await self._starting
         await self._end()
+        self._has_been_ready = False
 
     async def _end(self) -> None:
         if self._reader is not None:

@@ -12,7 +12,9 @@ Messages to one gateway (→) and from it (←) about a new generation:
 
 With several models, each has one active generation. A gateway starts with the first model's and is sent the others,
 which become active as soon as they are prepared: their requests wait for workers, as those of the first model do. A
-model that is no longer configured: → Withdrawn   ← Retired   → Discard.
+model that is no longer configured: → Withdrawn   ← Retired   → Discard. The state of a model that is not simply loaded
+and stays so is sent with the workers (`vecd.launch.processes.residency`); a generation that is not loaded is active as
+soon as it is prepared.
 """
 
 import asyncio
@@ -39,6 +41,8 @@ from vecd.shm.control import (
     GatewayStart,
     Message,
     ModelBroken,
+    ModelDrained,
+    ModelIs,
     NewKeys,
     Prepare,
     Prepared,
@@ -49,6 +53,7 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
+from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import clear_gauges
 from vecd.shm.wire import Incarnation
 
@@ -81,10 +86,15 @@ class Link:
     prepared: set[int] = field(default_factory=set)
     retiring: set[int] = field(default_factory=set)
     """Generations with requests that began before another one became active, or before their model was withdrawn."""
-    sent_up: set[Incarnation] = field(default_factory=set)
+    sent_up: dict[Incarnation, int] = field(default_factory=dict)
+    """Workers that it has been sent, and the generation of each."""
     sent_keys: tuple[ApiKey, ...] = ()
     sent_stage: str | None = None
     sent_broken: dict[int, str] = field(default_factory=dict)
+    sent_states: dict[int, ModelIs] = field(default_factory=dict)
+    """By generation."""
+    drained: set[int] = field(default_factory=set)
+    """Generations that drain, of which nothing is at a worker any more."""
     connected: set[Incarnation] = field(default_factory=set)
     """Workers that have replied to it."""
     is_killed: bool = False
@@ -107,12 +117,13 @@ class GatewayPool:
         system: System,
         num_cores: int,
         vector_cache_fd: int | None = None,
+        states: Mapping[int, ModelIs] | None = None,
     ) -> None:
         """`listening`: the public socket, and the admin socket if there is one; closed when the drain begins.
         `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`, by
         generation, is read at each `reconcile`. `on_message` is called with the messages of gateways that do not change
         a `Link`; `on_change` when a link has changed, begun or ended. `num_cores`: those that all gateways together may
-        lease."""
+        lease. `states`, by generation, of those whose state gateways are told, is read at each `reconcile`, too."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = {worker_pool.model: generation for generation, worker_pool in sorted(worker_pools.items())}
@@ -131,6 +142,7 @@ class GatewayPool:
         self._metrics_spec = first.shared_metrics  # of all generations
         self._quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
         self._worker_pools = worker_pools
+        self._states: Mapping[int, ModelIs] = {} if states is None else states
         self._on_other_message = on_message
         self._on_change = on_change
         self._system = system
@@ -150,11 +162,29 @@ class GatewayPool:
 
     def is_connected(self, worker_pool: WorkerPool) -> bool:
         """Whether the pool is complete, and each ready gateway, of which there is one, is connected to all of it, and
-        awaits no other model: it would count this one for that."""
+        awaits no other model: it would count this one for that. If the pool's model is not loaded, whether each is
+        prepared for it, and awaits no other."""
+        if self._is_unloaded(worker_pool.generation):
+            return self.is_prepared(worker_pool)
         workers = {worker.incarnation for worker in worker_pool.ready.values()}
         links = self.ready_links
         is_served = all(link.connected >= workers and not link.awaited for link in links)
         return worker_pool.is_complete and bool(links) and is_served
+
+    def is_prepared(self, worker_pool: WorkerPool) -> bool:
+        """Whether each ready gateway, of which there is one, has prepared for the pool's generation, and awaits no other
+        model."""
+        links = self.ready_links
+        return bool(links) and all(worker_pool.generation in link.prepared and not link.awaited for link in links)
+
+    def is_drained(self, generation: int) -> bool:
+        """Whether no gateway has anything at a worker of a model that drains."""
+        return all(generation in link.drained for link in self.ready_links if generation in link.prepared)
+
+    def _is_unloaded(self, generation: int) -> bool:
+        """Whether its model has no workers, and no request needs to wait until it has."""
+        state = self._states.get(generation)
+        return state is not None and state.state not in (ModelState.LOADING, ModelState.READY)
 
     # --- supervision ----------------------------------------------------------------------------------------
 
@@ -272,6 +302,8 @@ class GatewayPool:
                 link.connected.add(Incarnation(message.worker, message.life))
             case Prepared(error=""):
                 link.prepared.add(message.generation)
+            case ModelDrained():
+                link.drained.add(message.generation)
             case Retired():
                 link.retiring.discard(message.generation)
             case CoresWanted():
@@ -319,13 +351,14 @@ class GatewayPool:
                     send_or_kill(link.process, prepare, [worker_pool.zmq_listening(link.index)])
                 if generation in link.prepared:
                     self._send_workers(worker_pool, link)
+                    self._send_state(generation, link)
             self._activate(link)
 
     def _send_workers(self, worker_pool: WorkerPool, link: Link) -> None:
         for worker in worker_pool.ready.values():
             incarnation = worker.incarnation
             if incarnation not in link.sent_up:
-                link.sent_up.add(incarnation)
+                link.sent_up[incarnation] = worker_pool.generation
                 link.sent_broken.pop(worker_pool.generation, None)
                 up = WorkerUp(worker_pool.generation, incarnation.worker, incarnation.life, worker.facts)
                 send_or_kill(link.process, up, [worker.arena_fd])
@@ -333,16 +366,24 @@ class GatewayPool:
             link.sent_broken[worker_pool.generation] = worker_pool.broken
             send_or_kill(link.process, ModelBroken(worker_pool.generation, worker_pool.broken))
 
+    def _send_state(self, generation: int, link: Link) -> None:
+        state, sent = self._states.get(generation), link.sent_states.get(generation)
+        if state is not None and state != sent:
+            if sent is None or state.state != sent.state:
+                link.drained.discard(generation)
+            link.sent_states[generation] = state
+            send_or_kill(link.process, state)
+
     def _activate(self, link: Link) -> None:
-        """Let it serve each model with the active generation, once it is connected to a worker of it, and no model that
-        has none. A model that it does not serve yet needs no worker: while there is none, its requests are refused as
-        what they are, and not as those for an unknown model."""
+        """Let it serve each model with the active generation, once it is connected to a worker of it, or is prepared if
+        the model is not loaded; and no model that is not active. A model that it does not serve yet needs no worker:
+        while there is none, its requests are refused as what they are, and not as those for an unknown model."""
         for model, generation in self.active.items():
             before = link.generations.get(model)
             if before == generation or generation not in link.prepared:
                 continue
             workers = {worker.incarnation for worker in self._worker_pools[generation].ready.values()}
-            if before is None or link.connected & workers:
+            if before is None or self._is_unloaded(generation) or link.connected & workers:
                 if before is not None:
                     link.retiring.add(before)
                 link.generations[model] = generation
@@ -357,10 +398,18 @@ class GatewayPool:
     def send_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool) -> None:
         """Tell the gateways that know of a worker that it is dead."""
         for link in self.ready_links:
-            if incarnation in link.sent_up:
-                link.sent_up.discard(incarnation)
+            if link.sent_up.pop(incarnation, None) is not None:
                 link.connected.discard(incarnation)
                 send_or_kill(link.process, WorkerDown(incarnation.worker, incarnation.life, reason, has_crashed))
+
+    def withdraw_workers(self, generation: int, reason: str) -> None:
+        """Tell the gateways that all workers of a generation have been ended."""
+        for link in self.ready_links:
+            for incarnation in [one for one, its in link.sent_up.items() if its == generation]:
+                del link.sent_up[incarnation]
+                link.connected.discard(incarnation)
+                down = WorkerDown(incarnation.worker, incarnation.life, reason, is_planned=True)
+                send_or_kill(link.process, down)
 
     def broadcast(self, message: Message, but: Link | None = None) -> None:
         """Send all ready gateways a message that one which starts later does not need."""
@@ -383,6 +432,8 @@ class GatewayPool:
                 link.known.discard(generation)
                 link.prepared.discard(generation)
                 link.retiring.discard(generation)
+                link.drained.discard(generation)
+                link.sent_states.pop(generation, None)
                 send_or_kill(link.process, Discard(generation))
 
     def serves(self, generation: int) -> bool:

@@ -4,7 +4,8 @@ Owns the order of its steps, the generations' worker pools from their making to 
 reload is refused. A model that is configured as before, with the same files, keeps its generation and its processes,
 unless it is the only one: then SIGHUP always starts a new one. The new generations start beside the old ones, all at
 once. They become active when every gateway is connected to all of their workers; a model that is no longer configured
-is withdrawn in the same moment. An old generation ends when its last request has been answered. Whatever fails before
+is withdrawn in the same moment. The new generation of a model that is not loaded starts no workers, and becomes active
+with the others. An old generation ends when its last request has been answered. Whatever fails before
 that refuses the whole reload, and nothing has changed. Called by `vecd.supervisor`.
 """
 
@@ -25,6 +26,7 @@ from vecd.launch.config.settings import Settings
 from vecd.launch.processes.file_access import FileAccess, FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool
 from vecd.launch.processes.numbering import numbered
+from vecd.launch.processes.residency import Residency
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm import logs
 from vecd.shm.card import ModelError
@@ -38,9 +40,10 @@ _MAX_GATEWAY_DEATHS = 3
 
 _FIXED_SETTINGS = (
     "host", "port", "uds", "tls_cert", "tls_key", "admin_host", "admin_port", "admin_uds", "gateways", "vector_cache",
+    "memory_budget",
 )  # fmt: skip
-"""What a reload cannot change: the sockets, which processes listen on them, and the memory that these share. The
-content of the certificate's files it can."""
+"""What a reload cannot change: the sockets, which processes listen on them, the memory that these share, and the
+budget of memory. The content of the certificate's files it can."""
 _OF_THE_START = {"ready_fd"}
 """Settings that no reload has."""
 
@@ -64,6 +67,7 @@ class Reloader:
         make_worker_pool: Callable[[int, Plan, bool], WorkerPool],
         worker_pools: dict[int, WorkerPool],
         gateway_pool: GatewayPool,
+        residency: Residency,
         files: FileAccess,
         start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
         changed: asyncio.Event,
@@ -79,6 +83,7 @@ class Reloader:
         self._make_worker_pool = make_worker_pool
         self._worker_pools = worker_pools
         self._gateway_pool = gateway_pool
+        self._residency = residency
         self._files = files
         self._start_task = start_task
         self._changed = changed
@@ -242,7 +247,12 @@ class Reloader:
         """
         new = self._new_of(pools)
         for worker_pool in new:
-            self._start_task(self._supervise(worker_pool))
+            if self._residency.stays_loaded(worker_pool.plan):
+                await self._residency.add(worker_pool, is_loaded=True)
+                self._start_task(self._supervise(worker_pool))
+            else:
+                await self._residency.add(worker_pool, is_loaded=False)
+        await asyncio.sleep(0)  # all of them have begun, so that `_end` finds what it must end
         self._gateway_pool.reconcile()
         await self._await_connected(new)
         return await self._await_unchanged(pools[0].plan.settings, new)
@@ -327,6 +337,7 @@ class Reloader:
 
     async def _end(self, worker_pool: WorkerPool) -> None:
         """Forget a generation, and end all that serves it."""
+        await self._residency.forget(worker_pool.generation)
         del self._worker_pools[worker_pool.generation]
         self._gateway_pool.discard(worker_pool.generation)
         await worker_pool.stop()

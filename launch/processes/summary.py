@@ -9,6 +9,7 @@ from typing import Any
 from vecd.launch.config.plan import Plan
 from vecd.shm.card import ModelCard
 
+_ON_DEMAND = "loaded on demand"
 _MAX_LABELS, _MAX_LABEL_CHARS = 5, 32
 """Of those that are shown."""
 
@@ -17,13 +18,14 @@ def summary(
     plan: Plan,
     url: str,
     admin_url: str,
-    facts: dict[str, Any],
+    facts: dict[str, Any] | None,
     memory_mb: int,
     ready_s: float,
-    others: Sequence[tuple[Plan, dict[str, Any]]] = (),
+    others: Sequence[tuple[Plan, dict[str, Any] | None]] = (),
 ) -> tuple[list[str], dict[str, Any]]:
     """What was started and a line to try it with, as text; and the same for programs, as docs/logs.md has it. `plan`
-    and `facts`, those of one of its workers, are of the first model; `others`: the same of each further one."""
+    and `facts`, those of one of its workers, are of the first model; `others`: the same of each further one. A model
+    that is loaded on demand has no facts yet."""
     fields = {
         "event": "ready",
         "version": plan.gateway.version,
@@ -44,10 +46,13 @@ def summary(
     of_pooling = f", {card.pooling_of_output} pooling" if card.pooling_of_output else ""
     if "dense" in card.capabilities and card.is_normalized:
         of_pooling += ", normalized"
-    parity = facts.get("agreement", {})
-    agrees = ", not compared with the plain model"
-    if parity is not None:
-        agrees = f", within {parity['max_abs_diff']:.1e} of the plain model" if parity else ""
+    engine = _ON_DEMAND
+    if facts is not None:
+        parity = facts.get("agreement", {})
+        agrees = ", not compared with the plain model"
+        if parity is not None:
+            agrees = f", within {parity['max_abs_diff']:.1e} of the plain model" if parity else ""
+        engine = f"{facts.get('path')}, {facts.get('dtype')}{agrees}"
     worker = plan.workers[0]
     device = worker.device.partition(":")[0]
     threads = f"1 to {worker.max_threads}" if worker.max_threads > 1 else worker.num_threads
@@ -67,7 +72,7 @@ def summary(
         f"  model      {gateway.model}: {of_vectors}at most {gateway.max_tokens} tokens{of_pooling}",
         f"  kind       {', '.join(card.capabilities)}{_labels_of(card)}",
         *_about_tokens(card),
-        f"  engine     {facts.get('path')}, {facts.get('dtype')}{agrees}",
+        f"  engine     {engine}",
         f"  workers    {len(plan.workers)} × {threads} thread(s) on {device}{gateways}",
     ]
     lines = [
@@ -82,7 +87,8 @@ def summary(
     return lines, fields
 
 
-def _fields_of(plan: Plan, facts: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(plan: Plan, facts: dict[str, Any] | None) -> dict[str, Any]:
+    facts = facts or {}
     return {
         "model": plan.gateway.model,
         "capabilities": list(plan.card.capabilities),
@@ -95,14 +101,15 @@ def _fields_of(plan: Plan, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _line_of(model: tuple[Plan, dict[str, Any]]) -> str:
+def _line_of(model: tuple[Plan, dict[str, Any] | None]) -> str:
     """A server's line about one of several models."""
     fields = _fields_of(*model)
     dimensions = f"{fields['dimensions']} dimensions, " if fields["dimensions"] else ""
     workers = f"{fields['workers']} worker{'s' if fields['workers'] > 1 else ''}"
+    engine = _ON_DEMAND if model[1] is None else f"{fields['engine']}, {fields['dtype']}"
     return (
         f"  model      {fields['model']}: {', '.join(fields['capabilities'])}, {dimensions}at most "
-        f"{fields['max_tokens']} tokens, {fields['engine']}, {fields['dtype']}, {workers}"
+        f"{fields['max_tokens']} tokens, {engine}, {workers}"
     )
 
 

@@ -3,7 +3,9 @@
 Owns the fork server, the ZeroMQ endpoints that its workers are connected to, their arenas, and a coroutine for each
 worker, which supervises it: it runs one incarnation after the other. Knows no gateway: what gateways must learn of a
 worker goes to a `WorkerObserver`. Called by `vecd.supervisor`, which has one pool for each model, and two during its
-reload. Pools share nothing but the count of lives: what happens to one model's workers concerns no other model.
+reload. Pools share nothing but the count of lives: what happens to one model's workers concerns no other model. A pool
+may be stopped and supervised again (`vecd.launch.processes.residency`): it is the same generation, and its endpoints
+stay.
 """
 
 import asyncio
@@ -123,6 +125,10 @@ class WorkerPool:
             raise
         self._supervised: list[asyncio.Task[None]] = []
         """For each worker."""
+        self._keeps_fork_server = False
+        self._has_ended = asyncio.Event()
+        """`supervise` is not running."""
+        self._has_ended.set()
 
     @property
     def is_complete(self) -> bool:
@@ -137,8 +143,14 @@ class WorkerPool:
         return [*self._fork_server.pids(), *(worker.process.pid for worker in self.ready.values())]
 
     async def supervise(self) -> None:
-        """Keep all workers running until cancelled, or until `stop` has ended them. On the way out none of their
-        processes is left. Raises StartFailure when one cannot start or keeps dying, if it has never been ready."""
+        """Keep all workers running until cancelled, or until `stop` has ended them; then it may be called again. On the
+        way out none of their processes is left, but for the fork server if `stop` keeps it. Raises StartFailure when
+        one cannot start or keeps dying, if it has never been ready since this was called."""
+        await self._has_ended.wait()
+        self._has_ended.clear()
+        self._has_been_ready = self._keeps_fork_server = False
+        self.broken = None
+        self._supervised.clear()
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(self._first_worker, self._first_worker + len(self.plan.workers)):
@@ -149,13 +161,36 @@ class WorkerPool:
                 failure = type(failure)(f"{self.prefix}{failure}")
             raise failure from None
         finally:
-            await self._fork_server.stop()
+            try:
+                if not self._keeps_fork_server:
+                    await self._fork_server.stop()
+            finally:
+                self._has_ended.set()
 
-    async def stop(self) -> None:
-        """End the workers one by one; with the last of them `supervise` returns."""
+    async def stop(self, *, keeps_fork_server: bool = False) -> None:
+        """End the workers one by one; with the last of them `supervise` returns. `keeps_fork_server`: the weights stay
+        in memory, and the next `supervise` forks from them; a later `stop` ends the fork server, too. A process that a
+        driver keeps from dying is not waited for."""
+        self._keeps_fork_server = keeps_fork_server
+        was_supervised = self.is_supervised
         for task in self._supervised:
             task.cancel()
             await asyncio.wait([task])
+        if not was_supervised and not keeps_fork_server:
+            await self._fork_server.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DYING_TIMEOUT_S):
+                await self._has_ended.wait()
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether `supervise` is running."""
+        return not self._has_ended.is_set()
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether a new worker reads the model's files, by itself or by a new fork server."""
+        return self.plan.workers[0].device != "cpu" or not self._fork_server.pids()
 
     def close(self) -> None:
         """Close the endpoints, once no gateway is sent them any more."""
@@ -196,7 +231,7 @@ class WorkerPool:
         """Wait while a new worker would read other files than the running ones have read: a reload replaces the pool.
         Files that hang are waited for, too: the worker would hang in its start."""
         interval_s, longest_s = _MODEL_CHANGED_INTERVALS_S
-        while self._has_been_ready and self._reads_model():
+        while self._has_been_ready and self.reads_model:
             try:
                 if not await self._files.call(self.plan.card.folder, self.plan.model_has_changed):
                     return
@@ -210,10 +245,6 @@ class WorkerPool:
                 async with asyncio.timeout(interval_s):
                     await self._looks_again.wait()
             interval_s = min(2 * interval_s, longest_s)
-
-    def _reads_model(self) -> bool:
-        """Whether a new worker reads the model's files, by itself or by a new fork server."""
-        return self.plan.workers[0].device != "cpu" or not self._fork_server.pids()
 
     def _is_broken(self, reason: str) -> None:
         if self.broken != reason:

@@ -136,10 +136,15 @@ def _extend(by_s: float) -> str:
     return f"EXTEND_TIMEOUT_USEC={round(by_s * 1e6)}"
 
 
-def serving(models: Sequence[tuple[str, int, int, str | None]], url: str, refused: str) -> str:
-    """The status line of a server that has been ready. `models`: for each its name, how many of its workers are ready,
-    of how many, and why there is no use in waiting for one, or None. `refused`: why the last reload was refused, or
-    ""."""
+def serving(
+    models: Sequence[tuple[str, int, int, str | None]],
+    url: str,
+    refused: str,
+    others: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The status line of a server that has been ready. `models`: for each that is loaded its name, how many of its
+    workers are ready, of how many, and why there is no use in waiting for one, or None. `refused`: why the last reload
+    was refused, or "". `others`: name and state of each that is not loaded."""
     broken = [(name, why) for name, num_ready, _, why in models if why is not None and not num_ready]
     served = [model for model in models if (model[0], model[3]) not in broken]
     num_ready, num_workers = sum(model[1] for model in served), sum(model[2] for model in served)
@@ -150,4 +155,7 @@ def serving(models: Sequence[tuple[str, int, int, str | None]], url: str, refuse
         late = ", the others are being started" if num_ready < num_workers else ""
         names = ", ".join(model[0] for model in served)
         parts.insert(0, f"Serving {names} at {url}, {workers} worker{plural}{late}")
+    if not models:
+        parts = [f"Serving at {url}"]
+    parts += [f"{name} is {state}" for name, state in others]
     return "; ".join([*parts, *([f"not reloaded: {refused}"] if refused else [])])

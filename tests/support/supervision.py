@@ -26,6 +26,8 @@ from vecd.shm.control import (
     GatewayReady,
     GatewayStart,
     Message,
+    ModelDrained,
+    ModelIs,
     Prepare,
     Prepared,
     Retired,
@@ -154,6 +156,8 @@ class FakeGateway(FakeProcess):
     """Those that it prepares only when a test says so."""
     retires = True
     drains = True
+    has_batches = False
+    """Something of every model is at a worker."""
     _generation = 0
 
     def __init__(self, name: str) -> None:
@@ -188,6 +192,8 @@ class FakeGateway(FakeProcess):
                     self.inbox.put_nowait(Retired(message.generation))
             case Drain() if self.drains:
                 self.end()
+            case ModelIs(state="draining") if not self.has_batches:
+                self.inbox.put_nowait(ModelDrained(message.generation))
 
 
 class FakeForkServer(ForkServer):

@@ -223,3 +223,12 @@ def test_static_embeddings_are_computed_on_the_processor(
         make_plan(load_settings([str(tmp_path), "--engine", "packed"]))
     model = describe(made.card, "table")
     assert (model.num_parameters, model.architecture, purpose(model)) == (30522 * 4, "", ([], []))
+
+
+def test_a_folder_behind_a_link_has_not_changed(minilm_folder: Path, tmp_path: Path) -> None:
+    (link := tmp_path / "link").symlink_to(minilm_folder)
+    plan = make_plan(load_settings([str(link), "--engine", "dummy"]))
+    try:
+        assert not plan.model_has_changed()
+    finally:
+        plan.close()

@@ -251,6 +251,28 @@ def test_stop_ends_one_worker_after_the_other(bench) -> None:
     run(test())
 
 
+def test_a_pool_that_was_stopped_is_supervised_again(bench) -> None:
+    """With lives that go on, and as one that has never been ready: a failure ends it."""
+
+    async def test() -> None:
+        async with bench() as made:
+            await made.pool.stop(keeps_fork_server=True)
+            assert made.task.done()
+            assert not made.fork_server.is_stopped
+            assert not made.pool.is_supervised
+            made.task = asyncio.create_task(made.pool.supervise())
+            await settle()
+            assert made.observer.named("ready")[2:] == [Incarnation(0, 2), Incarnation(1, 5)]
+            await made.pool.stop()
+            assert made.fork_server.is_stopped
+            made.fork_server.is_stopped = False
+            made.fakes.on_fork = lambda worker: worker.inbox.put_nowait(ChildFailed("no such layer"))
+            with pytest.raises(StartFailure, match="no such layer"):
+                await made.pool.supervise()
+
+    run(test())
+
+
 def test_no_endpoint_can_be_made(planned: Callable[..., Plan]) -> None:
     fakes = Fakes()
     before = num_descriptors()
