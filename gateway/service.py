@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -51,6 +51,7 @@ from vecd.shm.control import (
     InputsCleared,
     Message,
     ModelBroken,
+    ModelIs,
     NewKeys,
     Prepare,
     Prepared,
@@ -90,6 +91,8 @@ class GatewayFacts:
     """The budget that all generations share."""
     vector_cache: VectorCacheMemory | None = None
     """What all gateways keep computed rows in, if the operator wants that."""
+    residences: dict[int, ModelIs] = field(default_factory=dict)
+    """The newest of each generation's model that there was one of."""
 
 
 class Service:
@@ -100,7 +103,9 @@ class Service:
         self.config = config
         self.generation = generation
         self._tokenizer = tokenizer
+        self._gateway = gateway
         self._shared_metrics = gateway.shared_metrics
+        counting = gateway.shared_metrics.of_model(config.model)
         self._cores = gateway.cores
         self.policy = BatchingPolicy(
             config.max_batch_tokens,
@@ -117,7 +122,7 @@ class Service:
                 service,
                 dim=config.card.dim,
                 is_shared_by_tenants=config.share_computed == "all",
-                shared_metrics=self._shared_metrics,
+                shared_metrics=counting,
             )
         self.dispatcher = Dispatcher(
             policy=self.policy,
@@ -131,7 +136,7 @@ class Service:
             report=gateway.send,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=gateway.quarantine_key,
-            shared_metrics=self._shared_metrics,
+            shared_metrics=counting,
             cores=gateway.cores,
             vector_cache=vector_cache,
             weight=None if config.compute_type == "gpu" else config.weight,
@@ -148,7 +153,7 @@ class Service:
             tokenizer=tokenizer,
             policy=self.policy,
             dispatcher=self.dispatcher,
-            shared_metrics=self._shared_metrics,
+            shared_metrics=counting,
             vector_cache=vector_cache,
             query_weights=read_query_weights(config.card, tokenizer.id_of),
         )
@@ -184,6 +189,7 @@ class Service:
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
             openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
+            residence=lambda: self._gateway.residences.get(self.generation),
         )
 
     @property
@@ -199,6 +205,16 @@ class Service:
 
     def _why_unavailable(self) -> str | None:
         return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
+
+
+SERVICE_GAUGES: Mapping[Gauge, Callable[[Service], int]] = {
+    Gauge.REQUESTS: lambda service: service.admission.num_requests,
+    Gauge.QUEUED_SEQUENCES: lambda service: service.policy.queued_sequences,
+    Gauge.QUEUED_TOKENS: lambda service: service.policy.queued_tokens,
+    Gauge.IN_FLIGHT_TOKENS: lambda service: service.dispatcher.in_flight_tokens,
+}
+"""Those that are the sum over generations."""
+_OTHER_GAUGES = (Gauge.QUEUE_AGE_US, Gauge.WORKERS)
 
 
 class Services:
@@ -386,6 +402,8 @@ class Services:
                 service = self.all[message.generation]
                 service.dispatcher.set_broken(message.reason)
                 service.pipeline.fail_all(service.dispatcher.broken_error)
+            case ModelIs():
+                self._gateway.residences[message.generation] = message
             case Quarantined():
                 for dispatcher in dispatchers:
                     dispatcher.quarantine.add(message.digest)
@@ -484,6 +502,7 @@ class Services:
         """Forget a generation, whether it is being prepared or has been retired."""
         if (preparing := self._preparing.get(generation)) is not None:
             preparing.cancel()
+        self._gateway.residences.pop(generation, None)
         service = self.all.pop(generation, None)
         if service is not None:
             service.pipeline.end(lambda: Unavailable("The server has changed its configuration", retry_after_s=1))
@@ -491,6 +510,22 @@ class Services:
             gc.collect()  # a tokenizer, and views of arenas
 
     # --- what is measured -----------------------------------------------------------------------------------
+
+    def read_models(self) -> dict[str, dict[Gauge, int]]:
+        """The gauges of each model, by its name; of none where there is one model."""
+        if self._models is None:
+            return {}
+        now = time.monotonic()
+        found: dict[str, dict[Gauge, int]] = {}
+        for service in self.all.values():
+            gauges = found.setdefault(service.config.model, dict.fromkeys((*SERVICE_GAUGES, *_OTHER_GAUGES), 0))
+            for gauge, value in SERVICE_GAUGES.items():
+                gauges[gauge] += value(service)
+            age_us = int(service.policy.oldest_wait_s(now) * 1e6)
+            gauges[Gauge.QUEUE_AGE_US] = max(gauges[Gauge.QUEUE_AGE_US], age_us)
+            if service in self.of_models:
+                gauges[Gauge.WORKERS] = sum(link.is_usable for link in service.dispatcher.links)
+        return found
 
     def num_usable_workers(self) -> int:
         """Of the active generations of all models."""

@@ -23,6 +23,7 @@ from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.request import Embedded, EmbedRequest, Inputs, Tokenizing
 from vecd.gateway.types.timeline import RequestTimeline
+from vecd.shm.control import ModelIs
 
 
 class Embedder(Protocol):
@@ -87,5 +88,7 @@ class Context:
     """The OpenAPI document of the listener that a request came by."""
     on_reload: Callable[[], None]
     """Requests that the supervisor reads its configuration again."""
+    residence: Callable[[], ModelIs | None] = lambda: None
+    """What the supervisor has said last of the model's state; None where it has said nothing."""
     models: "Models[Context] | None" = None
     """All served models, this one among them. None where it is the only one. Replaced when another begins to serve."""

@@ -722,7 +722,7 @@ def test_info_is_the_first_model_s_with_a_list_of_all():
         assert [worker["worker"] for worker in stats["workers"]] == [0, 1, 2]
         metrics = body_of(await bench.get("/metrics")).decode()
         for worker in range(3):
-            assert f'vecd_worker_state{{state="down",worker="{worker}"}} 1.0' in metrics
+            assert f'vecd_worker_state{{model="{(*CARDS,)[worker]}",state="down",worker="{worker}"}} 1.0' in metrics
 
     run(test)
 
