@@ -20,14 +20,27 @@ percentiles; nothing that a caller sent is in it. Reads the shared metrics and t
                         those under way and those of the last seconds
     processes{}         by name: pid, cpu_s, resident_bytes, proportional_bytes
     model, server       what does not change while this generation serves
+    models[]            only with several models, or one that is not loaded all the time; of each: model, state, reason,
+                        kind (dense, rerank …: the first capability), workers (those that are ready), num_workers,
+                        requests, queued_tokens, in_flight_tokens, tokens_per_s (of its ready workers together), bytes,
+                        load_s, wait_s: now; tokens, loads, failed_loads, unloads{}: since the server began
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vecd.gateway.api.context import Context
-from vecd.gateway.api.info import all_contexts, describe_gateways, describe_model, describe_queue, links_of, state_of
+from vecd.gateway.api.info import (
+    all_contexts,
+    describe_gateways,
+    describe_model,
+    describe_queue,
+    links_of,
+    served_models,
+    state_of,
+)
+from vecd.gateway.telemetry.metrics import ServedModel
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
@@ -105,7 +118,38 @@ def describe_stats(context: Context, usages: Mapping[str, Usage]) -> dict[str, A
         "gateways": describe_gateways(shared_metrics),
         "batches": [_describe_batch(*batch) for batch in shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9))],
         "processes": {name: usage._asdict() for name, usage in usages.items()},
+        **({"models": _describe_models(context, models)} if (models := served_models(context)) else {}),
     }  # fmt: skip
+
+
+def _describe_models(context: Context, models: Sequence[ServedModel]) -> list[dict[str, Any]]:
+    shared_metrics = context.shared_metrics
+    described = []
+    for one, model in zip(all_contexts(context), models, strict=True):
+        told_apart = model.name if len(models) > 1 else None
+        status, ready = model.status, [link for link in one.links() if link.is_usable]
+        described.append(
+            {
+                "model": model.name,
+                "state": status.state,
+                "reason": status.reason,
+                "kind": one.config.card.capabilities[0],
+                "workers": len(ready),
+                "num_workers": one.config.num_workers,
+                "requests": shared_metrics.total(Gauge.REQUESTS, told_apart),
+                "queued_tokens": shared_metrics.total(Gauge.QUEUED_TOKENS, told_apart),
+                "in_flight_tokens": shared_metrics.total(Gauge.IN_FLIGHT_TOKENS, told_apart),
+                "tokens_per_s": round(sum(link.cost_model.tokens_per_s for link in ready)),
+                "tokens": shared_metrics.total(Counter.TOKENS, told_apart),
+                "bytes": status.nbytes,
+                "load_s": status.load_s,
+                "wait_s": status.wait_s,
+                "loads": status.num_loads,
+                "failed_loads": status.num_failed_loads,
+                "unloads": status.num_unloads,
+            }
+        )
+    return described
 
 
 def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: str) -> dict[str, Any]:
