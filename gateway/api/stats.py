@@ -14,7 +14,8 @@ percentiles; nothing that a caller sent is in it. Reads the shared metrics and t
     queue               requests, sequences, tokens, age_s              }
     arena               rows, rows_in_use                               } now
     vector_cache        max_bytes (0: there is none), bytes: now; hits, misses: since the server began
-    workers[]           worker, life, state, batches, sequences, tokens, busy_s, pid, dtype, path, tokens_per_s
+    workers[]           worker, life, state, batches, sequences, tokens, busy_s, pid, dtype, path, tokens_per_s; state:
+                        as in `vecd_worker_state`, or that of a model that is not loaded
     gateways[]          gateway, pid, connections, requests, answered, uptime_s
     batches[]           gateway, number, worker, sequences, tokens, sent_s, done_s (null: under way), compute_s;
                         those under way and those of the last seconds
@@ -79,6 +80,7 @@ def describe_stats(context: Context, usages: Mapping[str, Usage]) -> dict[str, A
     config, shared_metrics, endpoints = context.config, context.shared_metrics, context.endpoints
     now_ns = time.monotonic_ns()
     shared_metrics.publish()
+    models = served_models(context)
     return {
         "now_s": now_ns / 1e9,
         "model": describe_model(config),
@@ -114,11 +116,11 @@ def describe_stats(context: Context, usages: Mapping[str, Usage]) -> dict[str, A
             "hits": shared_metrics.total(Counter.VECTOR_CACHE_HITS),
             "misses": shared_metrics.total(Counter.VECTOR_CACHE_MISSES),
         },
-        "workers": _describe_workers(context),
+        "workers": _describe_workers(context, models),
         "gateways": describe_gateways(shared_metrics),
         "batches": [_describe_batch(*batch) for batch in shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9))],
         "processes": {name: usage._asdict() for name, usage in usages.items()},
-        **({"models": _describe_models(context, models)} if (models := served_models(context)) else {}),
+        **({"models": _describe_models(context, models)} if models else {}),
     }  # fmt: skip
 
 
@@ -157,16 +159,17 @@ def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: st
     return {"counts": counts, sum_name: total}
 
 
-def _describe_workers(context: Context) -> list[dict[str, Any]]:
+def _describe_workers(context: Context, models: Sequence[ServedModel]) -> list[dict[str, Any]]:
     shared_metrics = context.shared_metrics
     described = []
+    of_no_worker = {worker: model.status.state for model in models if not model.has_workers for worker in model.workers}
     for worker, link in (each for one in all_contexts(context) for each in links_of(one)):
         facts = link.facts if link is not None else {}
         described.append(
             {
                 "worker": worker,
                 "life": shared_metrics.worker_life(worker),
-                "state": state_of(link),
+                "state": of_no_worker.get(worker, "down") if link is None else state_of(link),
                 "batches": shared_metrics.worker_total(worker, WorkerCell.BATCHES),
                 "sequences": shared_metrics.worker_total(worker, WorkerCell.SEQUENCES),
                 "tokens": shared_metrics.worker_total(worker, WorkerCell.TOKENS),

@@ -746,6 +746,7 @@ def test_stats_tell_each_model_s_load_and_state_and_sum_up_all():
         assert (ranker["tokens"], ranker["state"], ranker["queued_tokens"]) == (40, "loading", 7)
         assert (ranker["bytes"], ranker["wait_s"], ranker["loads"], ranker["failed_loads"]) == (9000, 3.0, 2, 1)
         assert ranker["unloads"] == {"idle": 1}
+        assert [worker["state"] for worker in stats["workers"]] == ["down", "loading", "down"]
         metrics = body_of(await bench.get("/metrics")).decode()
         assert 'vecd_model_state{model="ranker",state="loading"} 1.0' in metrics
         assert 'vecd_tokens_total{model="ranker"} 40.0' in metrics
