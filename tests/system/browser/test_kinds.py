@@ -125,3 +125,19 @@ def test_one_of_several_models_is_picked_and_each_has_its_row(tmp_path: Path, op
             assert "/m/org/second/rerank" in page.inner_text("#snippet")
             page.select_option("#mode", "classify")  # whose body names no model
             ask_in(page, documents, "")
+
+
+def test_who_may_not_see_the_figures_picks_among_the_models_own_names(tmp_path: Path, open_page: Any) -> None:
+    save_bge_m3(tmp_path)
+    models = f"a={tmp_path}", f"b={tmp_path}"
+    hidden = "404"  # /stats is on the admin listener
+    with (
+        running_server("--workers", "1", "--admin-port", "0", *models) as server,
+        open_page(server.url, expected=(hidden,)) as page,
+    ):
+        wait_for_card(page)
+        assert page.locator("#picked option").all_inner_texts() == ["a", "b"]
+        page.select_option("#picked", "b")
+        expect(page.locator("#model-name")).to_have_text("b")
+        page.select_option("#mode", "rank")
+        assert len(ask_in(page, ["one", "two"], "cat")) == 2
