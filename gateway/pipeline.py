@@ -20,6 +20,7 @@ from vecd.gateway.admission.deadlines import Deadlines
 from vecd.gateway.admission.principals import Principal, Reservation
 from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.max_sim import MAX_SHORT_QUERY, MaxSimRows
@@ -170,6 +171,7 @@ class Pipeline:
         tokenizer: Tokenizer,
         policy: BatchingPolicy,
         dispatcher: Dispatcher,
+        residence: Residence,
         shared_metrics: SharedMetrics,
         vector_cache: VectorCache | None = None,
         query_weights: QueryWeights | None = None,
@@ -181,12 +183,16 @@ class Pipeline:
         self.tokenizer = tokenizer
         self.policy = policy
         self.dispatcher = dispatcher
+        self.residence = residence
         self.shared_metrics = shared_metrics
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error of each request that still comes, once this has ended."""
         self.encoder = Encoder(config.card, config.quantization_ranges)
         self._max_priority = Priority[config.max_priority.upper()]
         self._pending: set[PendingResult] = set()
+        """Requests that need the workers."""
+        self._inspected: set[PendingResult] = set()
+        """Requests that need the tokenizer alone."""
         self._tokenize_limiter = TokenizeLimiter()
         self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
         self._token_floats: dict[RequestQueue, int] = {}
@@ -209,6 +215,9 @@ class Pipeline:
         """Fail every request that waits for rows, now or later, each with an error of its own."""
         self._make_end = make_error
         self.fail_all(make_error)
+        self.residence.end(make_error)
+        for pending in list(self._inspected):
+            pending.fail(make_error())
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
         """Fail every request that waits for rows, each with an error of its own."""
@@ -229,6 +238,15 @@ class Pipeline:
         """
         embedding = self._embed(request, num_estimated, timeline, principal)
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
+
+    async def load(self, timeout_s: float | None, arrived_at: float) -> None:
+        """Wait until the model is ready. Raises Unavailable as `vecd.gateway.dispatch.residence`."""
+        if self.residence.is_awaited:
+            await self.residence.until_ready(self._deadline(timeout_s, arrived_at) - time.monotonic())
+
+    def keep_alive(self, seconds: float | None) -> None:
+        """Keep the model for so long after its last request; None: for ever."""
+        self.residence.keep_alive(seconds)
 
     def count_unread(self, error: ApiError) -> None:
         """Count an embedding request that was refused before its body could be parsed."""
@@ -287,13 +305,13 @@ class Pipeline:
     async def _unless_late(self, work: Coroutine[Any, Any, T], timeout_s: float | None, arrived_at: float) -> T:
         """The result of `work`, which is cancelled at the deadline. Raises DeadlinePassed."""
         pending = PendingResult(1, (), asyncio.get_running_loop())
-        self._pending.add(pending)
+        self._inspected.add(pending)
         tick = self._deadlines.set(pending, self._deadline(timeout_s, arrived_at))
         try:
             return await _unless_over(pending, work)
         finally:
             self._deadlines.drop(pending, tick)
-            self._pending.discard(pending)
+            self._inspected.discard(pending)
             pending.abandon()
 
     def _deadline(self, timeout_s: float | None, arrived_at: float) -> float:
@@ -340,6 +358,8 @@ class Pipeline:
         if self._make_end is not None:
             raise self._make_end()
         self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
+        if self.residence.is_awaited:
+            self.residence.let_wait(self.admission.num_requests - 1, permit.deadline)
         entered_at = timeline.entered_at = time.monotonic()
         if self._query_weights is not None and request.tokenizing.role is Role.QUERY:
             request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
@@ -404,7 +424,10 @@ class Pipeline:
     def _expire(self, pending: PendingResult) -> None:
         if not pending.is_over:
             self.shared_metrics.add(Counter.EXPIRED)
-            pending.fail(DeadlinePassed(self.dispatcher.why_unavailable()))
+            waits_for_load = self.residence.is_awaited and pending in self._pending
+            pending.fail(
+                self.residence.late_error() if waits_for_load else DeadlinePassed(self.dispatcher.why_unavailable())
+            )
 
     async def _queue_runs(
         self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"

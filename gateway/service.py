@@ -28,6 +28,7 @@ from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.models import HEADER, PREFIX, Models, header_value, readings_of
 from vecd.gateway.api.registry import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.query_weights import read_query_weights
 from vecd.gateway.pipeline import Pipeline
@@ -64,6 +65,7 @@ from vecd.shm.control import (
     WorkerUp,
 )
 from vecd.shm.output import Output
+from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import Gauge, ServiceKey
 from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
@@ -91,8 +93,6 @@ class GatewayFacts:
     """The budget that all generations share."""
     vector_cache: VectorCacheMemory | None = None
     """What all gateways keep computed rows in, if the operator wants that."""
-    residences: dict[int, ModelIs] = field(default_factory=dict)
-    """The newest of each generation's model that there was one of."""
 
 
 class Service:
@@ -103,7 +103,6 @@ class Service:
         self.config = config
         self.generation = generation
         self._tokenizer = tokenizer
-        self._gateway = gateway
         self._shared_metrics = gateway.shared_metrics
         counting = gateway.shared_metrics.of_model(config.model)
         self._cores = gateway.cores
@@ -141,6 +140,9 @@ class Service:
             vector_cache=vector_cache,
             weight=None if config.compute_type == "gpu" else config.weight,
         )
+        self.residence = Residence(
+            generation, keep_alive_s=config.keep_alive_s, num_gateways=config.num_gateways, send=gateway.send
+        )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
             max_wait_s=config.max_wait_s,
@@ -153,6 +155,7 @@ class Service:
             tokenizer=tokenizer,
             policy=self.policy,
             dispatcher=self.dispatcher,
+            residence=self.residence,
             shared_metrics=counting,
             vector_cache=vector_cache,
             query_weights=read_query_weights(config.card, tokenizer.id_of),
@@ -161,6 +164,7 @@ class Service:
         self.api = Api(self._make_context(lambda: gateway.send(ReloadAsked())))
         self.num_handled = 0
         """Requests that are being handled."""
+        self.join(None)
 
     def _make_context(self, on_reload: Callable[[], None]) -> Context:
         config, tokenizer = self.config, self._tokenizer
@@ -177,6 +181,7 @@ class Service:
             threads=tokenizer.threads,
             estimate_tokens=tokenizer.estimate_tokens,
             embedder=self.pipeline,
+            residence=self.residence,
             principals=Principals(config.keys, config.num_gateways),
             shared_metrics=self._shared_metrics,
             endpoints=ENDPOINTS,
@@ -189,8 +194,37 @@ class Service:
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
             openapi=lambda request: self.api.describe(request),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
-            residence=lambda: self._gateway.residences.get(self.generation),
         )
+
+    def join(self, models: Models[Context] | None) -> None:
+        """Serve beside other models from now on, or as the only one; then its use is of interest only if it may be
+        unloaded for want of it."""
+        self.api.join(models)
+        config = self.config
+        may_leave = config.loads_on_demand or config.keep_alive_s is not None or config.allows_keep_alive
+        self.dispatcher.on_sweep = self._note_use if may_leave or models is not None else None
+
+    def _note_use(self) -> None:
+        self.residence.note_use(self.admission.num_admitted, self.admission.num_requests, self.dispatcher.core_s)
+
+    def change_state(self, status: ModelIs) -> None:
+        """The model is loaded, unloaded or parked, or could not be loaded; what waits for it waits on, but after a
+        failed load."""
+        if not self.residence.change(status):
+            return
+        state = self.residence.state
+        self.admission.has_workers = state is ModelState.READY
+        match state:
+            case ModelState.READY:
+                self.dispatcher.resume()
+            case ModelState.DRAINING:
+                self.dispatcher.drain()
+            case _:
+                self.dispatcher.hold()
+        if state is ModelState.FAILED:
+            self.pipeline.fail_all(self.residence.failed_error)
+        elif self.admission.num_requests and state in (ModelState.UNLOADED, ModelState.PARKED):
+            self.residence.want()  # requests came before nothing was sent any more
 
     @property
     def is_in_use(self) -> bool:
@@ -204,7 +238,12 @@ class Service:
         asyncio.get_running_loop().run_in_executor(None, self._tokenizer.threads.close)
 
     def _why_unavailable(self) -> str | None:
-        return "the server is shutting down" if self.is_draining else self.dispatcher.why_unavailable()
+        """A model that can be loaded is available."""
+        if self.is_draining:
+            return "the server is shutting down"
+        if self.residence.is_awaited:
+            return self.residence.why_failed()
+        return None if self.dispatcher.awaits_workers else self.dispatcher.why_unavailable()
 
 
 SERVICE_GAUGES: Mapping[Gauge, Callable[[Service], int]] = {
@@ -248,6 +287,8 @@ class Services:
         self._keys: Sequence[ApiKey] = first.config.keys
         """The newest keys from the supervisor."""
         self._preparing: dict[int, asyncio.Task[None]] = {}
+        self._told: dict[int, ModelIs] = {}
+        """The states of models whose generations are being prepared."""
         self._num_awaited = num_models - 1
         """Models that have not been activated yet."""
         self._have_come = asyncio.Event()
@@ -370,7 +411,7 @@ class Services:
             )
         if before is not None or self._models is not None:
             for service in self.of_models:
-                service.api.join(self._models)
+                service.join(self._models)
 
     # --- the drain ------------------------------------------------------------------------------------------
 
@@ -397,13 +438,18 @@ class Services:
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for dispatcher in dispatchers:
-                    dispatcher.worker_down(who, message.reason, has_crashed=message.has_crashed)
+                    dispatcher.worker_down(
+                        who, message.reason, has_crashed=message.has_crashed, is_planned=message.is_planned
+                    )
+            case ModelIs():
+                if (known := self.all.get(message.generation)) is not None:
+                    known.change_state(message)
+                elif message.generation in self._preparing:
+                    self._told[message.generation] = message
             case ModelBroken():
                 service = self.all[message.generation]
                 service.dispatcher.set_broken(message.reason)
                 service.pipeline.fail_all(service.dispatcher.broken_error)
-            case ModelIs():
-                self._gateway.residences[message.generation] = message
             case Quarantined():
                 for dispatcher in dispatchers:
                     dispatcher.quarantine.add(message.digest)
@@ -437,7 +483,11 @@ class Services:
         `zmq_listening`."""
         # A socket object closes itself if the task is cancelled before it begins.
         task = self._preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
-        task.add_done_callback(lambda _: self._preparing.pop(message.generation, None))
+        task.add_done_callback(lambda _: self._forget_preparing(message.generation))
+
+    def _forget_preparing(self, generation: int) -> None:
+        self._preparing.pop(generation, None)
+        self._told.pop(generation, None)
 
     async def _prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
         generation, send = message.generation, self._gateway.send
@@ -460,6 +510,8 @@ class Services:
             zmq_listening.detach()  # the dispatcher owns it from now on
             service.is_draining = self.active.is_draining
             self.all[generation] = service
+            if (status := self._told.pop(generation, None)) is not None:
+                service.change_state(status)
             send(Prepared(generation))
 
     def activate(self, generation: int) -> None:
@@ -474,7 +526,7 @@ class Services:
         if service is self.active:
             self.on_activated(config)
         for each in before:
-            self._retire(each)
+            self._end_of(each)
 
     def withdraw(self, generation: int) -> None:
         """Give this generation no new request, nor another of its model, and retire it."""
@@ -482,7 +534,7 @@ class Services:
         self._set_of_models([each for each in self.of_models if each is not service])
         if self.active is not first:
             self.on_activated(self.active.config)
-        self._retire(service)
+        self._end_of(service)
 
     def _set_of_models(self, services: Sequence[Service]) -> None:
         self.of_models = tuple(sorted(services, key=lambda service: service.config.model_index))
@@ -490,6 +542,12 @@ class Services:
         self._join_models()
         if not self._num_awaited:
             self._have_come.set()
+
+    def _end_of(self, service: Service) -> None:
+        """Retire a service that gets no new requests. Those that wait for its model to be loaded end: it will not."""
+        if service.residence.is_awaited:
+            service.pipeline.end(_reloading)
+        self._retire(service)
 
     def _retire(self, service: Service) -> None:
         """Report as soon as its last request is answered."""
@@ -502,7 +560,6 @@ class Services:
         """Forget a generation, whether it is being prepared or has been retired."""
         if (preparing := self._preparing.get(generation)) is not None:
             preparing.cancel()
-        self._gateway.residences.pop(generation, None)
         service = self.all.pop(generation, None)
         if service is not None:
             service.pipeline.end(lambda: Unavailable("The server has changed its configuration", retry_after_s=1))
@@ -534,6 +591,10 @@ class Services:
     def queue_age_us(self) -> int:
         now = time.monotonic()
         return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)
+
+
+def _reloading() -> Unavailable:
+    return Unavailable("The model is being reloaded", retry_after_s=1, code="reloading")
 
 
 def _is_of_model(config: GatewayConfig, other: GatewayConfig) -> bool:

@@ -159,6 +159,11 @@ class Admission:
         """Those granted, the oldest first."""
         self.num_unqueued = 0
         """Tokens of these that are not queued yet, estimated."""
+        self.num_admitted = 0
+        """Requests that have got a permit so far."""
+        self.has_workers = True
+        """False while the model is not ready. Nothing is known of a request's wait then, and none is refused for it:
+        `vecd.gateway.dispatch.residence` decides how many wait."""
 
     def try_enter(self, num_tokens: int, priority: Priority, deadline: float, tenant: str = "") -> Permit | None:
         """A permit for a tenant's request of about `num_tokens`, if there is one now and none of its like waits."""
@@ -304,6 +309,7 @@ class Admission:
         permit.num_unqueued = permit.num_tokens
         permit.use.num_unqueued += permit.num_tokens
         permit.use.num_requests += 1
+        self.num_admitted += 1
         self.num_unqueued += permit.num_tokens
         self._permits[permit] = None
 
@@ -314,6 +320,8 @@ class Admission:
         use = permit.use
         if self._has_no_place(use):
             return _too_many("being served", use.num_requests, self.num_requests, self._max_requests)
+        if not self.has_workers:
+            return None
         safe_s = _SAFE_PART * (permit.deadline - time.monotonic())
         if self._policy.max_wait_s(self.num_unqueued, self._workers) <= min(safe_s, self._max_wait_s):
             return None

@@ -4,8 +4,9 @@ Owns the type alone. `vecd.gateway.service` makes it, `vecd.gateway.api.applicat
 route. No handler reaches more than is named here: no queue, no socket and no connection to a worker.
 """
 
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from vecd.gateway.admission.principals import Principal, Principals
@@ -13,6 +14,7 @@ from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.models import Models
 from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
+from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.telemetry.processes import Processes
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
@@ -23,7 +25,6 @@ from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.request import Embedded, EmbedRequest, Inputs, Tokenizing
 from vecd.gateway.types.timeline import RequestTimeline
-from vecd.shm.control import ModelIs
 
 
 class Embedder(Protocol):
@@ -52,6 +53,12 @@ class Embedder(Protocol):
     ) -> list[str]:
         """The texts that the model's chat template makes of conversations. Raises ApiError."""
 
+    async def load(self, timeout_s: float | None, arrived_at: float) -> None:
+        """Wait until the model is ready. Raises ApiError."""
+
+    def keep_alive(self, seconds: float | None) -> None:
+        """Keep the model for so long after its last request; None: for ever."""
+
     def count_unread(self, error: ApiError) -> None:
         """Count an embedding request that was refused before its body could be parsed."""
 
@@ -66,6 +73,8 @@ class Context:
     estimate_tokens: Callable[[Inputs, Tokenizing], int]
     """Guesses the tokens of inputs from their characters. May be called in any thread."""
     embedder: Embedder
+    residence: Residence
+    """The state of the model, and operators' orders to load and unload it."""
     principals: Principals
     """Replaced on a reload by those of the generation before, because what they have used stays used."""
     shared_metrics: SharedMetrics
@@ -88,7 +97,15 @@ class Context:
     """The OpenAPI document of the listener that a request came by."""
     on_reload: Callable[[], None]
     """Requests that the supervisor reads its configuration again."""
-    residence: Callable[[], ModelIs | None] = lambda: None
-    """What the supervisor has said last of the model's state; None where it has said nothing."""
     models: "Models[Context] | None" = None
     """All served models, this one among them. None where it is the only one. Replaced when another begins to serve."""
+
+    def describe_model(self) -> ModelInfo:
+        """The model info with the model's state at this moment."""
+        expires_in_s = self.residence.expires_in_s
+        return replace(
+            self.model_info,
+            state=self.residence.state.value,
+            is_resident=self.residence.is_resident,
+            expires_at=None if expires_in_s is None else time.time() + expires_in_s,
+        )

@@ -26,6 +26,7 @@ from vecd.gateway.api.operations import (
     ParsedDecode,
     ParsedEmbed,
     ParsedMessages,
+    ParsedStay,
     ParsedTokenize,
     Work,
 )
@@ -146,13 +147,13 @@ class OperationsHandler:
     ) -> Response:
         models, path, choice = context.models, http.path, http.choice
         if models is None or choice is None or choice.is_made:
-            return describe(context.model_info, path)
+            return describe(context.describe_model(), path)
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
             context = models.choose(name, ())
             path = self._path_of_model.replace("*", models.own_name(context, name))
         elif operation.describe_all is not None:
-            return operation.describe_all([model.model_info for model in models.all])
-        return describe(context.model_info, path)
+            return operation.describe_all([model.describe_model() for model in models.all])
+        return describe(context.describe_model(), path)
 
     def _choose(
         self, context: Context, models: Models[Context], http: HttpRequest, body: Mapping[str, Any]
@@ -254,6 +255,8 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
             if is_large:
                 return await context.threads.call(partial(work.render, embedded), principal.tenant)
             return work.render(embedded)
+        case ParsedStay() as work:
+            return await _respond_to_stay(context, parsed, work, http, principal)
         case ParsedMessages() as work:
             timeout_s = parse_timeout_s(http.headers)
             texts = await context.embedder.render(work, timeout_s, http.timeline.arrived_at, principal)
@@ -270,6 +273,26 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
         case ParsedDecode() as work:
             timeout_s = parse_timeout_s(http.headers)
             return work.render(await context.embedder.decode(work, timeout_s, http.timeline.arrived_at, principal))
+
+
+async def _respond_to_stay(
+    context: Context, parsed: _Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
+) -> Response:
+    try:
+        if work.work is not None:
+            request = work.work.request
+            num_estimated = context.estimate_tokens(request.inputs, request.tokenizing)
+            return await _respond(
+                context, parsed._replace(work=work.work, num_estimated=num_estimated), http, principal
+            )
+        started_at = time.monotonic()
+        if not work.loads or not context.residence.is_awaited:
+            return work.render(0)
+        await context.embedder.load(parse_timeout_s(http.headers), http.timeline.arrived_at)
+        return work.render(round((time.monotonic() - started_at) * 1e9))
+    finally:
+        if work.sets_keep_alive:  # afterwards, because a model that is to stay for 0 s would be unloaded before
+            context.embedder.keep_alive(work.keep_alive_s)
 
 
 def _name(error: ApiError, field: str, *, is_list: bool) -> None:

@@ -7,6 +7,7 @@
 import os
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from vecd.gateway.api.context import Context
@@ -19,8 +20,6 @@ from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
 from vecd.shm.batch_limits import FULL_BATCH_S
 from vecd.shm.card import ModelCard
-from vecd.shm.control import ModelIs
-from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import Gauge
 
 
@@ -63,7 +62,26 @@ def describe_one(context: Context) -> dict[str, Any]:
         **describe_model(config),
         "aliases": config.aliases,
         "unavailable": context.why_unavailable(),
+        **describe_residence(context),
         "workers": [_describe_worker(link, context.shared_metrics) for link in context.links()],
+    }
+
+
+def describe_residence(context: Context) -> dict[str, Any]:
+    """The state of a model, and what operators want to know of its loads."""
+    status, expires_in_s = context.residence.status, context.residence.expires_in_s
+    expires_at = None if expires_in_s is None else datetime.fromtimestamp(time.time() + expires_in_s, UTC).isoformat()
+    return {
+        "state": status.state,
+        "reason": status.reason or None,
+        "bytes": status.nbytes or None,
+        "loads": status.num_loads,
+        "failed_loads": status.num_failed_loads,
+        "load_s": status.load_s or None,
+        "unloads": status.num_unloads,
+        "keep_alive_s": context.residence.keep_alive_s,
+        "expires_at": expires_at if context.residence.is_resident else None,
+        "pinned": context.config.is_pinned,
     }
 
 
@@ -80,7 +98,7 @@ def served_models(context: Context) -> list[ServedModel]:
     return [
         ServedModel(
             each.config.model,
-            each.residence() or ModelIs(0, ModelState.READY),
+            each.residence.status,
             {worker: state_of(link) for worker, link in links_of(each)},
         )
         for each in all_contexts(context)

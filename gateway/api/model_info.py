@@ -16,6 +16,7 @@ from vecd.gateway.types.quoting import quoted
 from vecd.gateway.types.request import Overflow, Role
 from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
 from vecd.shm.output import Output
+from vecd.shm.residence import ModelState
 
 # The purposes of texts that clients name, each with the names of prompts to look for, in this order. Sources: Cohere's
 # and Voyage's `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
@@ -101,6 +102,15 @@ class ModelInfo:
     vocabulary: TokenVocabulary = NO_VOCABULARY
     folder_name: str = ""
     """The last part of the folder's path."""
+    allows_keep_alive: bool = False
+    """Clients may set the time that the model stays loaded."""
+    state: str = ModelState.READY.value
+    """A `vecd.shm.residence.ModelState`. This and what follows are as they were when the model was described, by
+    `vecd.gateway.api.context.Context.describe_model`."""
+    is_resident: bool = True
+    """It has weights in memory that requests can be served from."""
+    expires_at: float | None = None
+    """When it is unloaded if no request comes, in seconds since 1970; None: it stays."""
 
     @classmethod
     def of(
@@ -145,6 +155,7 @@ class ModelInfo:
             pools_states=card.pools_states,
             vocabulary=vocabulary,
             folder_name=PurePath(card.folder).name,
+            allows_keep_alive=config.allows_keep_alive,
         )
 
     @property

@@ -70,7 +70,21 @@ class ParsedMessages(NamedTuple):
     """Makes of the texts what is needed further. Raises BadRequest."""
 
 
-Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | ParsedMessages | Response
+class ParsedStay(NamedTuple):
+    """A call that says how long the model stays loaded, or only wants it to be loaded or unloaded."""
+
+    work: ParsedEmbed | None
+    """What it needs besides; None: nothing."""
+    render: Callable[[int], Response]
+    """Renders the response where nothing else is needed. Takes the nanoseconds that the model was waited for."""
+    loads: bool = False
+    """Wait until the model is loaded."""
+    sets_keep_alive: bool = False
+    keep_alive_s: float | None = None
+    """If set: the seconds that the model stays after its last request; None: for ever."""
+
+
+Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | ParsedMessages | ParsedStay | Response
 """What a parsed call needs; a Response needs nothing more."""
 
 NO_FIELDS = Fields()
@@ -87,7 +101,7 @@ class Operation:
     response: Schema
     """The schema of the body of a 200, for the documentation. Empty if there is never a 200."""
     fields: Fields = NO_FIELDS
-    embed: Callable[[Call], ParsedEmbed | ParsedMessages | Response] | None = None
+    embed: Callable[[Call], ParsedEmbed | ParsedMessages | ParsedStay | Response] | None = None
     """Returns a Response if there is nothing to embed."""
     reply: Callable[[Call], ParsedTokenize | ParsedDecode | ParsedMessages | Response] | None = None
     """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""

@@ -7,6 +7,7 @@ Owns their handlers and their documentation. The bodies are written by `vecd.gat
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -24,16 +25,18 @@ from vecd.gateway.api.info import (
     describe_for_tei,
     describe_info,
     describe_one,
+    describe_residence,
     links_of,
     served_models,
     state_of,
 )
 from vecd.gateway.api.operations import Operation
-from vecd.gateway.api.routes import Handler, Route
+from vecd.gateway.api.routes import Handler, Route, normalize
 from vecd.gateway.api.schemas import Schema
 from vecd.gateway.api.stats import describe_stats
 from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
+from vecd.gateway.types.errors import NotFound
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.shm.shared_metrics import Gauge
 
@@ -43,17 +46,21 @@ async def health(context: Context, http: HttpRequest, principal: Principal) -> R
     workers, because the caller's requests would go to it. Where several models are served it is about all of them, or
     about the one that the request names."""
     reason = _why_unavailable(context, http)
-    if reason is None:
-        return _json(200, {"status": "ok"})
-    return unavailable(reason)
+    if reason is not None:
+        return unavailable(reason)
+    contexts = _named_contexts(context, http)
+    shows_state = len(contexts) == 1 and (context.models is not None or contexts[0].residence.is_told)
+    return _json(200, {"status": "ok", **({"state": contexts[0].residence.state} if shows_state else {})})
 
 
 def _why_unavailable(context: Context, http: HttpRequest) -> str | None:
-    """Raises ApiError for a model that is not served."""
+    """A model that is loaded on demand and cannot be loaded makes the server of others no less available. Raises
+    ApiError for a model that is not served."""
     contexts = _named_contexts(context, http)
     if len(contexts) == 1:
         return contexts[0].why_unavailable()
-    reasons = [(each.model_info.model, reason) for each in contexts if (reason := each.why_unavailable()) is not None]
+    needed = [each for each in contexts if not (each.config.loads_on_demand and each.residence.is_awaited)]
+    reasons = [(each.model_info.model, reason) for each in needed if (reason := each.why_unavailable()) is not None]
     if reasons:
         return "; ".join(f"{model}: {reason}" for model, reason in reasons)
     return None if context.models is None or context.models.is_complete else "models are loading"
@@ -153,6 +160,48 @@ async def reload(context: Context, http: HttpRequest, principal: Principal) -> R
     return _json(202, {"status": "reloading"})
 
 
+async def models(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return _json(200, {"models": [_describe_state(each) for each in all_contexts(context)]})
+
+
+async def load(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return await _change_state("load", context, http)
+
+
+async def unload(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return await _change_state("unload", context, http)
+
+
+async def park(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return await _change_state("park", context, http)
+
+
+async def _change_state(action: str, context: Context, http: HttpRequest) -> Response:
+    """Have a model of the configuration loaded, unloaded or parked: 200 once it is so, 503 if it has failed, and 202
+    where nobody waits for that. Raises NotFound for all other names."""
+    name = normalize(http.path).removeprefix(_MODELS).removesuffix(f"/{action}")
+    named = next((each for each in all_contexts(context) if name in each.model_info.names), None)
+    if named is None:
+        raise NotFound(
+            "No model of the configuration has this name; GET /admin/models lists them", code="model_not_found"
+        )
+    waits = parse_qs(http.query.decode("ascii", "replace")).get("wait", ["true"])[0].lower() not in ("false", "0")
+    is_done = await named.residence.ask(action, named.config.request_timeout_s if waits else 0.0)
+    described = _describe_state(named)
+    if action == "load" and (reason := named.residence.why_failed()) is not None and is_done:
+        return _json(503, {**described, "status": "failed", "reason": reason})
+    return _json(200 if is_done else 202, described)
+
+
+def _describe_state(context: Context) -> dict[str, Any]:
+    return {
+        "id": context.model_info.model,
+        "aliases": context.model_info.aliases,
+        **describe_residence(context),
+        "unavailable": context.why_unavailable(),
+    }
+
+
 async def keys(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """The limits and the use of each key, by its name; neither a key nor its digest."""
     return _json(
@@ -218,6 +267,15 @@ def _get(
 _HEALTH = Route(
     health, None, Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
 )
+_MODELS = "/admin/models/"
+_STATE = Operation(summary="", response=_OBJECT, other_responses={202: _OBJECT, 503: _OBJECT})
+
+
+def _order(handler: Handler, summary: str) -> dict[str, Route]:
+    waits = "; ?wait=false does not wait until it is so"
+    return {"POST": Route(handler, "admin", replace(_STATE, summary=summary + waits))}
+
+
 _RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
 _INFO = "Describe the model and the limits; to operators the queue and the workers, too"
 _STATS = "The whole server at this moment, as the page shows it"
@@ -232,6 +290,10 @@ OWN_ROUTES = {
     "/metrics": _get(metrics, _METRICS, schemas.STRING, scope="metrics", media_type=CONTENT_TYPE),
     "/stats": _get(stats, _STATS, _OBJECT, scope="metrics"),
     "/admin/reload": {"POST": Route(reload, "admin", _RELOAD)},
+    "/admin/models": _get(models, "The state of each model", _OBJECT, scope="admin"),
+    "/admin/models/*/load": _order(load, "Load a model"),
+    "/admin/models/*/unload": _order(unload, "Unload a model, even if it is pinned"),
+    "/admin/models/*/park": _order(park, "End a model's workers, and keep its weights"),
     "/admin/keys": _get(keys, "Limits and use of each API key", _OBJECT, scope="admin"),
     "/openapi.json": _get(openapi, "This document", _OBJECT, scope=ANY_SCOPE),
     "/docs": _get(docs, "A page that shows this document", schemas.STRING, media_type=_HTML),

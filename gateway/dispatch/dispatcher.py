@@ -22,6 +22,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from copy import copy
+from enum import Enum
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -50,6 +51,7 @@ from vecd.shm.control import (
     InputDeaths,
     InputsCleared,
     Message,
+    ModelDrained,
     Quarantined,
     WorkerConnected,
     WorkerStuck,
@@ -85,6 +87,17 @@ _MAX_FAILURES = 10
 """Failures in a row, each on a batch of one sequence, after which the worker is replaced."""
 
 
+class _Flow(Enum):
+    """Whether batches are sent."""
+
+    OPEN = 0
+    HELD = 1
+    """No worker of the model has been connected since it was loaded, or before. What waits is sent when one is."""
+    DRAINING = 2
+    """The model's workers are to end: nothing is sent, and it is reported when they have nothing any more."""
+    DRAINED = 3
+
+
 class Dispatcher:
     def __init__(
         self,
@@ -108,8 +121,8 @@ class Dispatcher:
         """`service` names what the workers serve, among all services of this gateway.
 
         Callbacks, both on the event loop: `report` gets the messages for the supervisor, WorkerConnected, WorkerStuck,
-        InputDeaths, InputsCleared and Quarantined; `on_sending`, a batch goes to a worker (its numbers of sequences and
-        tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
+        InputDeaths, InputsCleared, Quarantined and ModelDrained; `on_sending`, a batch goes to a worker (its numbers of
+        sequences and tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
         `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
@@ -151,6 +164,11 @@ class Dispatcher:
         self._links: dict[bytes, WorkerLink] = {}
         self._is_dispatch_due = False
         self._is_stopped = False
+        self._flow = _Flow.OPEN
+        self.core_s = 0.0
+        """Seconds × cores of all batches that were computed."""
+        self.on_sweep: Callable[[], None] | None = None
+        """Called four times a second."""
         self._num_deaths = 0
         """Of workers, in this dispatcher's life."""
         self.broken: str | None = None
@@ -192,6 +210,42 @@ class Dispatcher:
         self._shared_metrics.activate_service(self.service)
         if self._vector_cache is not None:
             self._vector_cache.activate()
+
+    # --- a model that is not ready --------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """The model is not ready: nothing is sent until a worker is connected. What waits does not count among the
+        models that share the cores."""
+        self._flow = _Flow.HELD
+        self.broken = self.start_stage = None
+        self._models.leave(self._share)
+
+    def drain(self) -> None:
+        """Send nothing until `hold` or `resume`, and report when no worker has anything any more."""
+        self.hold()
+        self._flow = _Flow.DRAINING
+        self._report_if_drained()
+
+    @property
+    def awaits_workers(self) -> bool:
+        """The model has been loaded, and none of its workers is connected yet."""
+        return self._flow is _Flow.HELD and self.broken is None
+
+    def resume(self) -> None:
+        """The model is ready: send what waits once a worker is connected."""
+        if self._flow is _Flow.OPEN:
+            return
+        self._flow = _Flow.HELD
+        if any(link.is_usable for link in self._links.values()):
+            self._flow = _Flow.OPEN
+            self._models.join(self._share, self)
+            self.schedule_dispatch()
+
+    def _report_if_drained(self) -> None:
+        """A worker that has not answered its first probe has that."""
+        if all(link.is_connected and not link.in_flight for link in self._links.values()):
+            self._flow = _Flow.DRAINED
+            self._report(ModelDrained(self.service.generation))
 
     # --- what others ask ------------------------------------------------------------------------------------
 
@@ -308,14 +362,17 @@ class Dispatcher:
         log.error("no worker stays alive, requests fail until one is up: %s", reason)
         self.broken = reason
 
-    def worker_down(self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False) -> None:
+    def worker_down(
+        self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False, is_planned: bool = False
+    ) -> None:
         """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
-        brings upon itself."""
+        brings upon itself. `is_planned`: the supervisor has ended it, which counts as no death."""
         link = self._links.pop(incarnation.identity, None)
-        self._last_death = f"{incarnation} {reason}"
+        if not is_planned:
+            self._last_death = f"{incarnation} {reason}"
         if link is None:
             return
-        self._num_deaths += 1
+        self._num_deaths += not is_planned
         # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
         # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or
         # waited for another gateway's.
@@ -325,9 +382,11 @@ class Dispatcher:
         self.in_flight_tokens -= sum(batch.num_tokens for batch in lost)
         for batch in lost:
             self._note_lost(batch)
-            if link.slots.begun[batch.slot] == batch.number:
+            if link.slots.begun[batch.slot] == batch.number and not is_planned:
                 self._count_death(batch, has_crashed=has_crashed)
-        self._put_back([sequence for batch in lost for sequence in batch.sequences])
+        self._put_back([sequence for batch in lost for sequence in batch.sequences], is_free=is_planned)
+        if self._flow is _Flow.DRAINING:
+            self._report_if_drained()
 
     # --- sending --------------------------------------------------------------------------------------------
 
@@ -341,6 +400,8 @@ class Dispatcher:
         now = time.monotonic()
         if self._models.are_several:
             self._models.dispatch(now)
+            return
+        if self._flow is not _Flow.OPEN:
             return
         idle = [link for link in self._links.values() if link.is_idle]
         if len(idle) > 1:
@@ -545,6 +606,10 @@ class Dispatcher:
             self.start_stage = None
             self._sum_speeds()
             self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
+        if self._flow is _Flow.HELD:
+            self.resume()
+        elif self._flow is _Flow.DRAINING:
+            self._report_if_drained()
         self.schedule_dispatch()
 
     def _on_done(self, link: WorkerLink, done: Done) -> None:
@@ -560,8 +625,10 @@ class Dispatcher:
             return
         link.has_answered = True
         self._learn(link, batch, done)
+        core_s = done.compute_us / 1e6 * max(1, done.num_threads)
+        self.core_s += core_s
         if batch.charged_s:
-            self._models.correct(self._share, batch.charged_s, done.compute_us / 1e6 * max(1, done.num_threads))
+            self._models.correct(self._share, batch.charged_s, core_s)
         self._newest_cost_model = link.cost_model
         self._sum_speeds()
         self._retries.earn(batch.num_tokens)
@@ -632,6 +699,8 @@ class Dispatcher:
         self.in_flight_tokens -= batch.num_tokens
         for waiting in link.in_flight.values():
             waiting.started_at = batch.answered_at
+        if self._flow is _Flow.DRAINING:
+            self._report_if_drained()
         return batch
 
     def _end_lease(self, link: WorkerLink) -> None:
@@ -710,12 +779,13 @@ class Dispatcher:
             log.error("%s has failed %d times in a row", link.incarnation, link.num_failures)
             self._report_stuck(link)
 
-    def _put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch."""
+    def _put_back(self, sequences: list[QueuedSequence], *, is_free: bool = False) -> None:
+        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch. `is_free`: no
+        worker has died with them."""
         seated = self._seat(sequences)
         for sequence in seated:
-            is_free = sequence.is_abandoned or sequence.must_run_alone
-            if not is_free and not self._retries.pay(sequence.num_tokens):
+            needs_none = is_free or sequence.is_abandoned or sequence.must_run_alone
+            if not needs_none and not self._retries.pay(sequence.num_tokens):
                 self._fail_identical(sequence, _keep_dying)
         # A failed request may have had other sequences among them, which others follow.
         alive = [sequence for sequence in seated if not sequence.is_abandoned]
@@ -748,6 +818,8 @@ class Dispatcher:
         for link in self.links:
             if not link.is_stuck:
                 self._check_deadlines(link, now)
+        if self.on_sweep is not None:
+            self.on_sweep()
 
     def _excuse(self, seconds: float) -> None:
         """Do not count this time against any worker."""

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from vecd.gateway.dispatch.dispatcher import Dispatcher
+from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
@@ -183,6 +184,7 @@ class Bench:
             shared_metrics=self.shared_metrics,
             **options,
         )
+        self.residence = Residence(service.generation, keep_alive_s=None, num_gateways=1, send=self.reported.append)
         self.workers: list[Worker] = []
 
     def incarnations(self, kind: type[WorkerStuck] | type[WorkerConnected]) -> list[Incarnation]:

@@ -6,13 +6,13 @@ Unknown facts (number of parameters, time of unloading) are left out of the desc
 Ollama's own command shows, is computed from the facts of the model and not from its weights.
 
 Options: `num_ctx` limits the tokens of a text, as with Ollama. The others are for text generation and change no vector.
-Clients send them all the same, most often as null, and they are ignored. So is `keep_alive`: the model is never
-unloaded.
+Clients send them all the same, most often as null, and they are ignored. So is `keep_alive`, unless clients may set how
+long the model stays. A request without a text has the model loaded, or unloaded where `keep_alive` is 0.
 """
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,13 +26,16 @@ from vecd.gateway.api.dialects.inputs import parse_texts
 from vecd.gateway.api.dialects.rows import fragments_of, json_list
 from vecd.gateway.api.fields import Field, Fields, Values, json_type
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
+from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed, ParsedStay
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of, nullable, record
 from vecd.gateway.types.errors import ApiError, BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Overflow, Tokenizing
+from vecd.shm.residence import parse_keep_alive
 
 _TAG = "latest"
+_FOR_EVER = 9_223_372_036
+"""In 2262: the last second that Go counts in nanoseconds. Ollama's command shows what is decades away as "Forever"."""
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
@@ -66,14 +69,19 @@ OPTIONS: Field[int | None] = Field(
     nullable("object", properties={_NUM_CTX.name: _NUM_CTX.schema}),
     _read_num_ctx,
 )
-KEEP_ALIVE = fields.anything("keep_alive", "ignored: the model stays", {})
+KEEP_ALIVE = fields.anything(
+    "keep_alive",
+    "how long the model stays loaded after its last request, where the server allows that: seconds, or as `5m`; "
+    "negative: for ever",
+    {},
+)
 STREAM = fields.flag("stream", "false: one object instead of a line of JSON")
 VERBOSE = fields.anything("verbose", "ignored", {})
 
 # --- embed ------------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call) -> ParsedEmbed | Response:
+def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
     values, model_info = call.values, call.model_info
     texts = _read_texts(values.get(INPUT), INPUT.name, model_info.max_inputs)
     truncate = values.get(TRUNCATE)
@@ -82,7 +90,7 @@ def parse_embed(call: Call) -> ParsedEmbed | Response:
     dimensions = model_info.check_dimensions(requested, DIMENSIONS.name) if requested else None
     tokenizing = _read_tokenizing(values, model_info, overflow)
     if not texts:
-        return Response(200, _render_list([], model_info.model, 0, 0))
+        return _stay(call, None, partial(_render_no_rows, model=model_info.model))
     request = EmbedRequest(
         inputs=texts,
         priority=parse_priority(call.headers),
@@ -91,7 +99,7 @@ def parse_embed(call: Call) -> ParsedEmbed | Response:
         normalize=True,
         dimensions=dimensions,
     )
-    return ParsedEmbed(request, partial(render_embed, model=model_info.model))
+    return _stay_if_said(call, ParsedEmbed(request, partial(render_embed, model=model_info.model)))
 
 
 def render_embed(embedded: Embedded, *, model: str) -> Response:
@@ -101,34 +109,62 @@ def render_embed(embedded: Embedded, *, model: str) -> Response:
     return Response(200, pieces, headers=response_headers(embedded))
 
 
-def _render_list(fragments: list[bytes], model: str, total_ns: int, num_tokens: int) -> list[bytes | memoryview]:
-    """In pieces, so that megabytes are never copied. No model was loaded for the request: the duration is 0."""
+def _render_no_rows(load_ns: int, *, model: str) -> Response:
+    return Response(200, _render_list([], model, load_ns, 0, load_ns))
+
+
+def _render_list(
+    fragments: list[bytes], model: str, total_ns: int, num_tokens: int, load_ns: int = 0
+) -> list[bytes | memoryview]:
+    """In pieces, so that megabytes are never copied. `load_ns`: for so long a request without a text has waited for the
+    model."""
     return [
         b'{"model":%b,"embeddings":' % orjson.dumps(model),
         *json_list(fragments),
-        b',"total_duration":%d,"load_duration":0,"prompt_eval_count":%d}' % (total_ns, num_tokens),
+        b',"total_duration":%d,"load_duration":%d,"prompt_eval_count":%d}' % (total_ns, load_ns, num_tokens),
     ]
 
 
-def parse_embeddings(call: Call) -> ParsedEmbed | Response:
+def parse_embeddings(call: Call) -> ParsedEmbed | ParsedStay:
     """The older operation: one text. Its vector is the model's own, and not brought to length 1."""
     values, model_info = call.values, call.model_info
     tokenizing = _read_tokenizing(values, model_info, None)
     prompt = values.get(PROMPT)
     if not prompt:
-        return Response(200, b'{"embedding":[]}')
+        return _stay(call, None, lambda load_ns: Response(200, b'{"embedding":[]}'))
     request = EmbedRequest(
         inputs=[prompt],
         priority=parse_priority(call.headers),
         timeout_s=parse_timeout_s(call.headers),
         tokenizing=tokenizing,
     )
-    return ParsedEmbed(request, render_embedding)
+    return _stay_if_said(call, ParsedEmbed(request, render_embedding))
 
 
 def render_embedding(embedded: Embedded) -> Response:
     [fragment] = fragments_of(embedded)
     return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
+
+
+def _stay_if_said(call: Call, work: ParsedEmbed) -> ParsedEmbed | ParsedStay:
+    """`work`, and how long the model stays if the client says that and may. Raises BadRequest."""
+    if call.values.get(KEEP_ALIVE) is None or not call.model_info.allows_keep_alive:
+        return work
+    return _stay(call, work, lambda load_ns: Response(200))
+
+
+def _stay(call: Call, work: ParsedEmbed | None, render: Callable[[int], Response]) -> ParsedStay:
+    """`render`: as in `ParsedStay`. Raises BadRequest for a time that cannot be read, where it counts."""
+    given, allows = call.values.get(KEEP_ALIVE), call.model_info.allows_keep_alive
+    if given is None:
+        return ParsedStay(work, render, loads=True)
+    try:
+        seconds = parse_keep_alive(given)
+    except (ValueError, OverflowError) as error:
+        if allows:
+            raise BadRequest(f"'{KEEP_ALIVE.name}' {error}", param=KEEP_ALIVE.name) from None
+        return ParsedStay(work, render, loads=True)
+    return ParsedStay(work, render, loads=seconds != 0, sets_keep_alive=allows, keep_alive_s=seconds)
 
 
 def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
@@ -173,7 +209,17 @@ def list_running(model_info: ModelInfo, path: str) -> Response:
 
 
 def list_all_running(model_infos: Sequence[ModelInfo]) -> Response:
-    described = [{**_describe(each.model, each), "context_length": each.max_tokens} for each in model_infos]
+    """The models that are in memory, as `ollama ps` shows them."""
+    described = [
+        {
+            **_describe(each.model, each),
+            "context_length": each.max_tokens,
+            "expires_at": _moment(_FOR_EVER if each.expires_at is None else min(each.expires_at, _FOR_EVER)),
+            "size_vram": 0,
+        }
+        for each in model_infos
+        if each.is_resident
+    ]
     return _json({"models": described})
 
 
@@ -267,7 +313,12 @@ def _details(model_info: ModelInfo) -> dict[str, Any]:
 
 
 def _modified_at(model_info: ModelInfo) -> str:
-    return datetime.fromtimestamp(model_info.created_at, UTC).isoformat()
+    return _moment(model_info.created_at)
+
+
+def _moment(seconds: float) -> str:
+    """RFC 3339. `seconds`: since 1970."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _json(body: dict[str, Any]) -> Response:
@@ -319,7 +370,7 @@ _SHOW_RESPONSE = record(
 )
 
 
-def _models_response(**more: Schema) -> Schema:
+def _models_response(at_least: int = 1, **more: Schema) -> Schema:
     listed = record(
         name=schemas.STRING,
         model=schemas.STRING,
@@ -329,7 +380,7 @@ def _models_response(**more: Schema) -> Schema:
         details=_DETAILS,
         **more,
     )
-    return record(models=list_of(listed, at_least=1))
+    return record(models=list_of(listed, at_least=at_least))
 
 
 DIALECT = Dialect(
@@ -357,10 +408,15 @@ DIALECT = Dialect(
             response=_models_response(),
         ),
         "GET /api/ps": Operation(
-            summary="List what runs: the model",
+            summary="List the models in memory",
             describe=list_running,
             describe_all=list_all_running,
-            response=_models_response(context_length=schemas.COUNT),
+            response=_models_response(
+                at_least=0,
+                context_length=schemas.COUNT,
+                expires_at=described(_MOMENT, "when it is unloaded if no request comes; in 2262: never"),
+                size_vram={"const": 0},
+            ),
         ),
         "GET /api/version": Operation(
             summary="Tell the server's version", describe=tell_version, response=record(version=schemas.STRING)

@@ -32,6 +32,7 @@ from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, EmbedRequest, Form, InputReport, Tokenizing
 from vecd.shm.heads import CAPABILITIES
+from vecd.shm.residence import ModelState
 
 _TEXTS = list_of(any_of(schemas.STRING, record(text=schemas.STRING)), at_least=1)
 INPUT = fields.anything(
@@ -209,6 +210,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
         "root": model_info.model,
         "max_model_len": model_info.max_tokens,
         "capabilities": model_info.capabilities,
+        "state": model_info.state,
     }
 
 
@@ -257,6 +259,7 @@ _MODEL_RESPONSE = record(
     root=described(schemas.STRING, "the served model's own name"),
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
     capabilities=described(list_of({"enum": [*CAPABILITIES]}, at_least=1), "what the model can do, as in GET /info"),
+    state=described({"enum": [*ModelState]}, "a model that is not ready is loaded for a request, unless it has failed"),
 )
 _COHERE_S_MODEL = record(
     name=schemas.STRING,

@@ -111,6 +111,7 @@ class Service:
             tokenizer=tokenizer,
             policy=bench.policy,
             dispatcher=bench.dispatcher,
+            residence=bench.residence,
             shared_metrics=bench.shared_metrics,
         )
         [self.principal] = Principals(config.keys, config.num_gateways).with_keys

@@ -42,6 +42,7 @@ class Served:
             tokenizer=self.tokenizer,
             policy=bench.policy,
             dispatcher=bench.dispatcher,
+            residence=bench.residence,
             shared_metrics=bench.shared_metrics,
             query_weights=read_query_weights(card, self.tokenizer.id_of),
         )

@@ -83,6 +83,7 @@ class Service:
             tokenizer=tokenizer,
             policy=bench.policy,
             dispatcher=bench.dispatcher,
+            residence=bench.residence,
             shared_metrics=bench.shared_metrics,
             vector_cache=vector_cache,
         )

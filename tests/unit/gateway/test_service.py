@@ -85,7 +85,7 @@ class FakeDispatcher:
     def worker_up(self, who: Incarnation, slots: object, facts: dict[str, Any]) -> None:
         self.ups.append((who, facts))
 
-    def worker_down(self, who: Incarnation, reason: str, *, has_crashed: bool) -> None:
+    def worker_down(self, who: Incarnation, reason: str, *, has_crashed: bool, is_planned: bool) -> None:
         self.downs.append((who, reason, has_crashed))
 
     def set_broken(self, reason: str) -> None:
@@ -129,6 +129,7 @@ class FakeService:
             give_up=self._give_up,
         )
         self.admission = SimpleNamespace(num_requests=0)
+        self.residence = SimpleNamespace(is_awaited=False)
         self.is_draining = False
         self.num_handled = 0
         self.has_given_up_at: float | None = None

@@ -132,6 +132,7 @@ class Served:
             tokenizer=tokenizer,
             policy=bench.policy,
             dispatcher=bench.dispatcher,
+            residence=bench.residence,
             shared_metrics=bench.shared_metrics,
         )
 

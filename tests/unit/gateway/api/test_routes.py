@@ -188,7 +188,8 @@ def test_no_spelling_leads_elsewhere_than_its_first_part_says(path):
 
 NO_KEY = {"GET /", "GET /health", "GET /ping", "POST /ping", "GET /live", "GET /docs"}
 ANY_KEY, OPERATOR = {"GET /info", "GET /openapi.json"}, {"GET /metrics", "GET /stats"}
-ADMIN = {"POST /admin/reload", "GET /admin/keys"}
+ADMIN = {"POST /admin/reload", "GET /admin/keys", "GET /admin/models"}
+ADMIN |= {f"POST /admin/models/*/{action}" for action in ("load", "unload", "park")}
 """What is not for whoever may embed: everything else is."""
 EMBEDDINGS = {at for dialect in DIALECTS for at in dialect.operations}
 

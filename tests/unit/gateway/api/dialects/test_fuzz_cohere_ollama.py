@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vecd.gateway.api.dialects import cohere, ollama
 from vecd.gateway.api.fields import Field
-from vecd.gateway.api.operations import Call, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize, Work
+from vecd.gateway.api.operations import Call, Operation, ParsedDecode, ParsedEmbed, ParsedStay, ParsedTokenize, Work
 from vecd.gateway.types.errors import BadRequest, NotFound
 from vecd.gateway.types.messages import Response
 
@@ -80,7 +80,7 @@ def test_a_body_is_taken_or_refused(model_info, at, data, is_strict):
         refusal = error.message
     assert SECRET not in refusal
     if not isinstance(asked, ParsedEmbed):
-        assert refusal or isinstance(asked, Response | ParsedTokenize | ParsedDecode)
+        assert refusal or isinstance(asked, Response | ParsedTokenize | ParsedDecode | ParsedStay)
         return
     assert 1 <= len(asked.request.inputs) <= 2
     assert all(type(text) is str for text in asked.request.inputs)

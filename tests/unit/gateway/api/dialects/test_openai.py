@@ -413,6 +413,7 @@ def test_models_are_listed_by_all_their_names():
         "capabilities": ["dense"],
         "root": "org/e5",
         "max_model_len": 256,
+        "state": "ready",
     }
 
 
