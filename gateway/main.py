@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import uvloop
 
@@ -30,7 +31,7 @@ from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.scheduling.core_claim import CoreClaim
 from vecd.gateway.scheduling.cores import Cores
-from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
+from vecd.gateway.service import SERVICE_GAUGES, GatewayFacts, Service, Services, read_tokenizer
 from vecd.gateway.telemetry.access_log import AccessLog
 from vecd.gateway.telemetry.on_finished import FinishedRequests
 from vecd.gateway.telemetry.other_programs import OtherPrograms
@@ -205,19 +206,17 @@ class Gateway:
         services = self._services
         shared_metrics.poll(
             {
-                Gauge.REQUESTS: lambda: services.total(lambda service: service.admission.num_requests),
-                Gauge.QUEUED_SEQUENCES: lambda: services.total(lambda service: service.policy.queued_sequences),
-                Gauge.QUEUED_TOKENS: lambda: services.total(lambda service: service.policy.queued_tokens),
+                **{gauge: partial(services.total, value) for gauge, value in SERVICE_GAUGES.items()},
                 Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
                 Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
                 Gauge.QUEUE_AGE_US: services.queue_age_us,
                 Gauge.CORES_LEASED: lambda: self._cores.leased,
                 Gauge.OTHERS_USE: self._read_others_use,
-                Gauge.IN_FLIGHT_TOKENS: lambda: services.total(lambda service: service.dispatcher.in_flight_tokens),
                 Gauge.CONNECTIONS: lambda: self._server.num_connections,
                 Gauge.WORKERS: services.num_usable_workers,
             }
         )
+        shared_metrics.poll_models(services.read_models)
 
     def _claim_cores(self) -> CoreClaim:
         return CoreClaim(

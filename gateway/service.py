@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -107,6 +107,7 @@ class Service:
         self.generation = generation
         self._tokenizer = tokenizer
         self._shared_metrics = gateway.shared_metrics
+        counting = gateway.shared_metrics.of_model(config.model)
         self._cores = gateway.cores
         self.policy = BatchingPolicy(
             config.max_batch_tokens,
@@ -123,7 +124,7 @@ class Service:
                 service,
                 dim=config.card.dim,
                 is_shared_by_tenants=config.share_computed == "all",
-                shared_metrics=self._shared_metrics,
+                shared_metrics=counting,
             )
         self.dispatcher = Dispatcher(
             policy=self.policy,
@@ -137,7 +138,7 @@ class Service:
             report=gateway.send,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=_quarantine_key(gateway.quarantine_key, config.model),
-            shared_metrics=self._shared_metrics,
+            shared_metrics=counting,
             cores=gateway.cores,
             vector_cache=vector_cache,
             weight=None if config.compute_type == "gpu" else config.weight,
@@ -158,7 +159,7 @@ class Service:
             policy=self.policy,
             dispatcher=self.dispatcher,
             residence=self.residence,
-            shared_metrics=self._shared_metrics,
+            shared_metrics=counting,
             vector_cache=vector_cache,
             query_weights=read_query_weights(config.card, tokenizer.id_of),
         )
@@ -246,6 +247,16 @@ class Service:
         if self.residence.is_awaited:
             return self.residence.why_failed()
         return None if self.dispatcher.awaits_workers else self.dispatcher.why_unavailable()
+
+
+SERVICE_GAUGES: Mapping[Gauge, Callable[[Service], int]] = {
+    Gauge.REQUESTS: lambda service: service.admission.num_requests,
+    Gauge.QUEUED_SEQUENCES: lambda service: service.policy.queued_sequences,
+    Gauge.QUEUED_TOKENS: lambda service: service.policy.queued_tokens,
+    Gauge.IN_FLIGHT_TOKENS: lambda service: service.dispatcher.in_flight_tokens,
+}
+"""Those that are the sum over generations."""
+_OTHER_GAUGES = (Gauge.QUEUE_AGE_US, Gauge.WORKERS)
 
 
 class Services:
@@ -586,6 +597,22 @@ class Services:
             gc.collect()  # a tokenizer, and views of arenas
 
     # --- what is measured -----------------------------------------------------------------------------------
+
+    def read_models(self) -> dict[str, dict[Gauge, int]]:
+        """The gauges of each model, by its name; of none where there is one model."""
+        if self._models is None:
+            return {}
+        now = time.monotonic()
+        found: dict[str, dict[Gauge, int]] = {}
+        for service in self.all.values():
+            gauges = found.setdefault(service.config.model, dict.fromkeys((*SERVICE_GAUGES, *_OTHER_GAUGES), 0))
+            for gauge, value in SERVICE_GAUGES.items():
+                gauges[gauge] += value(service)
+            age_us = int(service.policy.oldest_wait_s(now) * 1e6)
+            gauges[Gauge.QUEUE_AGE_US] = max(gauges[Gauge.QUEUE_AGE_US], age_us)
+            if service in self.of_models:
+                gauges[Gauge.WORKERS] = sum(link.is_usable for link in service.dispatcher.links)
+        return found
 
     def num_usable_workers(self) -> int:
         """Of the active generations of all models."""

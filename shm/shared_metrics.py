@@ -8,13 +8,17 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
     offset 0            section_nbytes       2 × section_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
 
-    counters │ gauges │ answers         │ histograms        │ tei_counters,   │ workers       │ batches       │ …
-    Counter  │ Gauge  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │ NUM_BATCHES × │
-             │        │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │ BatchCell     │
+    counters │ gauges │ gauges of   │ answers         │ histograms        │ tei_counters,   │ workers       │ …
+    Counter  │ Gauge  │ num_places  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │
+             │        │ × Gauge     │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │
 
-    … │ services       │ lives                         │ up to
-      │ num_services × │ num_services × num_workers ×  │ n × 64
-      │ ServiceCell    │ LifeCell                      │
+    … │ batches       │ services       │ lives                   │ model_names │ models: num_places ×    │ up to
+      │ NUM_BATCHES × │ num_services × │ num_services ×          │ num_places  │ (counters │ kinds │     │ n × 64
+      │ BatchCell     │ ServiceCell    │ num_workers × LifeCell  │             │ answers │ histograms)   │
+
+The first cells count what belongs to no model, and have the gauges of the whole gateway; what belongs to a model is
+counted at its place among `models`, and there alone. A model gets few of the possible answers, so it has NUM_KINDS
+cells for those that there have been: `kinds` says of each which one it is. The writer stores the kind first.
 
     part              who writes                            at the death of the gateway
     counters,         the section's gateway                 they stay; its next life counts on from there, so that
@@ -22,11 +26,13 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
     histograms,
     tei_*, workers,
     lives
+    model_names,      the section's gateway, when it is     they stay; its next life finds a model's place by the name
+    models            ready for a model
     services          the section's gateway, when it opens  they stay; its next life reuses the place of a service that
                       a service                             it opens again, and clears other places before use
     batches           the section's gateway, in a ring      they stay: readers go by their times
-    gauges            the section's gateway; while it is    the supervisor clears them (`clear_gauges`)
-                      dead, the supervisor
+    gauges, those of  the section's gateway; while it is    the supervisor clears them (`clear_gauges`)
+    models, too       dead, the supervisor
 
 Order: a section has one writer at a time. The supervisor writes only between the end of one life, which it has seen by
 a pidfd, and the start of the next. A value is eight bytes at a multiple of eight, stored and loaded by one instruction,
@@ -37,9 +43,10 @@ never write to the same cache line.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import blake2b
 from itertools import accumulate, repeat
 from operator import mul
 from typing import Self
@@ -106,6 +113,14 @@ class Counter(_Cell):
     VECTOR_CACHE_STORED = "vector_cache_stored", "Rows stored in the vector cache"
     VECTOR_CACHE_EVICTED = "vector_cache_evicted", "Rows of the vector cache replaced by others"
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is counted for each model by itself."""
+        return self not in _COUNTED_FOR_ALL
+
+
+_COUNTED_FOR_ALL = frozenset({Counter.LINES_DROPPED, Counter.LINES_LOST})
+
 
 class Gauge(_Cell):
     """What a gateway has now. `is_summed`: the metric is the sum over all gateways; otherwise each gateway has its own
@@ -134,6 +149,23 @@ class Gauge(_Cell):
     PID = "gateway_pid", "Process id of the gateway; 0 while it is being started again", False
     STARTED_NS = "gateway_start_time_seconds", "When the gateway began", False
     """Stored by `time.monotonic_ns`, which is the same in every process, and which cannot be set."""
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether each model has its own value, besides that of all."""
+        return self in _SET_FOR_MODELS
+
+
+_SET_FOR_MODELS = frozenset(
+    {
+        Gauge.REQUESTS,
+        Gauge.QUEUED_SEQUENCES,
+        Gauge.QUEUED_TOKENS,
+        Gauge.IN_FLIGHT_TOKENS,
+        Gauge.QUEUE_AGE_US,
+        Gauge.WORKERS,
+    }
+)
 
 
 _STAGE_BOUNDS_S = (
@@ -201,6 +233,9 @@ STATUSES = (
     200, 202, 204, 400, 401, 403, 404, 405, 408, 409, 413, 415, 417, 422, 424, 429, 431, 499, 500, 501, 503, 505,
 )  # fmt: skip
 """The HTTP statuses of responses. 499: the client disconnected before it got one."""
+
+NUM_KINDS = 64
+"""Kinds of answers, an endpoint with a status each, that are counted for a model; further ones count for no model."""
 
 MAX_ENDPOINTS = 128
 """The most endpoints, a route with a dialect each, that requests are counted under. The gateways define which and in
@@ -299,6 +334,16 @@ class ServiceCell(IntEnum):
     MODEL = 1
 
 
+REMOVED_MODELS = 1
+"""The name, as `digest_of` gives it, of what counts for all models whose places were given to others. Its place is the
+first."""
+
+
+def digest_of(model: str) -> int:
+    """What stands for a model's name in the metrics; never 0, which is no name."""
+    return int.from_bytes(blake2b(model.encode(), digest_size=8).digest(), "little", signed=True) | 2
+
+
 class LifeCell(IntEnum):
     """What a gateway knows of the newest life of a worker in one service."""
 
@@ -341,9 +386,20 @@ class SharedMetricsSpec:
         return SERVICES_PER_MODEL * self.num_models
 
     @property
+    def num_places(self) -> int:
+        """Of models: one for each service, and the first for `REMOVED_MODELS`."""
+        return 1 + self.num_services
+
+    @property
+    def cells_of_model(self) -> int:
+        """But for its gauges."""
+        return len(Counter) + 2 * NUM_KINDS + sum(histogram.num_cells for histogram in Histogram)
+
+    @property
     def section_cells(self) -> int:
         ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
         ours += sum(histogram.num_cells for histogram in Histogram)
+        ours += self.num_places * (self.cells_of_model + len(Gauge) + 1)
         tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
         services = self.num_services * (len(ServiceCell) + self.num_workers * len(LifeCell))
         cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
@@ -355,17 +411,34 @@ class SharedMetricsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """The cells of one gateway, as memoryviews of int64. Each borrows the memory of the file."""
+class CountingCells:
+    """The cells that a gateway has for what belongs to no model, and for each model. Memoryviews of int64, which borrow
+    the memory of the file, as all of a section."""
 
     counters: "memoryview[int]"
     """By `Counter`."""
     gauges: "memoryview[int]"
-    """By `Gauge`."""
-    answers: "memoryview[int]"
-    """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
+    """By `Gauge`. The whole gateway's, or those of a model: then of those that are of a model, `Gauge.is_of_model`."""
     histograms: Sequence["memoryview[int]"]
     """By `Histogram`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCells(CountingCells):
+    """The cells of one model in one gateway."""
+
+    kinds: "memoryview[int]"
+    """One more than the place that such answers have in `Section.answers`; 0: none yet, and none behind it."""
+    answers: "memoryview[int]"
+    """Of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section(CountingCells):
+    """The cells of one gateway."""
+
+    answers: "memoryview[int]"
+    """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
     tei_counters: "memoryview[int]"
     """By `TeiCounter`."""
     tei_histograms: Sequence["memoryview[int]"]
@@ -378,6 +451,25 @@ class Section:
     """By the service's place, and then by `ServiceCell`."""
     lives: Sequence[Sequence["memoryview[int]"]]
     """By the service's place, the worker's index, and then by `LifeCell`."""
+    model_names: "memoryview[int]"
+    """By the model's place: its name, by `digest_of`; 0 where there has been none."""
+    gauges_of_models: "memoryview[int]"
+    """By the model's place, and then by `Gauge`, in one."""
+    models: "memoryview[int]"
+    """By the model's place, the rest of its cells, in one."""
+
+    def of_model(self, place: int) -> ModelCells:
+        """The cells of a model. Cut anew, because most places are never used."""
+        start = place * len(Gauge)
+        size = len(self.models) // len(self.model_names)
+        take = _cutter(self.models[place * size : (place + 1) * size])
+        return ModelCells(
+            counters=take(len(Counter)),
+            gauges=self.gauges_of_models[start : start + len(Gauge)],
+            kinds=take(NUM_KINDS),
+            answers=take(NUM_KINDS),
+            histograms=[take(histogram.num_cells) for histogram in Histogram],
+        )
 
 
 def create_shared_metrics(spec: SharedMetricsSpec) -> int:
@@ -388,7 +480,7 @@ def create_shared_metrics(spec: SharedMetricsSpec) -> int:
 def clear_gauges(fd: int, spec: SharedMetricsSpec, gateway: int) -> None:
     """Write zeros over the gauges of a gateway that has died, without mapping the file."""
     offset = (gateway * spec.section_cells + len(Counter)) * _BYTES_PER_CELL
-    os.pwrite(fd, bytes(len(Gauge) * _BYTES_PER_CELL), offset)
+    os.pwrite(fd, bytes((1 + spec.num_places) * len(Gauge) * _BYTES_PER_CELL), offset)
 
 
 def cut_sections(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Section]:
@@ -399,7 +491,8 @@ def cut_sections(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Sect
     ]
 
 
-def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
+def _cutter(cells: "memoryview[int]") -> Callable[[int], "memoryview[int]"]:
+    """Gives the next so many of the cells at each call."""
     start = 0
 
     def take(num_cells: int) -> "memoryview[int]":
@@ -407,9 +500,15 @@ def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
         start += num_cells
         return cells[start - num_cells : start]
 
+    return take
+
+
+def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
+    take = _cutter(cells)
     return Section(
         counters=take(len(Counter)),
         gauges=take(len(Gauge)),
+        gauges_of_models=take(spec.num_places * len(Gauge)),
         answers=take(MAX_ENDPOINTS * len(STATUSES)),
         histograms=[take(histogram.num_cells) for histogram in Histogram],
         tei_counters=take(len(TeiCounter)),
@@ -418,4 +517,6 @@ def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
         batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
         services=[take(len(ServiceCell)) for _ in range(spec.num_services)],
         lives=[[take(len(LifeCell)) for _ in range(spec.num_workers)] for _ in range(spec.num_services)],
+        model_names=take(spec.num_places),
+        models=take(spec.num_places * spec.cells_of_model),
     )

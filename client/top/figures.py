@@ -73,7 +73,17 @@ def _vector_cache(value: Any, name: str) -> Any:
     return _read(dict.fromkeys(_CACHE, 0) if value is None else value, dict.fromkeys(_CACHE, _number), name)
 
 
+def _models(value: Any, name: str) -> Any:
+    """Empty for a server of one model that is loaded all the time."""
+    return _read([] if value is None else value, [_MODEL], name)
+
+
 _ANY_NAME = "*"
+_MODEL: Mapping[str, Any] = (
+    {"model": _name, "state": _name, "kind": _name}
+    | dict.fromkeys(("workers", "num_workers", "loads", "failed_loads"), _whole)
+    | dict.fromkeys(("requests", "queued_tokens", "tokens", "bytes"), _number)
+)
 _SHAPE: Mapping[str, Any] = {
     "totals": dict.fromkeys(_WORK + _FAULTS, _number),
     "now_s": _number,
@@ -95,6 +105,7 @@ _SHAPE: Mapping[str, Any] = {
     "gateways": [
         {"gateway": _whole, "pid": _whole} | dict.fromkeys(("uptime_s", "connections", "requests", "answered"), _number)
     ],
+    "models": _models,
     "processes": {
         _ANY_NAME: {"pid": _whole} | dict.fromkeys(("cpu_s", "resident_bytes", "proportional_bytes"), _number)
     },
@@ -186,7 +197,17 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
             **usage(f"gateway-{gateway['gateway']}"),
         }
 
+    def model_figures(model: Stats) -> Figures:
+        old = models_before.get(model["model"], {})
+        return {
+            **{name: model[name] for name in ("model", "state", "kind", "workers", "num_workers", "requests")},
+            **{name: model[name] for name in ("queued_tokens", "loads", "failed_loads")},
+            "tokens_per_s": per_s(old.get("tokens"), model["tokens"]),
+            "memory_bytes": model["bytes"] or None,
+        }
+
     workers_before = {worker["worker"]: worker for worker in before["workers"]}
+    models_before = {model["model"]: model for model in before["models"]}
     gateways_before = {gateway["gateway"]: gateway for gateway in before["gateways"]}
     found_before, found = before["vector_cache"], now["vector_cache"]
     hits = found["hits"] - found_before["hits"]
@@ -224,6 +245,7 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
             "mean_fill": _share(fill["sum"] - fill_before["sum"], sum(fill["counts"]) - sum(fill_before["counts"])),
             "padding_share": _share(done["padding_tokens"], done["tokens"] + done["padding_tokens"]),
         },
+        **({"models": [model_figures(model) for model in now["models"]]} if now["models"] else {}),
         "workers": [worker_figures(worker) for worker in now["workers"]],
         "gateways": [gateway_figures(gateway) for gateway in now["gateways"]],
         "num_processes": len(processes),

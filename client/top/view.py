@@ -29,8 +29,10 @@ _WIDE = 120
 _LABEL_COLUMNS = 10
 _RATE_COLUMNS = 9
 _BAR_COLUMNS = 10
+_NAME_COLUMNS = 22
 _GAP = 2
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "stuck": "red", "down": "red"}
+_MODEL_STYLES = {"ready": "green", "loading": "yellow", "draining": "yellow", "failed": "red"}
 _FAULT_WORDS = {
     "refused": "refused",
     "expired": "past their deadline",
@@ -54,6 +56,7 @@ _LEAST_IMPORTANT_FIRST = (
         "tokens",
         "latency",
         "workers",
+        "models",
     ),
     *("levels", "errors", "queue", "requests"),
 )
@@ -117,6 +120,9 @@ class Scene:
             yield blank
             yield from _middle_sections(self.figures, width, has_stages="stages" not in hidden)
             yield blank
+            if models := self.figures.get("models"):
+                yield _table_section("models", _MODEL_COLUMNS, models, width, height and height // 3)
+                yield blank
             yield _table_section("workers", _WORKER_COLUMNS, self.figures["workers"], width, height and height // 3)
             yield blank
             yield _table_section("gateways", _GATEWAY_COLUMNS, self.figures["gateways"], width, height and height // 5)
@@ -167,6 +173,8 @@ def _labelled(label: str, *parts: _Part) -> Text:
 
 
 def _describe_model(figures: Figures) -> str:
+    if (num := len(figures.get("models", ()))) > 1:
+        return f"{num} models"
     model = figures["model"]
     parts = [
         model.get("id") or "?",
@@ -246,6 +254,12 @@ def _busy(worker: Figures) -> Text:
     )
 
 
+def _loads(model: Figures) -> Text:
+    """The number, and that of the loads that failed."""
+    failed = model["failed_loads"]
+    return Text.assemble(number(model["loads"]), (f" ({number(failed)} failed)" if failed else "", "yellow"))
+
+
 def _label(name: str) -> _Column:
     return _Column(name, lambda row: str(row[name]).ljust(_LABEL_COLUMNS - _GAP), justify="left")
 
@@ -255,6 +269,17 @@ _STAGE_COLUMNS = (
     _Column("p50", lambda latency: duration(latency["p50_s"]).rjust(8)),
     _Column("p90", lambda latency: duration(latency["p90_s"]).rjust(8)),
     _Column("p99", lambda latency: duration(latency["p99_s"]).rjust(8)),
+)
+_MODEL_COLUMNS = (
+    _Column("model", lambda model: short(model["model"]), justify="left"),
+    _Column("state", lambda model: Text(model["state"], _MODEL_STYLES.get(model["state"], "")), justify="left"),
+    _Column("tokens/s", lambda model: number(model["tokens_per_s"])),
+    _Column("waiting", lambda model: number(model["queued_tokens"])),
+    _Column("requests", lambda model: number(model["requests"]), 64),
+    _Column("workers", lambda model: f"{model['workers']} of {model['num_workers']}", 74),
+    _Column("memory", lambda model: size(model["memory_bytes"]), 84),
+    _Column("loads", _loads, 94),
+    _Column("kind", lambda model: model["kind"], 108, justify="left"),
 )
 _WORKER_COLUMNS = (
     _label("worker"),
@@ -322,6 +347,11 @@ def number(value: float | None) -> str:
             unit = 1e3 if letter == "k" else limit
             return f"{value / unit:.{0 if value / unit >= 100 else 1}f}{letter}"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def short(name: str) -> str:
+    """A name of at most _NAME_COLUMNS; the end of a longer one, which tells models apart."""
+    return name if len(name) <= _NAME_COLUMNS else f"…{name[1 - _NAME_COLUMNS :]}"
 
 
 def rate(per_s: float | None) -> str:

@@ -14,6 +14,7 @@ from vecd.gateway.api.context import Context
 from vecd.gateway.api.schemas import BOOLEAN, STRING, Schema, nullable, record
 from vecd.gateway.dispatch.worker_link import WorkerLink
 from vecd.gateway.scheduling.policy import SHORT_BATCH_S
+from vecd.gateway.telemetry.metrics import ServedModel
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.request import Overflow
@@ -87,6 +88,21 @@ def describe_residence(context: Context) -> dict[str, Any]:
 def all_contexts(context: Context) -> Sequence[Context]:
     """Those of all models that are served beside this one, and this one."""
     return (context,) if context.models is None else context.models.all
+
+
+def served_models(context: Context) -> list[ServedModel]:
+    """All models, if there are several, or if the only one is not loaded all the time."""
+    config = context.config
+    if context.models is None and not config.loads_on_demand and config.keep_alive_s is None:
+        return []
+    return [
+        ServedModel(
+            each.config.model,
+            each.residence.status,
+            {worker: state_of(link) for worker, link in links_of(each)},
+        )
+        for each in all_contexts(context)
+    ]
 
 
 def links_of(context: Context) -> list[tuple[int, WorkerLink | None]]:

@@ -27,6 +27,7 @@ from vecd.gateway.api.info import (
     describe_one,
     describe_residence,
     links_of,
+    served_models,
     state_of,
 )
 from vecd.gateway.api.operations import Operation
@@ -130,6 +131,7 @@ async def metrics(context: Context, http: HttpRequest, principal: Principal) -> 
         version=config.version,
         model=config.model,
         endpoints=context.endpoints,
+        models=served_models(context),
         worker_states={worker: state_of(link) for each in all_contexts(context) for worker, link in links_of(each)},
         usages=usages,
         tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,

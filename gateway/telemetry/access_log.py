@@ -38,7 +38,14 @@ _LINES_DROPPED = Counter.LINES_DROPPED
 _STAGES = tuple(field.removesuffix("_s") for field in Durations._fields if field != "total_s")
 _STAGE_KEYS = tuple(f"{name}_ms" for name in _STAGES)
 _NO_STAGES: dict[str, float | None] = dict.fromkeys(_STAGE_KEYS)
-_SHORT = {"error": "error", "dialect": "api", "caller": "caller", "request_id": "id", "trace_id": "trace"}
+_SHORT = {
+    "error": "error",
+    "model": "model",
+    "dialect": "api",
+    "caller": "caller",
+    "request_id": "id",
+    "trace_id": "trace",
+}
 _HEAD_WIDTH = 40
 
 
@@ -141,7 +148,7 @@ class AccessLog:
 
 def describe(status: int, request: HttpRequest, endpoint: Endpoint, now: float) -> dict[str, Any]:
     """The fields of a request that finished at `now`, by `time.monotonic`: always the same keys, None for what is not
-    known or does not apply."""
+    known or does not apply; and "model" where several are served and it is known."""
     timeline = request.timeline
     trace = trace_of(request)
     began_at = timeline.arrived_at or timeline.started_at or now
@@ -153,6 +160,7 @@ def describe(status: int, request: HttpRequest, endpoint: Endpoint, now: float) 
         "dialect": endpoint.dialect,
         "status": status,
         "error": timeline.error or None,
+        **({"model": timeline.model} if timeline.model else {}),
         "items": timeline.num_inputs if is_embedding else None,
         "tokens": timeline.num_tokens if is_embedding else None,
         "total_ms": _ms(now - began_at),
@@ -187,5 +195,5 @@ def render(fields: dict[str, Any]) -> str:
     if fields["items"] is not None:
         parts.append(f"items={fields['items']} tokens={fields['tokens']}")
     parts += [f"{name}={ms:.1f}" for name in _STAGES if (ms := fields[f"{name}_ms"]) is not None]
-    parts += [f"{name}={value}" for key, name in _SHORT.items() if (value := fields[key]) is not None]
+    parts += [f"{name}={value}" for key, name in _SHORT.items() if (value := fields.get(key)) is not None]
     return " ".join(parts)

@@ -1,13 +1,14 @@
 """`/metrics`: the shared metrics of all gateways in Prometheus' text format, the same from each of them.
 
 Owns the prefix `vecd_` of the names in `vecd.shm.shared_metrics`, and the labels: their values are workers, gateways,
-processes, routes, dialects and statuses, and never anything that a client sends. A new counter or histogram there needs
-no change here. `vecd.gateway.telemetry.tei_metrics` writes the metrics named `te_*`. Reads the metrics, changes
-nothing. Called by `vecd.gateway.api.system_routes`.
+processes, routes, dialects, statuses and configured models, and never anything that a client sends. A new counter or
+histogram there needs no change here. `vecd.gateway.telemetry.tei_metrics` writes the metrics named `te_*`. Reads the
+metrics, changes nothing. Called by `vecd.gateway.api.system_routes`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from types import MappingProxyType
 from typing import TypeAlias
@@ -25,11 +26,32 @@ from prometheus_client.registry import Collector
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import render_tei_metrics
+from vecd.shm.control import UNLOAD_REASONS, ModelIs
+from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WORKER_STATES = ("ready", "starting", "stuck", "down")
 """The state of a worker in one gateway. "starting": it is up, and not yet connected."""
+_STARTED = (ModelState.READY, ModelState.DRAINING)
+"""The states of a model whose workers should be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One of several models, or one that is not loaded all the time."""
+
+    name: str
+    """As it is configured."""
+    status: ModelIs
+    """The newest."""
+    workers: Mapping[int, str]
+    """The states of its workers, one of WORKER_STATES each, by their index."""
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether its workers should be there."""
+        return self.status.state in _STARTED
 
 
 def render_metrics(
@@ -38,26 +60,34 @@ def render_metrics(
     version: str,
     model: str,
     endpoints: Sequence[tuple[str, str]],
+    models: Sequence[ServedModel] = (),
     worker_states: Mapping[int, str] = MappingProxyType({}),
     usages: Mapping[str, Usage] = MappingProxyType({}),
     tei_max_tokens: int | None = None,
 ) -> bytes:
     """The body of `/metrics`. `endpoints`: route and dialect, by the index that requests are counted under.
-    `worker_states`: of WORKER_STATES, by the worker's index. `usages`: of processes, by name. `tei_max_tokens`: the
+    `models`: all, if `model` is not the only one, or not loaded all the time. `worker_states`: of WORKER_STATES, by the
+    worker's index. `usages`: of processes, by name. `tei_max_tokens`: the
     model's longest sequence, if the body is to have text-embeddings-inference's metrics, too.
 
     Takes 2.5 ms, and reads only its arguments and the shared memory, so that a thread can call it. Before, the caller
     publishes the polled gauges, on the event loop.
     """
+    names = [each.name for each in models]
+    told_apart = names if len(names) > 1 else []
+    awaited = [each.name for each in models if not each.has_workers]
+    if models:
+        worker_states = {worker: state for each in models if each.has_workers for worker, state in each.workers.items()}
     ours = generate_latest(
         _Families(
             [
-                InfoMetricFamily("vecd", "What is served, by which version", {"version": version, "model": model}),
-                _requests(shared_metrics, endpoints),
-                *_counters(shared_metrics),
-                *_gauges(shared_metrics),
-                *_histograms(shared_metrics),
-                *_workers(shared_metrics, worker_states),
+                _info(version, names or [model]),
+                _requests(shared_metrics, endpoints, told_apart),
+                *_counters(shared_metrics, told_apart),
+                *_gauges(shared_metrics, told_apart, awaited),
+                *_histograms(shared_metrics, told_apart),
+                *_workers(shared_metrics, worker_states, models if told_apart else ()),
+                *_models(shared_metrics, models),
                 *_processes(usages),
             ]
         )
@@ -93,48 +123,92 @@ def _with_samples(metric: CounterMetricFamily | GaugeMetricFamily, samples: _Sam
     return metric
 
 
-def _requests(shared_metrics: SharedMetrics, endpoints: Sequence[tuple[str, str]]) -> Metric:
+def _info(version: str, models: Sequence[str]) -> Metric:
+    info = InfoMetricFamily("vecd", "What is served, by which version")
+    for model in models:
+        info.add_metric([], {"version": version, "model": model})
+    return info
+
+
+# `models`: the names that are told apart by the label `model`; empty: there is no such label.
+
+_MODEL = "model"
+_NO_MODEL = ""
+"""Of what belongs to none: Prometheus takes an empty label for none."""
+
+
+def _parts(models: Sequence[str]) -> list[tuple[tuple[str, ...], str | None]]:
+    """Of each part of a metric's samples the label's value, if there is one, and what `SharedMetrics` is to count."""
+    return [((model,), model) for model in (_NO_MODEL, *models)] if models else [((), None)]
+
+
+def _label(models: Sequence[str]) -> list[str]:
+    return [_MODEL] if models else []
+
+
+def _requests(shared_metrics: SharedMetrics, endpoints: Sequence[tuple[str, str]], models: Sequence[str]) -> Metric:
     return _counter(
         "requests",
         "HTTP requests answered; status 499: the client went before",
-        ["route", "dialect", "status"],
-        [((*endpoints[endpoint], status), number) for (endpoint, status), number in shared_metrics.answers().items()],
+        [*_label(models), "route", "dialect", "status"],
+        [
+            ((*label, *endpoints[endpoint], status), number)
+            for label, model in _parts(models)
+            for (endpoint, status), number in shared_metrics.answers(model).items()
+        ],
     )
 
 
-def _counters(shared_metrics: SharedMetrics) -> Iterator[Metric]:
+def _counters(shared_metrics: SharedMetrics, models: Sequence[str]) -> Iterator[Metric]:
     for name, counters in groupby(Counter, lambda counter: counter.metric):
         first, *others = counters
+        told_apart = models if first.is_of_model else ()
         samples = [
-            ((*counter.labels.values(),), shared_metrics.total(counter) / counter.per_unit)
+            ((*label, *counter.labels.values()), total / counter.per_unit)
+            for label, model in _parts(told_apart)
             for counter in (first, *others)
+            if (total := shared_metrics.total(counter, model)) or model != _NO_MODEL
         ]
-        yield _counter(name, first.help, first.labels, samples)
+        yield _counter(name, first.help, [*_label(told_apart), *first.labels], samples)
 
 
-def _gauges(shared_metrics: SharedMetrics) -> Iterator[Metric]:
+def _gauges(shared_metrics: SharedMetrics, models: Sequence[str], awaited: Collection[str]) -> Iterator[Metric]:
+    """`awaited`: models without workers, which nothing is wrong with."""
     zero_s = time.time() - time.monotonic()
     for gauge in Gauge:
-        by_gateway = [((index,), section.gauges[gauge]) for index, section in enumerate(shared_metrics.sections)]
+        told_apart = models if gauge.is_of_model else ()
+        parts = [(label, model) for label, model in _parts(told_apart) if model != _NO_MODEL]
+        if gauge is Gauge.WORKERS and awaited:
+            parts = [(label, model) for label, model in parts if model is not None and model not in awaited]
         if gauge.is_summed:
-            yield _gauge(gauge.metric, gauge.help, (), [((), shared_metrics.total(gauge) / gauge.per_unit)])
+            totals = [(label, shared_metrics.total(gauge, model) / gauge.per_unit) for label, model in parts]
+            yield _gauge(gauge.metric, gauge.help, _label(told_apart), totals)
         elif gauge is Gauge.STARTED_NS:  # in seconds since 1970; a gateway that is restarting has none
-            started = [(index, round(zero_s + ns / 1e9, 3)) for index, ns in by_gateway if ns]
+            by_gateway = enumerate(shared_metrics.by_gateway(gauge))
+            started = [((index,), round(zero_s + ns / 1e9, 3)) for index, ns in by_gateway if ns]
             yield _gauge(gauge.metric, gauge.help, ["gateway"], started)
         else:
-            values = [(index, value / gauge.per_unit) for index, value in by_gateway]
-            yield _gauge(gauge.metric, gauge.help, ["gateway"], values)
+            values = [
+                ((*label, index), value / gauge.per_unit)
+                for label, model in parts
+                for index, value in enumerate(shared_metrics.by_gateway(gauge, model))
+            ]
+            yield _gauge(gauge.metric, gauge.help, [*_label(told_apart), "gateway"], values)
 
 
-def _histograms(shared_metrics: SharedMetrics) -> Iterator[Metric]:
+def _histograms(shared_metrics: SharedMetrics, models: Sequence[str]) -> Iterator[Metric]:
     for name, histograms in groupby(Histogram, lambda histogram: histogram.metric):
         first, *others = histograms
-        metric = HistogramMetricFamily(f"vecd_{name}", first.help, labels=list(first.labels))
-        for histogram in (first, *others):
-            counts, total = shared_metrics.histogram(histogram)
-            names = [*map(str, histogram.bounds), "+Inf"]
-            buckets = list(zip(names, accumulate(counts), strict=True))
-            metric.add_metric(list(histogram.labels.values()), buckets, total)
+        told_apart = models if first is not Histogram.LOOP_LAG else ()
+        metric = HistogramMetricFamily(f"vecd_{name}", first.help, labels=[*_label(told_apart), *first.labels])
+        for label, model in _parts(told_apart):
+            for histogram in (first, *others):
+                counts, total = shared_metrics.histogram(histogram, model)
+                if model == _NO_MODEL and not any(counts):
+                    continue
+                names = [*map(str, histogram.bounds), "+Inf"]
+                buckets = list(zip(names, accumulate(counts), strict=True))
+                metric.add_metric([*label, *histogram.labels.values()], buckets, total)
         yield metric
 
 
@@ -146,19 +220,69 @@ _OF_WORKERS = (
 )
 
 
-def _workers(shared_metrics: SharedMetrics, states: Mapping[int, str]) -> Iterator[Metric]:
+def _workers(
+    shared_metrics: SharedMetrics, states: Mapping[int, str], models: Sequence[ServedModel]
+) -> Iterator[Metric]:
     known = shared_metrics.known_workers()
+    labels = [*_label([each.name for each in models]), "worker"]
+    model_of = {worker: each.name for each in models for worker in each.workers}
+
+    def values_of(worker: int) -> tuple[object, ...]:
+        return (model_of.get(worker, _NO_MODEL), worker) if models else (worker,)
+
     for cell, name, help, per_unit in _OF_WORKERS:
-        totals = [((index,), shared_metrics.worker_total(index, cell) / per_unit) for index in known]
-        yield _counter(f"worker_{name}", help, ["worker"], totals)
-    restarts = [((index,), shared_metrics.worker_life(index) - 1) for index in known]
-    yield _counter("worker_restarts", "Lives of a worker after its first, reloads among them", ["worker"], restarts)
+        totals = [(values_of(index), shared_metrics.worker_total(index, cell) / per_unit) for index in known]
+        yield _counter(f"worker_{name}", help, labels, totals)
+    restarts = [(values_of(index), shared_metrics.worker_life(index) - 1) for index in known]
+    yield _counter("worker_restarts", "Lives of a worker after its first, reloads among them", labels, restarts)
     yield _gauge(
         "worker_state",
         "1 for the state that a worker is in, as the gateway that answers sees it",
-        ["worker", "state"],
-        [((index, state), state == current) for index, current in states.items() for state in WORKER_STATES],
+        [*labels, "state"],
+        [
+            ((*values_of(index), state), state == current)
+            for index, current in states.items()
+            for state in WORKER_STATES
+        ],
     )
+
+
+def _models(shared_metrics: SharedMetrics, models: Sequence[ServedModel]) -> Iterator[Metric]:
+    if not models:
+        return
+
+    def samples(value: Callable[[ModelIs], float]) -> _Samples:
+        return [((each.name,), value(each.status)) for each in models]
+
+    yield _gauge(
+        "model_state",
+        "1 for the state that a model is in, as the gateway that answers knows it",
+        [_MODEL, "state"],
+        [((each.name, state), state == each.status.state) for each in models for state in ModelState],
+    )
+    labels = [_MODEL]
+    yield _counter("model_loads", "Times that a model was loaded", labels, samples(lambda status: status.num_loads))
+    help = "Loads of a model that failed"
+    yield _counter("model_failed_loads", help, labels, samples(lambda status: status.num_failed_loads))
+    help = "Duration of the last load of a model; 0 before the first"
+    yield _gauge("model_load_seconds", help, labels, samples(lambda status: status.load_s))
+    yield _counter(
+        "model_unloads",
+        "Times that a model was unloaded or parked",
+        [_MODEL, "reason"],
+        [((each.name, why), each.status.num_unloads.get(why, 0)) for each in models for why in UNLOAD_REASONS],
+    )
+    help = "Memory that a model has, or is expected to need"
+    yield _gauge("model_memory_bytes", help, labels, samples(lambda status: status.nbytes))
+    waiting = [((each.name,), num_waiting(shared_metrics, each, is_only=len(models) == 1)) for each in models]
+    yield _gauge("model_waiting_requests", "Requests that wait until a model is loaded", labels, waiting)
+
+
+def num_waiting(shared_metrics: SharedMetrics, model: ServedModel, *, is_only: bool) -> int:
+    """Requests that wait until the model is loaded, at all gateways."""
+    if model.status.state == ModelState.READY:
+        return 0
+    return shared_metrics.total(Gauge.REQUESTS, None if is_only else model.name)
 
 
 def _processes(usages: Mapping[str, Usage]) -> Iterator[Metric]:

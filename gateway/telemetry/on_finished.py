@@ -42,6 +42,8 @@ class FinishedRequests:
             shared_metrics.add_answer(0, status)
             return
         timeline, now = request.timeline, time.monotonic()
+        if timeline.model:
+            shared_metrics = shared_metrics.counting(timeline.model)
         shared_metrics.add_answer(timeline.endpoint, status)
         if timeline.is_embedded and status < 300:
             shared_metrics.add(_INPUTS, timeline.num_inputs)

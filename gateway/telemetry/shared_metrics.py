@@ -10,15 +10,21 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from itertools import count
+from weakref import WeakValueDictionary
 
 from vecd.shm.shared_metrics import (
     NUM_BATCHES,
+    REMOVED_MODELS,
     STATUSES,
     BatchCell,
     Counter,
+    CountingCells,
     Gauge,
     Histogram,
     LifeCell,
+    ModelCells,
     Section,
     ServiceCell,
     ServiceKey,
@@ -26,6 +32,7 @@ from vecd.shm.shared_metrics import (
     WorkerCell,
     WorkerKey,
     cut_sections,
+    digest_of,
 )
 
 _PLACES = {status: place for place, status in enumerate(STATUSES)}
@@ -54,7 +61,10 @@ _LIFE_BATCHES = LifeCell.BATCHES
 
 
 class SharedMetrics:
-    """`sections` are the sections of all gateways, read-only; this gateway's is at the index `gateway`."""
+    """`sections` are the sections of all gateways, read-only; this gateway's is at the index `gateway`.
+
+    Counts what belongs to no model; `of_model` makes one that counts for a model, and is like this one otherwise.
+    """
 
     def __init__(self, cells: "memoryview[int]", spec: SharedMetricsSpec, gateway: int) -> None:
         """`cells` are the int64s of the whole file, writable.
@@ -70,6 +80,7 @@ class SharedMetrics:
         """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
         self._counters, self._gauges, self._answers = self.ours.counters, self.ours.gauges, self.ours.answers
         self._histograms, self._workers, self._batches = self.ours.histograms, self.ours.workers, self.ours.batches
+        self._answers_of_model: _ModelAnswers | None = None
         self._lives = self.ours.lives
         self._bounds = [histogram.bounds for histogram in Histogram]
         self._per_unit = [histogram.per_unit for histogram in Histogram]
@@ -78,9 +89,13 @@ class SharedMetrics:
         """Those that this gateway has, by their place in the section."""
         self._active: dict[int, ServiceKey] = {}
         """By the model's index."""
-        self._last_batch_number = 0
-        for gauge in Gauge:
-            self.set(gauge, 0)
+        self._batch_numbers = count(1)
+        self._of_models: WeakValueDictionary[str, SharedMetrics] = WeakValueDictionary()
+        """Those that `of_model` has made and that are in use, by the model's name."""
+        self._read_models: Callable[[], Mapping[str, Mapping[Gauge, int]]] = dict
+        for cells in (self.ours.gauges, self.ours.gauges_of_models):
+            for cell in range(len(cells)):
+                cells[cell] = 0
         self.set(Gauge.PID, os.getpid())
         self.set(Gauge.STARTED_NS, time.monotonic_ns())
 
@@ -95,6 +110,57 @@ class SharedMetrics:
         spec = SharedMetricsSpec(num_gateways=1, num_workers=num_workers)
         return cls(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
 
+    # --- models ---------------------------------------------------------------------------------------------
+
+    def of_model(self, model: str) -> "SharedMetrics":
+        """These metrics, with counters, answers and histograms that count for a model, on from what an earlier life of
+        this gateway has counted for it. The same one for the same name, as long as it is in use."""
+        made = self._of_models.get(model)
+        if made is None:
+            place = self._open_model(digest_of(model))
+            if place is None:  # more models than a server may have: what was discarded is still in use
+                return self
+            made, cells = copy(self), self.ours.of_model(place)
+            made._counters, made._histograms = cells.counters, cells.histograms
+            made._answers_of_model = _ModelAnswers(cells, self.ours.answers)
+            self._of_models[model] = made
+        return made
+
+    def counting(self, model: str) -> "SharedMetrics":
+        """What `of_model` has made for this name, or this one where that is not in use, as for ""."""
+        return self._of_models.get(model, self)
+
+    def _open_model(self, name: int) -> int | None:
+        """The place of a model; None when all are in use. Where none is free, the counts of a model that is not in use
+        go to REMOVED_MODELS, and it gets that one's place."""
+        names = self.ours.model_names
+        places = {names[place]: place for place in reversed(range(1, len(names)))}  # the first free one
+        place = places.get(name, places.get(0))
+        if place is None:
+            in_use = {digest_of(model) for model in self._of_models}
+            place = next((place for other, place in places.items() if other not in in_use), None)
+            if place is None:
+                return None
+            self._add_to_removed(self.ours.of_model(place))
+        names[place] = name
+        return place
+
+    def _add_to_removed(self, cells: ModelCells) -> None:
+        """A reader may see one cell twice for the moment between two stores, and none too few."""
+        self.ours.model_names[0] = REMOVED_MODELS
+        removed = self.ours.of_model(0)
+        pairs = zip((cells.counters, *cells.histograms), (removed.counters, *removed.histograms), strict=True)
+        for source, target in pairs:
+            for index, number in enumerate(source):
+                if number:
+                    target[index] += number
+                    source[index] = 0
+        answers = _ModelAnswers(removed, self.ours.answers)
+        for place, kind in enumerate(cells.kinds):
+            if kind:
+                answers.add(kind - 1, cells.answers[place])
+                cells.kinds[place] = cells.answers[place] = 0
+
     # --- writing --------------------------------------------------------------------------------------------
 
     def add(self, counter: Counter, number: int = 1) -> None:
@@ -108,7 +174,10 @@ class SharedMetrics:
         place = _PLACES.get(status)
         if place is None:
             place = _OTHER_STATUS[4 if status < 500 else 5]
-        self._answers[endpoint * _NUM_STATUSES + place] += 1
+        if self._answers_of_model is None:
+            self._answers[endpoint * _NUM_STATUSES + place] += 1
+        else:
+            self._answers_of_model.add(endpoint * _NUM_STATUSES + place)
 
     def observe(self, histogram: Histogram, value: float) -> None:
         """Count `value`, in the metric's unit."""
@@ -168,8 +237,7 @@ class SharedMetrics:
 
     def next_batch_number(self) -> int:
         """A number that no other batch of this life of the gateway has, from 1."""
-        self._last_batch_number += 1
-        return self._last_batch_number
+        return next(self._batch_numbers)
 
     def batch_sent(self, number: int, worker: int, num_sequences: int, num_tokens: int, budget_tokens: int) -> None:
         """A batch has gone to a worker. `budget_tokens`: those that it should have had; a sequence that is begun is
@@ -227,43 +295,77 @@ class SharedMetrics:
         """Let `publish` read these gauges by a call, rather than have them set whenever they change."""
         self._polled.update(gauges)
 
+    def poll_models(self, read: Callable[[], Mapping[str, Mapping[Gauge, int]]]) -> None:
+        """Let `publish` read the gauges of models, by name, by a call."""
+        self._read_models = read
+
     def publish(self) -> None:
         """Update the polled gauges. To be called regularly, and before metrics are read."""
         for gauge, value in self._polled.items():
             self._gauges[gauge] = value()
+        names = self.ours.model_names.tolist()
+        for model, values in self._read_models().items():
+            if (name := digest_of(model)) in names:
+                cells = self.ours.of_model(names.index(name)).gauges
+                for gauge, number in values.items():
+                    cells[gauge] = number
         self.was_ready = self.was_ready or self._gauges[Gauge.WORKERS] > 0
 
     # --- reading, over all gateways -------------------------------------------------------------------------
 
-    def total(self, cell: Counter | Gauge) -> int:
+    # `model`: what was counted for the model of this name; "": what belongs to none; None: all.
+
+    def _model_cells(self, model: str | None) -> list[ModelCells]:
+        """At all gateways, without those of no model."""
+        if model == "":
+            return []
+        name = None if model is None else digest_of(model)
+        return [cells for section in self.sections for cells in _models_of(section, name)]
+
+    def _parts(self, model: str | None) -> list[CountingCells]:
+        return [*(() if model else self.sections), *self._model_cells(model)]
+
+    def total(self, cell: Counter | Gauge, model: str | None = None) -> int:
         """The sum as it is stored: `per_unit` of it make one of the metric's unit."""
         if isinstance(cell, Counter):
-            return sum(section.counters[cell] for section in self.sections)
-        return sum(section.gauges[cell] for section in self.sections)
+            return sum(part.counters[cell] for part in self._parts(model))
+        return sum(self.by_gateway(cell, model))
+
+    def by_gateway(self, gauge: Gauge, model: str | None = None) -> list[int]:
+        """The value of each gateway, or those that the model has there."""
+        if model is None:
+            return [section.gauges[gauge] for section in self.sections]
+        name = digest_of(model)
+        return [sum(part.gauges[gauge] for part in _models_of(section, name)) for section in self.sections]
 
     def others(self, gauge: Gauge) -> list[int]:
         """The values of all gateways but this one."""
         return [section.gauges[gauge] for index, section in enumerate(self.sections) if index != self.gateway]
 
-    def histogram(self, histogram: Histogram) -> tuple[list[int], float]:
+    def histogram(self, histogram: Histogram, model: str | None = None) -> tuple[list[int], float]:
         """The count of each bucket, and the sum of all values in the metric's unit."""
-        *counts, total = (
-            sum(cells) for cells in zip(*(section.histograms[histogram] for section in self.sections), strict=True)
-        )
+        parts = self._parts(model)
+        no_values = [0] * histogram.num_cells
+        *counts, total = map(sum, zip(no_values, *(part.histograms[histogram] for part in parts), strict=True))
         return counts, total / histogram.per_unit
 
-    def answers(self) -> dict[tuple[int, int], int]:
+    def answers(self, model: str | None = None) -> dict[tuple[int, int], int]:
         """The number of finished requests by endpoint and status, where there are any."""
-        sums = map(sum, zip(*(section.answers for section in self.sections), strict=True))
+        sums: dict[int, int] = {}
+        if not model:
+            sums = dict(enumerate(map(sum, zip(*(section.answers for section in self.sections), strict=True))))
+        for cells in self._model_cells(model):
+            for cell, number in _answers_of(cells):
+                sums[cell] = sums.get(cell, 0) + number
         return {
-            (cell // _NUM_STATUSES, STATUSES[cell % _NUM_STATUSES]): number
-            for cell, number in enumerate(sums)
-            if number
+            (cell // _NUM_STATUSES, STATUSES[cell % _NUM_STATUSES]): number for cell, number in sums.items() if number
         }
 
     def num_answered_by(self, section: Section) -> int:
         """The number of requests that one gateway has answered, in all its lives."""
-        return sum(section.answers) - sum(section.answers[_GONE_PLACE::_NUM_STATUSES])
+        of_models = (each for cells in _models_of(section) for each in _answers_of(cells))
+        answered = sum(number for cell, number in of_models if cell % _NUM_STATUSES != _GONE_PLACE)
+        return answered + sum(section.answers) - sum(section.answers[_GONE_PLACE::_NUM_STATUSES])
 
     def known_workers(self) -> list[int]:
         """Workers that have been up; there may be cells for more."""
@@ -307,3 +409,36 @@ class SharedMetrics:
 
 def _service_of(cells: "memoryview[int]") -> ServiceKey:
     return ServiceKey(cells[ServiceCell.GENERATION], cells[ServiceCell.MODEL])
+
+
+class _ModelAnswers:
+    """Counts the answers of one model. `others`: where kinds are counted that it has no cell for."""
+
+    __slots__ = ("_kinds", "_numbers", "_others", "_places")
+
+    def __init__(self, cells: ModelCells, others: "memoryview[int]") -> None:
+        self._kinds, self._numbers, self._others = cells.kinds, cells.answers, others
+        self._places = {kind - 1: place for place, kind in enumerate(self._kinds) if kind}
+
+    def add(self, cell: int, number: int = 1) -> None:
+        """`cell`: the place of such answers in `Section.answers`."""
+        place = self._places.get(cell)
+        if place is None:
+            place = len(self._places)
+            if place == len(self._kinds):
+                self._others[cell] += number
+                return
+            self._places[cell] = place
+            self._kinds[place] = cell + 1
+        self._numbers[place] += number
+
+
+def _answers_of(cells: ModelCells) -> list[tuple[int, int]]:
+    """Of each kind that there has been the place in `Section.answers`, and the number."""
+    return [(kind - 1, number) for kind, number in zip(cells.kinds, cells.answers, strict=True) if kind]
+
+
+def _models_of(section: Section, name: int | None = None) -> list[ModelCells]:
+    """The cells of the models that there are, or of the one with this name."""
+    found = [place for place, other in enumerate(section.model_names) if other and name in (None, other)]
+    return [*map(section.of_model, found)]

@@ -172,8 +172,8 @@ class GatewayPool:
         return worker_pool.is_complete and bool(links) and is_served
 
     def is_prepared(self, worker_pool: WorkerPool) -> bool:
-        """Whether each ready gateway, of which there is one, has prepared for the pool's generation, and awaits no other
-        model."""
+        """Whether each ready gateway, of which there is one, has prepared for the pool's generation, and awaits no
+        other model."""
         links = self.ready_links
         return bool(links) and all(worker_pool.generation in link.prepared and not link.awaited for link in links)
 

@@ -195,6 +195,29 @@ def test_a_reranker_s_alias_has_raw_scores(server: Server) -> None:
     np.testing.assert_allclose(between, 1 / (1 + np.exp(-np.array(logits))), atol=1e-5, rtol=0)
 
 
+def test_figures_tell_the_models_apart(server: Server) -> None:
+    def tokens_of(name: str) -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text.splitlines()
+        samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        counted = float(samples[f'vecd_tokens_total{{model="{name}"}}'])
+        by_worker = [
+            float(value) for key, value in samples.items()
+            if key.startswith("vecd_worker_tokens_total{") and f'model="{name}"' in key
+        ]  # fmt: skip
+        [listed] = [one for one in httpx.get(f"{server.url}/stats").json()["models"] if one["model"] == name]
+        return {"counter": counted, "workers": sum(by_worker), "stats": listed["tokens"]}
+
+    before = {name: tokens_of(name) for name in ("ranker", "Embedder")}
+    ask(server, "/rerank", query=TEXTS[0], texts=TEXTS)
+    ranked = tokens_of("ranker")
+    grown = {kind: value - before["ranker"][kind] for kind, value in ranked.items()}
+    assert len(set(grown.values())) == 1
+    assert grown["counter"] > 0
+    assert tokens_of("Embedder") == before["Embedder"]
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'vecd_requests_total{dialect="tei",model="ranker",route="/rerank",status="200"}' in text
+
+
 def test_the_death_of_one_model_s_worker_fails_no_request(server: Server, reference: Any) -> None:
     expected = reference(TEXTS[:1])
 

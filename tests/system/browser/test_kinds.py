@@ -99,3 +99,45 @@ def test_bge_m3_shows_its_three_outputs_and_ranks(tmp_path: Path, open_page: Any
             page.select_option("#mode", "rank")
             for text, each in zip(ask_in(page, texts, "cat"), ranked, strict=True):
                 assert f"{each['relevance_score']:.4f}" in text
+
+
+def test_one_of_several_models_is_picked_and_each_has_its_row(tmp_path: Path, open_page: Any) -> None:
+    save_bge_m3(tmp_path / "a")
+    save_classifier(tmp_path / "b", activation_fn="torch.nn.modules.activation.Sigmoid")
+    documents = ["w4 w5", "w9 w10 w11"]
+    models = f"first={tmp_path / 'a'}", f"org/second={tmp_path / 'b'}"
+    with running_server("--workers", "1", *models) as server:
+        body = {"model": "org/second", "query": "w7", "documents": documents, "raw_scores": True}
+        expected = post(server, "/rerank", body)["results"]
+        with open_page(server.url) as page:
+            wait_for_card(page)
+            assert page.locator("#picked option").all_inner_texts() == ["first", "org/second"]
+            expect(page.locator("#models tbody tr")).to_have_count(2)
+            expect(page.locator("#models tbody tr").nth(1)).to_contain_text("org/second")
+            expect(page.locator("#models .badge").first).to_have_text("ready")
+            expect(page.locator("#state")).to_have_text("Serving, 2 of 2 models loaded")
+            assert "/m/first/v1/embeddings" in page.inner_text("#snippet")
+            page.select_option("#picked", "org/second")
+            expect(page.locator("#model-name")).to_have_text("org/second")
+            expect(page.locator("#mode option")).to_have_text(["Rank documents", "Classify texts"])
+            for text, each in zip(ask_in(page, documents, "w7"), expected, strict=True):
+                assert f"(raw {each['relevance_score']:.4f})" in text
+            assert "/m/org/second/rerank" in page.inner_text("#snippet")
+            page.select_option("#mode", "classify")  # whose body names no model
+            ask_in(page, documents, "")
+
+
+def test_who_may_not_see_the_figures_picks_among_the_models_own_names(tmp_path: Path, open_page: Any) -> None:
+    save_bge_m3(tmp_path)
+    models = f"a={tmp_path}", f"b={tmp_path}"
+    hidden = "404"  # /stats is on the admin listener
+    with (
+        running_server("--workers", "1", "--admin-port", "0", *models) as server,
+        open_page(server.url, expected=(hidden,)) as page,
+    ):
+        wait_for_card(page)
+        assert page.locator("#picked option").all_inner_texts() == ["a", "b"]
+        page.select_option("#picked", "b")
+        expect(page.locator("#model-name")).to_have_text("b")
+        page.select_option("#mode", "rank")
+        assert len(ask_in(page, ["one", "two"], "cat")) == 2

@@ -21,7 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.serving import running_server
 from vecd.gateway.api.registry import ENDPOINTS
-from vecd.shm.shared_metrics import STATUSES
+from vecd.gateway.telemetry.metrics import ServedModel, render_metrics
+from vecd.gateway.telemetry.processes import Usage
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.shm.control import ModelIs
+from vecd.shm.shared_metrics import STATUSES, ServiceKey, SharedMetricsSpec, WorkerKey
+from vecd.shm.wire import Incarnation
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
@@ -39,7 +44,7 @@ VALUES = {
 }
 """Of labels whose values come one by one, as requests do."""
 NOT_ON_THE_DASHBOARD = {"vecd_gateway_pid": "says nothing over time; gateways' age is there"}
-VARIABLES = {"$__rate_interval": "5m", "$job": ".*", "$instance": ".*"}
+VARIABLES = {"$__rate_interval": "5m", "$job": ".*", "$instance": ".*", "$model": ".*"}
 
 
 class Selector(NamedTuple):
@@ -66,9 +71,28 @@ def text() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def metrics(text: str) -> Metrics:
+def text_of_several() -> str:
+    """What a gateway says of two models, after a request for one of them."""
+    spec = SharedMetricsSpec(num_gateways=1, num_workers=2, num_models=2)
+    shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
+    shared_metrics.open_service(ServiceKey(1))
+    shared_metrics.activate_service(ServiceKey(1))
+    shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(0, 1)))
+    counting = shared_metrics.of_model("a")
+    counting.add_answer(ENDPOINTS.index(("/v1/embeddings", "openai")), 200)
+    models = [ServedModel(name, ModelIs(1, "ready"), {index: "ready"}) for index, name in enumerate("ab")]
+    usages = {"supervisor": Usage(1, 1.0, 1, 1)}
+    return render_metrics(
+        shared_metrics, version="1", model="a", endpoints=ENDPOINTS, models=models, usages=usages
+    ).decode()
+
+
+@pytest.fixture(scope="module")
+def metrics(text: str, text_of_several: str) -> Metrics:
+    """Of a server of one model, and of one of several."""
     found: Metrics = {}
-    for family in text_string_to_metric_families(text):
+    families = (*text_string_to_metric_families(text), *text_string_to_metric_families(text_of_several))
+    for family in families:
         for sample in family.samples:
             labels = found.setdefault(sample.name, {})
             for label, value in sample.labels.items():
@@ -164,7 +188,7 @@ def test_an_expression_is_of_metrics_labels_and_values_that_there_are(metrics, w
             else:
                 assert value in values, f"{label}={value}"
     assert grouping(tree) <= known
-    in_words = set(re.findall(r"\{\{ *(?:\$labels\.)?(\w+) *\}\}", words))
+    in_words = set(re.findall(r"\{\{ *(?:\$labels\.)?(\w+) *\}\}", words)) - {"end"}
     is_summed = isinstance(tree, promql.AggregateExpr)
     assert in_words <= (grouping(tree) if is_summed else known)
 
@@ -246,7 +270,7 @@ def test_no_panel_lies_over_another():
 def test_its_variables_are_those_that_are_used():
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__rate_interval", "__all"}
-    assert used == variables == {"DS_PROMETHEUS", "job", "instance"}
+    assert used == variables == {"DS_PROMETHEUS", "job", "instance", "model"}
     assert DASHBOARD["id"] is None, "it is not of one Grafana"
 
 
@@ -323,15 +347,41 @@ def test_promtool_finds_nothing_wrong_with_the_metrics(text):
 _ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 
 
-def test_the_page_has_exactly_the_metrics_that_there_are(text):
-    page = (ROOT / "docs/metrics.md").read_text()
-    written = {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in _ROW.findall(page)}
+def described(text: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """Type and labels of each metric, by name."""
     there_are = {}
     for family in text_string_to_metric_families(text):
         labels = frozenset(label for sample in family.samples for label in sample.labels) - {"le"}
         name = family.name + ("_total" if family.type == "counter" else "")
         there_are[name] = (family.type, labels)
-    assert written == there_are
+    return there_are
+
+
+def test_the_page_has_exactly_the_metrics_that_there_are(text, text_of_several):
+    page = (ROOT / "docs/metrics.md").read_text()
+    written = {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in _ROW.findall(page)}
+    there_are, of_several = described(text), described(text_of_several)
+    only_of_several = {name: each for name, each in of_several.items() if name.startswith("vecd_model_")}
+    assert len(only_of_several) == 7
+    assert written == there_are | only_of_several
+
+
+def test_with_several_models_the_label_model_is_the_only_difference(text, text_of_several):
+    there_are, of_several = described(text), described(text_of_several)
+    for name, (kind, labels) in there_are.items():
+        assert of_several[name][0] == kind
+        assert of_several[name][1] in (labels, labels | {"model"}), name
+
+
+def test_a_panel_is_of_the_chosen_models_where_its_metric_has_the_label(text_of_several):
+    labelled = {
+        name.removesuffix("_total") for name, (_, labels) in described(text_of_several).items() if "model" in labels
+    }
+    for panel in PANELS:
+        for target in panel["targets"]:
+            for selector in selectors(parsed(target["expr"])):
+                is_chosen = ("model", True, ".*") in selector.matchers
+                assert is_chosen == (family_of(selector.name).removesuffix("_total") in labelled), target["expr"]
 
 
 def test_the_page_names_every_alert_and_no_other():

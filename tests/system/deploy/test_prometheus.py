@@ -113,7 +113,7 @@ def is_ready(client: httpx.Client, process: "subprocess.Popen[bytes]") -> bool:
 
 
 def query(client: httpx.Client, expression: str) -> list[Any]:
-    for variable, value in (("$__rate_interval", WINDOW), ("$job", ".*"), ("$instance", ".*")):
+    for variable, value in (("$__rate_interval", WINDOW), ("$job", ".*"), ("$instance", ".*"), ("$model", ".*")):
         expression = expression.replace(variable, value)
     answer = client.get("/api/v1/query", params={"query": expression}).json()
     assert answer["status"] == "success", (expression, answer)
@@ -124,7 +124,8 @@ def query(client: httpx.Client, expression: str) -> list[Any]:
 def test_every_query_of_the_dashboard_finds_something_and_every_rule_can_be_evaluated(tmp_path):
     flags = ("--engine", "weightless", "--workers", "2", "--gateways", "2", "--max-requests", "4")
     with running_server(*flags) as server, prometheus(server, tmp_path) as client, load(server):
-        missing = dict(panels())
+        # A server of one model that is loaded all the time has no state of it.
+        missing = {name: expression for name, expression in panels() if "vecd_model_" not in expression}
 
         def all_found() -> bool:
             for name, expression in list(missing.items()):

@@ -42,7 +42,7 @@ from vecd.shm.control import (
     Withdrawn,
     WorkerDown,
 )
-from vecd.shm.shared_metrics import SharedMetricsSpec
+from vecd.shm.shared_metrics import Counter, SharedMetricsSpec
 
 PROMPTS = (("query", "query: "),)
 CARDS = {
@@ -841,9 +841,39 @@ def test_info_is_the_first_model_s_with_a_list_of_all():
         assert (await bench.get("/info", b"model=gpt-4")).status == 404
         stats = json_of(await bench.get("/stats"))
         assert [worker["worker"] for worker in stats["workers"]] == [0, 1, 2]
+        assert [(model["model"], model["kind"], model["state"], model["workers"]) for model in stats["models"]] == [
+            ("dense", "dense", "ready", 0), ("ranker", "rerank", "ready", 0), ("org/splade", "sparse", "ready", 0),
+        ]  # fmt: skip
         metrics = body_of(await bench.get("/metrics")).decode()
         for worker in range(3):
-            assert f'vecd_worker_state{{state="down",worker="{worker}"}} 1.0' in metrics
+            assert f'vecd_worker_state{{model="{(*CARDS,)[worker]}",state="down",worker="{worker}"}} 1.0' in metrics
+
+    run(test)
+
+
+def test_stats_tell_each_model_s_load_and_state_and_sum_up_all():
+    async def test(bench: Bench) -> None:
+        services = bench.made
+        services[0].pipeline.shared_metrics.add(Counter.TOKENS, 5)
+        services[1].pipeline.shared_metrics.add(Counter.TOKENS, 40)
+        services[1].policy.queued_tokens = 7  # read by the gauge alone
+        bench._facts.shared_metrics.poll_models(bench.services.read_models)
+        told = ModelIs(2, "loading", wait_s=3.0, nbytes=9000, num_loads=2, num_failed_loads=1, num_unloads={"idle": 1})
+        bench.services.on_message(told, [])
+        stats = json_of(await bench.get("/stats"))
+        dense, ranker, _ = stats["models"]
+        assert stats["totals"]["tokens"] == 45
+        assert (dense["tokens"], dense["state"], dense["queued_tokens"]) == (5, "ready", 0)
+        assert (ranker["tokens"], ranker["state"], ranker["queued_tokens"]) == (40, "loading", 7)
+        assert (ranker["bytes"], ranker["wait_s"], ranker["loads"], ranker["failed_loads"]) == (9000, 3.0, 2, 1)
+        assert ranker["unloads"] == {"idle": 1}
+        assert [worker["state"] for worker in stats["workers"]] == ["down", "loading", "down"]
+        metrics = body_of(await bench.get("/metrics")).decode()
+        assert 'vecd_model_state{model="ranker",state="loading"} 1.0' in metrics
+        assert 'vecd_tokens_total{model="ranker"} 40.0' in metrics
+        assert 'vecd_workers_ready{gateway="0",model="ranker"}' not in metrics
+        bench.services.on_message(ModelIs(2, "ready"), [])
+        assert json_of(await bench.get("/stats"))["models"][1]["state"] == "ready"
 
     run(test)
 
@@ -859,6 +889,8 @@ def test_a_server_of_one_model_knows_no_prefix_and_no_header():
         assert (await bench.post("/m/dense/v1/embeddings", {"input": TEXT})).status == 404
         assert "models" not in json_of(await bench.get("/info", b"model=gpt-4"))
         assert bench.services.active.api.context.models is None
+        assert "models" not in json_of(await bench.get("/stats"))
+        assert 'model="' not in body_of(await bench.get("/metrics")).decode().replace('vecd_info{model="dense"', "")
 
     run(test, "dense", num_models=1, unknown_model="any")
 

@@ -132,6 +132,30 @@ KEYS_WITHIN = {
 }
 
 
+def model(name: str, **changes) -> dict:
+    return {
+        "model": name, "state": "ready", "reason": "", "kind": "dense", "workers": 1, "num_workers": 1, "requests": 0,
+        "queued_tokens": 0, "in_flight_tokens": 0, "tokens_per_s": 9, "tokens": 0, "bytes": 0, "load_s": 0.0,
+        "wait_s": 0.0, "loads": 0, "failed_loads": 0, "unloads": {}, **changes,
+    }  # fmt: skip
+
+
+def test_each_of_several_models_has_its_figures():
+    before = answer() | {"models": [model("a", tokens=50)]}
+    state = {"state": "loading", "workers": 0, "requests": 3, "queued_tokens": 40}
+    after = later(2.0) | {"models": [model("a", tokens=250, bytes=7), model("org/b\x1b[2J", loads=2, **state)]}
+    first, other = compute_figures(read(before), read(after))["models"]
+    assert first == {
+        "model": "a", "state": "ready", "kind": "dense", "workers": 1, "num_workers": 1, "requests": 0,
+        "queued_tokens": 0, "loads": 0, "failed_loads": 0, "tokens_per_s": 100.0, "memory_bytes": 7,
+    }  # fmt: skip
+    assert (other["model"], other["tokens_per_s"], other["memory_bytes"]) == ("org/b?[2J", None, None)
+    assert {name: other[name] for name in state} == state
+    assert "models" not in compute_figures(read(answer()), read(later()))
+    with pytest.raises(NotStats, match=r"models\.0\.loads"):
+        read(answer() | {"models": [model("a", loads=-1)]})
+
+
 def test_programs_find_every_figure_under_its_name():
     for before in (None, read(answer())):
         figures = compute_figures(before, read(later()))

@@ -141,6 +141,34 @@ def test_figures_in_words(written, expected):
     assert written == expected
 
 
+def figures_of_models(num: int) -> dict:
+    models = [
+        {"model": f"organization/a-long-name-of-model-{n}", "state": "loading" if n else "ready", "kind": "rerank",
+         "workers": 1, "num_workers": 2, "requests": 5, "queued_tokens": 1234, "loads": 3, "failed_loads": n,
+         "tokens_per_s": 50.0, "memory_bytes": 123e6}
+        for n in range(num)
+    ]  # fmt: skip
+    return {**(scene().figures or {}), "models": models}
+
+
+def test_each_of_several_models_has_a_line():
+    lines = lines_of(scene(figures=figures_of_models(2)), 140, 60)
+    assert lines[0] == "vecd 1.2  2 models"
+    [ready] = [line for line in lines if line.startswith("…-long-name-of-model-0")]
+    [loading] = [line for line in lines if line.startswith("…-long-name-of-model-1")]
+    assert ready.split()[1:] == ["ready", "50", "1,234", "5", "1", "of", "2", "123", "MB", "3", "rerank"]
+    assert loading.split()[1:] == ["loading", "50", "1,234", "5", "1", "of", "2", "123", "MB", "3", "(1", "failed)",
+                                   "rerank"]  # fmt: skip
+    assert not any("of-model" in line for line in lines_of(scene(), 140, 60))
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_many_models_are_not_drawn_outside_the_terminal(width, height):
+    lines = lines_of(scene(figures=figures_of_models(100)), width, height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
 def test_the_vector_cache_has_a_line_where_there_is_one():
     assert not any(line.startswith("cache") for line in lines_of(scene(), 100, 50))
     cache = {"max_bytes": 256 << 20, "bytes": 64 << 20, "hit_share": 0.875}

@@ -142,6 +142,15 @@ def test_a_line_for_programs(make):
     }  # fmt: skip
 
 
+def test_a_line_names_the_model_where_several_are_served():
+    of_one = embedded()
+    of_one.timeline.model = "org/model"
+    said = describe(200, of_one, EMBEDDING, NOW)
+    assert said["model"] == "org/model"
+    assert " encode=1.0 model=org/model api=openai " in render(said)
+    assert said.keys() - describe(200, embedded(), EMBEDDING, NOW).keys() == {"model"}
+
+
 def test_the_keys_are_always_the_same():
     refused = request()
     refused.timeline.started_at = refused.timeline.arrived_at = 0.0  # by its head
