@@ -109,8 +109,8 @@ class Residence:
             )
 
     def want(self) -> None:
-        """Tell the supervisor that requests wait, once for each state."""
-        if not self._is_wanted:
+        """Tell the supervisor that requests wait, once for each state in which it does not load the model anyway."""
+        if not self._is_wanted and self.status.state != ModelState.LOADING:
             self._is_wanted = True
             self._send(ModelWanted(self.status.generation))
 
@@ -185,7 +185,10 @@ class Residence:
 
     def keep_alive(self, seconds: float | None) -> None:
         """A client has set how long the model stays after its last request; None: for ever. The supervisor is told when
-        it has changed, and where other gateways may have said otherwise, once a second."""
+        it has changed, and where other gateways may have said otherwise, once a second. 0 s mean nothing for a model
+        that is not loaded, and would count for its next load."""
+        if seconds == 0 and not self.is_resident:
+            return
         now = self._clock()
         is_new = self._kept_at is None or seconds != self.keep_alive_s
         if is_new or (self._num_gateways > 1 and self._kept_at is not None and now - self._kept_at >= _USE_INTERVAL_S):
