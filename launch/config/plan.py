@@ -200,7 +200,7 @@ def _plan_model(
     """As `make_plan`."""
     check_ranges(settings.quantization_ranges)
     folder, name = _find_model(settings, report)
-    model_files = _files_in(folder)
+    model_files = _files_in(folder.resolve())  # as `card.folder` is
     card = with_pair_template(read_card(folder, settings.kind))
     if not (card.is_static or card.export_file):
         refuse_unknown(card)

@@ -109,10 +109,11 @@ class ModelLife:
             return _UNPARK_S
         return self.history.load_s or _FIRST_LOAD_S + self.total_nbytes / _LOAD_BYTES_PER_S
 
-    def message(self, ahead_s: float, now: float) -> ModelIs:
-        """What gateways are told of it. `ahead_s`: expected seconds of the loads before its own."""
+    def message(self, ahead_s: float, now: float, *, has_just_gone: bool = False) -> ModelIs:
+        """What gateways are told of it. `ahead_s`: expected seconds of the loads before its own. `has_just_gone`: also
+        if a load of it waits again, it is told as what it is: an operator waits for that state."""
         history, state, reason, wait_s = self.history, self.state, self.reason, 0.0
-        if self.is_waiting and self.not_before <= now:
+        if self.is_waiting and self.not_before <= now and not has_just_gone:
             state, reason = ModelState.LOADING, ""
         if state is ModelState.FAILED:
             wait_s = max(0.0, self.not_before - now)

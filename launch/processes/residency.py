@@ -253,6 +253,7 @@ class Residency:
             life.reason,
         )  # fmt: skip
         del self._ending[life.generation]
+        self._tell(life, has_just_gone=True)
         self._tell(life)
         self._wakes.set()
 
@@ -298,10 +299,10 @@ class Residency:
 
     # --- gateways -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, life: ModelLife) -> None:
-        """Let gateways know of a change, if they are told of this model at all."""
+    def _tell(self, life: ModelLife, *, has_just_gone: bool = False) -> None:
+        """Let gateways know of a change, if they are told of this model at all. `has_just_gone`: as in `message`."""
         if life.history.is_told and life.generation in self._lives:
-            self._states[life.generation] = life.message(self._ahead_s(life), _now())
+            self._states[life.generation] = life.message(self._ahead_s(life), _now(), has_just_gone=has_just_gone)
         self._gateway_pool.reconcile()
         self._changed.set()
         self._on_state()

@@ -326,7 +326,7 @@ def test_no_worker_ends_before_the_gateways_have_their_batches(bench, models) ->
             say(second, ModelDrained(2))
             await settle()
             assert not worker.is_alive
-            assert states(first, 2)[-4:] == ["ready", "draining", "loading", "ready"]
+            assert states(first, 2)[-4:] == ["draining", "unloaded", "loading", "ready"]
             await settle(3)
             again = made.fakes.workers[-1]
             assert states(second, 2)[-1] == "draining"
