@@ -240,7 +240,9 @@ class Service:
         """A model that can be loaded is available."""
         if self.is_draining:
             return "the server is shutting down"
-        return self.residence.why_failed() if self.residence.is_awaited else self.dispatcher.why_unavailable()
+        if self.residence.is_awaited:
+            return self.residence.why_failed()
+        return None if self.dispatcher.awaits_workers else self.dispatcher.why_unavailable()
 
 
 class Services:

@@ -92,7 +92,7 @@ class _Flow(Enum):
 
     OPEN = 0
     HELD = 1
-    """The model is not ready. What waits is sent when a worker is connected."""
+    """No worker of the model has been connected since it was loaded, or before. What waits is sent when one is."""
     DRAINING = 2
     """The model's workers are to end: nothing is sent, and it is reported when they have nothing any more."""
     DRAINED = 3
@@ -226,9 +226,17 @@ class Dispatcher:
         self._flow = _Flow.DRAINING
         self._report_if_drained()
 
+    @property
+    def awaits_workers(self) -> bool:
+        """The model has been loaded, and none of its workers is connected yet."""
+        return self._flow is _Flow.HELD and self.broken is None
+
     def resume(self) -> None:
-        """The model is ready."""
-        if self._flow is not _Flow.OPEN:
+        """The model is ready: send what waits once a worker is connected."""
+        if self._flow is _Flow.OPEN:
+            return
+        self._flow = _Flow.HELD
+        if any(link.is_usable for link in self._links.values()):
             self._flow = _Flow.OPEN
             self._models.join(self._share, self)
             self.schedule_dispatch()

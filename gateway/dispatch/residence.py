@@ -9,6 +9,7 @@ and the handlers of operators' commands.
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.shm.control import KeepAlive, Message, ModelAsked, ModelIs, ModelUsed, ModelWanted
@@ -25,6 +26,22 @@ ENDS = {
 }
 """The states that end what an operator has asked for. A model without weights cannot be parked."""
 _RESIDENT = frozenset({ModelState.READY, ModelState.PARKED, ModelState.DRAINING})
+
+
+class _Goal(NamedTuple):
+    """What someone waits for: one of some states, or that it was reached, because the next state may follow at once."""
+
+    ends: Collection[ModelState]
+    count: Callable[[ModelIs], int]
+    num_before: int
+
+
+def _num_loads(status: ModelIs) -> int:
+    return status.num_loads + status.num_failed_loads
+
+
+def _num_unloads(status: ModelIs) -> int:
+    return sum(status.num_unloads.values())
 
 
 class Residence:
@@ -56,8 +73,7 @@ class Residence:
         """The supervisor knows that requests wait in this state."""
         self._kept_at: float | None = None
         """When the last KeepAlive was sent; None: none since the model was loaded."""
-        self._watchers: dict[asyncio.Future[ModelIs], Collection[ModelState]] = {}
-        """Those who wait for one of some states."""
+        self._watchers: dict[asyncio.Future[ModelIs], _Goal] = {}
         self._make_end: Callable[[], ApiError] | None = None
         self._seen_use = self._reported_use = (0, 0, 0.0)
         self._use_due_at = 0.0
@@ -80,8 +96,8 @@ class Residence:
             self._last_used_at = self._changed_at
         elif state is ModelState.UNLOADED:
             self.keep_alive_s, self._kept_at = self._configured_s, None
-        for watcher, ends in self._watchers.items():
-            if is_news and state in ends and not watcher.done():
+        for watcher, goal in self._watchers.items():
+            if ((is_news and state in goal.ends) or goal.count(status) > goal.num_before) and not watcher.done():
                 watcher.set_result(status)
         return is_news
 
@@ -117,9 +133,8 @@ class Residence:
     def failed_error(self) -> Unavailable:
         """The error of a request after a load that has failed."""
         rest_s = self._rest_s(self._clock())
-        return Unavailable(
-            f"The model cannot be served: {self.why_failed()}", retry_after_s=rest_s, code="model_failed"
-        )
+        message = f"The model could not be loaded: {self.status.reason}"
+        return Unavailable(message, retry_after_s=rest_s, code="model_failed")
 
     def late_error(self) -> Unavailable:
         """The error of a request whose deadline has passed while it waited for the model."""
@@ -129,7 +144,7 @@ class Residence:
 
     def why_failed(self) -> str | None:
         """Why the model cannot be loaded; None in all other states."""
-        return f"it could not be loaded: {self.status.reason}" if self.state is ModelState.FAILED else None
+        return f"the model could not be loaded: {self.status.reason}" if self.state is ModelState.FAILED else None
 
     def _loading_error(self, message: str) -> Unavailable:
         return Unavailable(message, retry_after_s=self._rest_s(self._clock()), code="model_loading")
@@ -146,7 +161,7 @@ class Residence:
         if not self.is_awaited:
             return
         self.let_wait(len(self._watchers), self._clock() + timeout_s)
-        status = await self._until(ENDS["load"], timeout_s)
+        status = await self._until("load", timeout_s)
         if status is None:
             raise self.late_error()
         if status.state == ModelState.FAILED:
@@ -155,10 +170,9 @@ class Residence:
     async def ask(self, action: str, timeout_s: float) -> bool:
         """Have done what an operator wants, one of ENDS, and wait until it is; not if `timeout_s` is 0. Returns whether
         it has come to an end, which may be that it has failed."""
-        ends = ENDS[action]
-        is_done = self.state in ends and (action != "load" or self.state is ModelState.READY)
+        is_done = self.state in ENDS[action] and (action != "load" or self.state is ModelState.READY)
         self._send(ModelAsked(self.status.generation, action))
-        return is_done or (timeout_s > 0 and await self._until(ends, timeout_s) is not None)
+        return is_done or (timeout_s > 0 and await self._until(action, timeout_s) is not None)
 
     def end(self, make_error: Callable[[], ApiError]) -> None:
         """Fail those who wait for a state, now or later, each with an error of its own."""
@@ -167,12 +181,13 @@ class Residence:
             if not watcher.done():
                 watcher.set_exception(make_error())
 
-    async def _until(self, ends: Collection[ModelState], timeout_s: float) -> ModelIs | None:
-        """The next status with one of these states; None if there is none in time."""
+    async def _until(self, action: str, timeout_s: float) -> ModelIs | None:
+        """The next status in which the action has come to an end; None if there is none in time."""
         if self._make_end is not None:
             raise self._make_end()
         watcher: asyncio.Future[ModelIs] = asyncio.get_running_loop().create_future()
-        self._watchers[watcher] = ends
+        count = _num_loads if action == "load" else _num_unloads
+        self._watchers[watcher] = _Goal(ENDS[action], count, count(self.status))
         try:
             async with asyncio.timeout(timeout_s):
                 return await watcher

@@ -342,6 +342,20 @@ def test_a_state_that_comes_while_the_generation_is_prepared_is_kept():
     run(test)
 
 
+def test_a_model_is_available_before_its_first_worker_has_answered():
+    async def test(bench: Bench) -> None:
+        worker = bench.start_worker()
+        bench.change("ready")
+        assert (await bench.ask("/health")).status == 200
+        asking = bench.embed(7)
+        worker.answer(await worker.receive())
+        assert numbers_in(await asking) == [7]
+        bench.end_worker(is_planned=False)
+        assert (await bench.ask("/health")).status == 503
+
+    run(test, "loading")
+
+
 # --- the end of a stay ----------------------------------------------------------------------------------------------
 
 

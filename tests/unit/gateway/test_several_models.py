@@ -28,7 +28,7 @@ from vecd.gateway.types.errors import ApiError, Unavailable
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.request import Embedded, EmbedRequest
 from vecd.shm.card import ModelCard
-from vecd.shm.control import Activate, Message, NewKeys, Retired, Withdrawn
+from vecd.shm.control import Activate, Message, ModelAsked, ModelIs, NewKeys, Retired, Withdrawn
 from vecd.shm.shared_metrics import SharedMetricsSpec
 
 PROMPTS = (("query", "query: "),)
@@ -740,3 +740,86 @@ def test_a_server_of_one_model_knows_no_prefix_and_no_header():
         assert bench.services.active.api.context.models is None
 
     run(test, "dense", num_models=1, unknown_model="any")
+
+
+# --- models that are not loaded -------------------------------------------------------------------------------------
+
+
+def states_of(response: Response) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in json_of(response)["data"]}
+
+
+def test_the_lists_tell_the_states():
+    async def test(bench: Bench) -> None:
+        for generation in (1, 2):
+            bench.made[generation - 1].dispatcher.start_stage = None
+        bench.services.on_message(ModelIs(2, "parked", nbytes=7, num_loads=3, load_s=1.5), [])
+        bench.services.on_message(ModelIs(3, "unloaded"), [])
+        states = states_of(await bench.get("/v1/models"))
+        assert (states["dense"], states["ranker"], states["org/splade"], states["sparse"]) == (
+            "ready", "parked", "unloaded", "unloaded",
+        )  # fmt: skip
+        assert json_of(await bench.get("/v1/models/sparse"))["state"] == "unloaded"
+        assert [each["name"] for each in json_of(await bench.get("/api/ps"))["models"]] == [
+            "dense:latest", "ranker:latest",
+        ]  # fmt: skip
+        assert len(json_of(await bench.get("/api/tags"))["models"]) == 5
+        listed = json_of(await bench.get("/info"))["models"]
+        assert [each["state"] for each in listed] == ["ready", "parked", "unloaded"]
+        assert (listed[1]["bytes"], listed[1]["loads"], listed[1]["load_s"]) == (7, 3, 1.5)
+
+    run(test)
+
+
+def test_a_model_on_demand_that_has_failed_makes_the_others_no_less_available():
+    async def test(bench: Bench) -> None:
+        for generation in (1, 2):
+            bench.services.on_message(ModelIs(generation, "unloaded"), [])
+        bench.services.on_message(ModelIs(3, "failed", reason="no file", wait_s=9.0), [])
+        assert (await bench.get("/health")).status == 200
+        response = await bench.get("/health", b"model=sparse")
+        assert response.status == 503
+        assert "no file" in json_of(response)["reason"]
+        assert json_of(await bench.get("/health", b"model=ranker")) == {"status": "ok", "state": "unloaded"}
+
+    run(test, loads_on_demand=True)
+
+
+def test_a_model_of_the_start_that_cannot_be_loaded_again_makes_the_server_unavailable():
+    async def test(bench: Bench) -> None:
+        for generation in (1, 2):
+            bench.services.on_message(ModelIs(generation, "unloaded"), [])
+        bench.services.on_message(ModelIs(3, "failed", reason="no file", wait_s=9.0), [])
+        assert (await bench.get("/health")).status == 503
+
+    run(test)
+
+
+@pytest.mark.parametrize(("name", "generation"), [("dense", 1), ("sparse", 3), ("org/splade", 3)])
+def test_a_command_is_for_the_model_that_it_names(name, generation):
+    async def test(bench: Bench) -> None:
+        response = await bench.ask("POST", f"/admin/models/{name}/load", is_admin=True)
+        assert response.status == 200
+        assert bench.sent == [ModelAsked(generation, "load")]
+        assert (await bench.ask("POST", f"/admin/models/{name}/load")).status == 404, "it is the operator's"
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["splade", "DENSE", "dense:latest", "unknown"])
+def test_a_command_takes_no_other_spelling(name):
+    async def test(bench: Bench) -> None:
+        response = await bench.ask("POST", f"/admin/models/{name}/unload", is_admin=True)
+        assert (response.status, bench.sent) == (404, [])
+
+    run(test)
+
+
+def test_the_use_of_each_of_several_models_is_looked_at():
+    async def test(bench: Bench) -> None:
+        assert all(service.dispatcher.on_sweep is not None for service in bench.services.of_models)
+        bench.services.on_message(Withdrawn(2), [])
+        bench.services.on_message(Withdrawn(3), [])
+        assert bench.services.active.dispatcher.on_sweep is None
+
+    run(test)

@@ -147,6 +147,25 @@ def test_an_operator_waits_until_the_state_is_reached(action, before, states):
     in_time(test)
 
 
+def test_an_unload_that_a_load_follows_at_once_has_been_one():
+    """Because requests wait, gateways may not be told of the state in between."""
+
+    async def test() -> None:
+        told = Told()
+        told.change("ready", num_unloads={"idle": 1})
+        asking = asyncio.ensure_future(told.residence.ask("unload", 10.0))
+        await asyncio.sleep(1)
+        told.change("draining", num_unloads={"idle": 1})
+        told.change("loading", num_unloads={"idle": 1, "operator": 1})
+        assert await asking
+        loading = asyncio.ensure_future(told.residence.ask("load", 10.0))
+        await asyncio.sleep(1)
+        told.change("draining", num_loads=1)
+        assert await loading
+
+    in_time(test)
+
+
 @pytest.mark.parametrize("action", ENDS)
 def test_what_is_so_already_is_asked_all_the_same(action):
     async def test() -> None:
