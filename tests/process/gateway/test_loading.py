@@ -6,6 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -167,6 +168,10 @@ def run(test: Any, state: str = "unloaded", **changes: Any) -> None:
     asyncio.run(whole())
 
 
+def _note(finished: list[int], number: int, _: "asyncio.Task[Response]") -> None:
+    finished.append(number)
+
+
 def numbers_in(response: Response) -> list[float]:
     assert response.status == 200, body_of(response)
     return [item["embedding"][0] for item in orjson.loads(body_of(response))["data"]]
@@ -208,7 +213,7 @@ def test_a_thousand_requests_make_one_load_and_are_answered_in_their_order():
         finished: list[int] = []
         asking = [bench.embed(number) for number in range(1000)]
         for number, each in enumerate(asking):
-            each.add_done_callback(lambda _, number=number: finished.append(number))
+            each.add_done_callback(partial(_note, finished, number))
         await turns()
         bench.change("loading", wait_s=3.0)
         await turns()
