@@ -232,6 +232,8 @@ def keys(folder: Path) -> Provoked:
         yield Row(403, "does not have the scope"), embed_as("watcher")
         yield Row(404, "There is nothing at this path"), ask(server, "/metrics", headers=auth["watcher"])
         [admin] = re.findall(r"admin +(http:\S+)", server.stderr)
+        unknown = HTTP.post(f"{admin}/admin/models/nowhere/load", headers=auth["all"])
+        yield Row(404, "No model of the configuration has this name"), Seen(unknown.status_code, unknown.text)
         page = HTTP.get(f"{admin}/stats", headers={"origin": "http://a", **auth["watcher"]})
         words = "the admin listener answers no requests of web pages"
         yield Row(403, words), Seen(page.status_code, page.text)
@@ -344,6 +346,17 @@ def workers_that_always_die(folder: Path) -> Provoked:
             seen = ask(server, "/health")
         yield Row(503, "dies again and again"), seen
         yield Row(503, "The model cannot be served"), embed(server, "a")
+
+
+def a_model_that_cannot_be_loaded(folder: Path) -> Provoked:
+    flags = ("--load", "demand", "--start-timeout", "5")
+    with running_server(*DUMMY, *flags, env=hanging_start(folder)) as server:
+        words = "The model is being loaded, which is expected to take"
+        yield Row(503, words), embed(server, "a", x_vecd_timeout_ms="1")
+        words = "The model was not loaded before the request's deadline"
+        yield Row(503, words), embed(server, "a", x_vecd_timeout_ms="3500")
+        yield Row(503, "The model could not be loaded"), embed(server, "a")
+        yield Row(503, "the model could not be loaded"), ask(server, "/health")
 
 
 def kill_workers(server: Server) -> None:
@@ -466,6 +479,7 @@ SCENARIOS: tuple[Callable[[Path], Provoked], ...] = (
     a_slow_worker,
     a_dying_worker,
     workers_that_always_die,
+    a_model_that_cannot_be_loaded,
     tls_and_the_end,
     starts,
     a_start_that_lasts,
