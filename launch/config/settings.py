@@ -288,7 +288,7 @@ class Settings(BaseSettings):
     vector_cache: Annotated[int, Field(ge=0)] = Field(
         0,
         description="bytes of memory for computed dense vectors, which are returned again for the same input without "
-        "computing it; allocated at the start, for all gateways together. 0: none. Refused for a model without dense "
+        "computing it; allocated at the start, for all gateways together. 0: none. Refused if no model has dense "
         "vectors",
     )
     request_timeout: _Seconds = Field(300.0, description="maximum seconds for a request; then it gets 503")

@@ -2,18 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks.several import Canaries, ModelTable, draw_requests
 from benchmarks.trials import Stretch
 from tests.support.soak.tenants import weightless_reference
-from vecd.gateway.api.registry import ROUTES
 
 FLAGS = ("--engine", "weightless", "--gateways", "2")
-needs_on_demand = pytest.mark.xfail(
-    "/admin/models" not in ROUTES, reason="no model can be unloaded yet", strict=True, raises=Exception
-)
-"""For what sends commands of /admin/models. As soon as the route exists the test must pass."""
 _NUM_TEXTS = 16
 
 

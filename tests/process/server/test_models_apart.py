@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.trials import Trial, load_once
-from tests.support.models_trial import FLAGS, assert_all_right, dummy_canaries, needs_on_demand
+from tests.support.models_trial import FLAGS, assert_all_right, dummy_canaries
 
 
 @pytest.fixture
@@ -36,13 +36,11 @@ def test_kills_and_reloads_of_one_model_fail_no_request(trial: Trial) -> None:
         assert_all_right(of)
 
 
-@needs_on_demand
 def test_a_model_that_is_unloaded_and_loaded_again_fails_no_request(trial: Trial) -> None:
     stretches = trial.run({"unloaded": trial.unload})
     assert stretches["unloaded"][0].num_done > 0
     assert_all_right([*stretches["quiet"], *stretches["unloaded"]])
 
 
-@needs_on_demand
 def test_many_requests_at_once_load_a_model_once(trial: Trial) -> None:
     assert load_once(trial.canaries[0], 100, trial.folder, *trial.flags) == 1

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.several_experiment import SeveralExperiment
 from benchmarks.several_trials import budget_of_two, canaries_of, disturbances_of, make_trial
 from benchmarks.trials import Stretch, crowd_out, load_once
-from tests.support.models_trial import assert_all_right, needs_on_demand
+from tests.support.models_trial import assert_all_right
 from tests.support.soak.form import LONG, pick, record
 
 pytestmark = pytest.mark.skipif(
@@ -43,9 +43,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> SeveralExperiment:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["killed each second", "reloaded", pytest.param("unloaded and loaded again", marks=needs_on_demand)]
-)
+@pytest.mark.parametrize("name", ["killed each second", "reloaded", "unloaded and loaded again"])
 def test_the_others_do_not_notice(experiment: SeveralExperiment, name: str) -> None:
     trial = make_trial(experiment)
     stretches = trial.run({name: disturbances_of(trial)[name]})
@@ -72,7 +70,6 @@ def _p99_ms(stretches: list[Stretch], model: str) -> float:
     return ordered[len(ordered) // 2] if ordered else math.inf
 
 
-@needs_on_demand
 def test_more_models_than_memory_all_answer(experiment: SeveralExperiment) -> None:
     canaries = canaries_of(experiment)
     budget = budget_of_two(experiment, canaries)
@@ -90,7 +87,6 @@ def test_more_models_than_memory_all_answer(experiment: SeveralExperiment) -> No
         assert summary.max_ms < 1000 * MAX_WAIT_S, name
 
 
-@needs_on_demand
 def test_many_requests_at_once_load_a_model_once(experiment: SeveralExperiment) -> None:
     [first, *_] = canaries_of(experiment)
     num_loads = load_once(first, NUM_AT_ONCE, experiment.scratch("once"))
