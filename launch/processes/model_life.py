@@ -305,18 +305,22 @@ def decide(
     num_loads = sum(life.state is ModelState.LOADING and life.has_begun for life in lives)
     waiting = sorted((life for life in lives if life.is_waiting), key=_wanted_at)
     due += [life.not_before for life in waiting if life.not_before > now]
+    most_nbytes = (free_nbytes or 0) + sum(life.held_nbytes for life in lives if not life.is_pinned)
     for life in [life for life in waiting if life.not_before <= now]:
+        if free_nbytes is not None:
+            missing = life.total_nbytes - most_nbytes - (life.held_nbytes if life.is_pinned else 0)
+            if missing > 0:
+                why = f"no memory: {math.ceil(missing / 2**20)} MB of the budget are missing beside the pinned models"
+                decisions.append(RefuseLoad(life, why))
+                continue
         if num_loads >= MAX_LOADS:
             break
         if free_nbytes is not None:
             needed = life.total_nbytes - life.held_nbytes - free_nbytes
             leaving = [d.life for d in decisions if isinstance(d, BeginUnload)]
             if needed > 0:
-                room = _make_room(life, needed, lives, leaving, choose, now)
-                decisions += room
+                decisions += _make_room(life, needed, lives, leaving, choose, now)
                 due.append(now + _MEMORY_WAIT_S)
-                if room and isinstance(room[0], RefuseLoad):
-                    continue
                 break
             free_nbytes -= life.total_nbytes - life.held_nbytes
         decisions.append(BeginLoad(life))
@@ -331,7 +335,7 @@ def _wanted_at(life: ModelLife) -> float:
 
 def _make_room(
     life: ModelLife, needed: int, lives: Sequence[ModelLife], leaving: Sequence[ModelLife], choose: Choose, now: float
-) -> list[Decision]:
+) -> list[BeginUnload]:
     """Whom to unload for a load that needs so many bytes more than are free; nobody while enough is on its way out."""
     others = [each for each in lives if each is not life]
     draining = [each for each in others if each.state is ModelState.DRAINING or each in leaving]
@@ -342,12 +346,6 @@ def _make_room(
     resident = {
         each.model: each for each in staying if each.state in (ModelState.READY, ModelState.PARKED) and each.held_nbytes
     }
-    movable = sum(each.held_nbytes for each in staying if not each.is_pinned)
-    if needed > movable:
-        missing_mb = math.ceil((needed - movable) / 2**20)
-        return [
-            RefuseLoad(life, f"no memory: {missing_mb} MB of the budget are missing without all that may be unloaded")
-        ]
     assert life.wanted_at is not None
     occupants = [each.occupant(now) for each in resident.values()]
     chosen = choose(occupants, needed, waited_s=now - life.wanted_at, reload_s=life.load_s) or []

@@ -94,6 +94,15 @@ def test_no_load_passes_one_that_waits_for_memory() -> None:
     assert decide(lives, 200, choose, 12)[0] == [BeginLoad(large), BeginLoad(small)]
 
 
+def test_three_that_fit_one_at_a_time_wait_for_their_turns() -> None:
+    lives = [made(generation) for generation in (1, 2, 3)]
+    for life in lives:
+        life.want(life.generation)
+    assert decide(lives, 100, choose, 5) == ([BeginLoad(lives[0])], 6.0), "the others have no room yet, and may wait"
+    lives[0].begin_load(5)
+    assert decide(lives, 0, choose, 6) == ([], 7.0)
+
+
 def test_what_never_fits_fails_at_once_and_lets_the_next_pass() -> None:
     pinned, large, small = loaded(1, is_pinned=True), made(2, total_nbytes=1 << 30), made(3)
     large.want(1)
