@@ -7,6 +7,7 @@ Owns the reading of messages, the sending of reports, and the heartbeat. Knows n
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -21,6 +22,8 @@ _SEND_AGAIN_S = 0.5
 class Control:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._unsent: deque[Message] = deque()
+        """Reports that the supervisor has had no room for, the oldest first."""
 
     def start(self, on_message: Callable[[Message, list[int]], None]) -> None:
         """Obey messages and send heartbeats from now on. `on_message`: takes a message and its descriptors, which are
@@ -34,13 +37,23 @@ class Control:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
     def send(self, message: Message) -> None:
-        """Report to the supervisor. While it does not read, the message is sent later, and the loop does not wait."""
-        try:
-            self._channel.send(message, waits=False)
-        except BlockingIOError:
-            asyncio.get_running_loop().call_later(_SEND_AGAIN_S, self.send, message)
-        except OSError:
-            pass  # it is gone; the watching thread of `vecd.gateway.main` ends this process
+        """Report to the supervisor. While it does not read, messages are sent later, in their order, and the loop does
+        not wait."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            message = self._unsent.popleft()
+            try:
+                self._channel.send(message, waits=False)
+            except BlockingIOError:
+                self._unsent.appendleft(message)
+                asyncio.get_running_loop().call_later(_SEND_AGAIN_S, self._send_unsent)
+                return
+            except OSError:
+                self._unsent.clear()  # it is gone; the watching thread of `vecd.gateway.main` ends this process
 
     def _beat(self) -> None:
         """Tell the supervisor that the event loop runs."""

@@ -226,7 +226,9 @@ class Service:
                 self.dispatcher.hold()
         if state is ModelState.FAILED:
             self.pipeline.fail_all(self.residence.failed_error)
-        elif self.admission.num_requests and state in (ModelState.UNLOADED, ModelState.PARKED):
+        elif state in (ModelState.UNLOADED, ModelState.PARKED) and (
+            self.admission.num_requests or self.residence.has_waiting_clients
+        ):
             self.residence.want()  # requests came before nothing was sent any more
 
     @property
@@ -621,11 +623,7 @@ class Services:
     def num_waiting(self) -> int:
         """Sequences that a core could be for. What waits without a worker is not counted: another gateway would be
         granted fewer cores for it, and leave them idle."""
-        return sum(
-            service.policy.queued_sequences
-            for service in self.all.values()
-            if any(link.is_usable for link in service.dispatcher.links)
-        )
+        return sum(service.policy.queued_sequences for service in self.all.values() if service.dispatcher.is_sending)
 
     def queue_age_us(self) -> int:
         now = time.monotonic()

@@ -30,12 +30,14 @@ _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _PART = re.compile(rf"({_NUMBER})({'|'.join(_UNITS_S)})", re.ASCII)
 _DURATION = re.compile(rf"(?:{_PART.pattern})+", re.ASCII)
 _MAX_CHARS = 32
+_FOR_EVER_S = 9e9
+"""285 years. A date that far away can still be written."""
 
 
 def parse_keep_alive(value: object) -> float | None:
     """Seconds that a model stays after its last request, 0 or more; None: for ever. `value` is what Ollama's clients
-    send: a number of seconds, as a string, too, or a duration as Go writes it, "5m" or "1h30m"; a negative one
-    means for ever. Raises ValueError, whose message says what it must be."""
+    send: a number of seconds, as a string, too, or a duration as Go writes it, "5m" or "1h30m"; a negative one,
+    and one of centuries, means for ever. Raises ValueError, whose message says what it must be."""
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
@@ -49,4 +51,4 @@ def parse_keep_alive(value: object) -> float | None:
             seconds = -total if text.startswith("-") else total
     if math.isnan(seconds):
         raise ValueError("must be seconds or a duration like 5m; a negative one means for ever")
-    return None if seconds < 0 or math.isinf(seconds) else seconds
+    return seconds if 0 <= seconds < _FOR_EVER_S else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages, Work
+from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages, ParsedStay, Work
 from vecd.gateway.types.config import AliasDefaults
 from vecd.gateway.types.request import EmbedRequest, Overflow, Pair, Role
 from vecd.shm.output import Output
@@ -59,6 +59,8 @@ def _completed(work: Work, body: Mapping[str, Any], model_info: ModelInfo) -> Wo
                 return _completed(proceed(texts), body, model_info)
 
             return ParsedMessages(payload, proceed_with_defaults)
+        case ParsedStay(work=ParsedEmbed() as embed):
+            return work._replace(work=embed._replace(request=_complete(embed.request, body, model_info)))
         case _:
             return work
 

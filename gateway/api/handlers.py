@@ -292,21 +292,20 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
 async def _respond_to_stay(
     context: Context, parsed: _Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
 ) -> Response:
-    try:
-        if work.work is not None:
-            request = work.work.request
-            num_estimated = context.estimate_tokens(request.inputs, request.tokenizing)
-            return await _respond(
-                context, parsed._replace(work=work.work, num_estimated=num_estimated), http, principal
-            )
+    if work.work is not None:
+        request = work.work.request
+        num_estimated = context.estimate_tokens(request.inputs, request.tokenizing)
+        parsed = parsed._replace(work=work.work, num_estimated=num_estimated)
+        response = await _respond(context, parsed, http, principal)
+    elif work.loads and context.residence.is_awaited:
         started_at = time.monotonic()
-        if not work.loads or not context.residence.is_awaited:
-            return work.render(0)
         await context.embedder.load(parse_timeout_s(http.headers), http.timeline.arrived_at)
-        return work.render(round((time.monotonic() - started_at) * 1e9))
-    finally:
-        if work.sets_keep_alive:  # afterwards, because a model that is to stay for 0 s would be unloaded before
-            context.embedder.keep_alive(work.keep_alive_s)
+        response = work.render(round((time.monotonic() - started_at) * 1e9))
+    else:
+        response = work.render(0)
+    if work.sets_keep_alive:  # only now: a model that is to stay for 0 s would be unloaded before
+        context.embedder.keep_alive(work.keep_alive_s)
+    return response
 
 
 def _name(error: ApiError, field: str, *, is_list: bool) -> None:

@@ -38,6 +38,7 @@ from vecd.gateway.telemetry.metrics import CONTENT_TYPE, render_metrics
 from vecd.gateway.telemetry.processes import Usage
 from vecd.gateway.types.errors import NotFound
 from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import Gauge
 
 
@@ -255,6 +256,9 @@ _TEXT = "text/plain; charset=utf-8"
 
 _HTML = "text/html; charset=utf-8"
 _STATUS = schemas.record(status=schemas.STRING)
+_HEALTH_STATUS = schemas.record(
+    "state", "reason", status=schemas.STRING, state={"enum": [*ModelState]}, reason=schemas.STRING
+)
 _OBJECT = {"type": "object"}
 
 
@@ -265,10 +269,12 @@ def _get(
 
 
 _HEALTH = Route(
-    health, None, Operation(summary="Whether a worker can serve", response=_STATUS, other_responses={503: _STATUS})
+    health,
+    None,
+    Operation(summary="Whether a worker can serve", response=_HEALTH_STATUS, other_responses={503: _HEALTH_STATUS}),
 )
 _MODELS = "/admin/models/"
-_STATE = Operation(summary="", response=_OBJECT, other_responses={202: _OBJECT, 503: _OBJECT})
+_STATE = Operation(summary="", response=_OBJECT, other_responses={202: _OBJECT, 404: _OBJECT, 503: _OBJECT})
 
 
 def _order(handler: Handler, summary: str) -> dict[str, Route]:

@@ -227,6 +227,11 @@ class Dispatcher:
         self._report_if_drained()
 
     @property
+    def is_sending(self) -> bool:
+        """Batches are sent, and a worker can take them."""
+        return self._flow is _Flow.OPEN and any(link.is_usable for link in self._links.values())
+
+    @property
     def awaits_workers(self) -> bool:
         """The model has been loaded, and none of its workers is connected yet."""
         return self._flow is _Flow.HELD and self.broken is None

@@ -18,6 +18,8 @@ from vecd.shm.residence import ModelState
 MAX_WAITING = 1000
 """Requests that may wait for one model that is not ready, at all gateways."""
 _USE_INTERVAL_S = 1.0
+_UNREPORTED = -1
+"""Of requests that are unanswered: no number that was reported."""
 
 ENDS = {
     "load": frozenset({ModelState.READY, ModelState.FAILED}),
@@ -31,6 +33,8 @@ _RESIDENT = frozenset({ModelState.READY, ModelState.PARKED, ModelState.DRAINING}
 class _Goal(NamedTuple):
     """What someone waits for: one of some states, or that it was reached, because the next state may follow at once."""
 
+    is_client_s: bool
+    """A request waits, and not an operator."""
     ends: Collection[ModelState]
     count: Callable[[ModelIs], int]
     num_before: int
@@ -94,6 +98,9 @@ class Residence:
         self.is_awaited = state is not ModelState.READY
         if state is ModelState.READY:
             self._last_used_at = self._changed_at
+            if is_news:
+                # The supervisor has forgotten what waited across an unload.
+                self._reported_use = (self._reported_use[0], _UNREPORTED, self._reported_use[2])
         elif state is ModelState.UNLOADED:
             self.keep_alive_s, self._kept_at = self._configured_s, None
         for watcher, goal in self._watchers.items():
@@ -123,6 +130,11 @@ class Residence:
                 f"The model is being loaded, which is expected to take {rest_s:.0f} s more: the request's deadline is "
                 "earlier"
             )
+
+    @property
+    def has_waiting_clients(self) -> bool:
+        """Requests wait that need nothing of the model but that it is loaded."""
+        return any(goal.is_client_s for goal in self._watchers.values())
 
     def want(self) -> None:
         """Tell the supervisor that requests wait, once for each state in which it does not load the model anyway."""
@@ -161,7 +173,7 @@ class Residence:
         if not self.is_awaited:
             return
         self.let_wait(len(self._watchers), self._clock() + timeout_s)
-        status = await self._until("load", timeout_s)
+        status = await self._until("load", timeout_s, is_client_s=True)
         if status is None:
             raise self.late_error()
         if status.state == ModelState.FAILED:
@@ -181,13 +193,13 @@ class Residence:
             if not watcher.done():
                 watcher.set_exception(make_error())
 
-    async def _until(self, action: str, timeout_s: float) -> ModelIs | None:
+    async def _until(self, action: str, timeout_s: float, *, is_client_s: bool = False) -> ModelIs | None:
         """The next status in which the action has come to an end; None if there is none in time."""
         if self._make_end is not None:
             raise self._make_end()
         watcher: asyncio.Future[ModelIs] = asyncio.get_running_loop().create_future()
         count = _num_loads if action == "load" else _num_unloads
-        self._watchers[watcher] = _Goal(ENDS[action], count, count(self.status))
+        self._watchers[watcher] = _Goal(is_client_s, ENDS[action], count, count(self.status))
         try:
             async with asyncio.timeout(timeout_s):
                 return await watcher

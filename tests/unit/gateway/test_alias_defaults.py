@@ -104,6 +104,16 @@ def test_the_header_names_an_alias_and_letters_of_case_do_not_count():
     serve(test)
 
 
+def test_a_request_that_says_how_long_the_model_stays_has_them_too():
+    async def test(bench: Bench) -> None:
+        body = {"input": TEXT, "model": "asked"}
+        expected = await requested(bench, "/api/embed", body)
+        assert await requested(bench, "/api/embed", {**body, "keep_alive": "5m"}) == expected
+        assert bench.recorder("dense").kept_s == 300.0
+
+    run(test, "dense", num_models=1, is_matryoshka=True, allows_keep_alive=True)
+
+
 def test_ollama_s_older_operation_which_has_no_fields_for_them():
     async def test(bench: Bench) -> None:
         for unknown in ({}, {"dimensions": 16, "prompt_name": "document"}):

@@ -172,6 +172,22 @@ def test_a_report_waits_until_the_supervisor_reads_again():
     run_in_virtual_time(test)
 
 
+def test_reports_that_had_to_wait_keep_their_order():
+    async def test() -> None:
+        channel = FakeChannel()
+        channel.reads = False
+        control = Control(cast(Channel, channel))
+        control.send(Prepared(1))
+        control.send(Prepared(2))
+        channel.reads = True
+        control.send(Prepared(3))
+        await asyncio.sleep(1)
+        control.send(Prepared(4))
+        assert channel.sent == [Prepared(number) for number in (1, 2, 3, 4)]
+
+    run_in_virtual_time(test)
+
+
 def test_a_report_to_a_supervisor_that_is_gone_is_dropped():
     async def test() -> None:
         channel = FakeChannel()

@@ -81,6 +81,7 @@ class Recorder:
         self._encoder = Encoder(card)
         self._card = card
         self.requests: list[EmbedRequest] = []
+        self.kept_s: float | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -95,6 +96,9 @@ class Recorder:
         for collector in collectors:
             collector.put(0, np.ones((len(request.inputs), self._card.dim), np.float32))
         return embedded_of(*collectors)
+
+    def keep_alive(self, seconds: float | None) -> None:
+        self.kept_s = seconds
 
     async def describe(self, parsed: ParsedTokenize, *_: object) -> None:
         raise self._failure()

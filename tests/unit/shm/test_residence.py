@@ -9,7 +9,8 @@ from vecd.shm.residence import parse_keep_alive
     ("value", "seconds"),
     [
         (0, 0.0), (300, 300.0), (1.5, 1.5), ("0", 0.0), ("300", 300.0), (" 5m ", 300.0), ("1h30m", 5400.0),
-        ("500ms", 0.5), (".5s", 0.5), (-1, None), ("-1", None), ("-5m", None), (float("inf"), None),
+        ("500ms", 0.5), (".5s", 0.5), (-1, None), ("-1", None), ("-5m", None), (float("inf"), None), (1e12, None),
+        ("99999999999h", None),
     ],
 )  # fmt: skip
 def test_reads_seconds_and_durations(value: object, seconds: float | None) -> None:

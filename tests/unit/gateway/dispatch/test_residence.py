@@ -257,6 +257,37 @@ def test_use_is_reported_at_most_once_a_second_and_only_if_there_is_any():
     assert len(told.sent) == 2
 
 
+def test_what_has_waited_across_an_unload_is_reported_again():
+    told = Told(keep_alive_s=5.0)
+    told.change("draining")
+    told.residence.note_use(1, 1, 0.0)
+    told.now += 10.0
+    for state in ("unloaded", "loading", "ready"):
+        told.change(state)
+    told.residence.note_use(1, 1, 0.0)
+    assert told.sent == [ModelUsed(GENERATION, 0.0, 1)] * 2
+    told.now += 10.0
+    told.residence.note_use(1, 1, 0.0)
+    assert len(told.sent) == 2
+
+
+def test_a_preload_waits_across_an_unload_and_an_operator_does_not():
+    async def test() -> None:
+        told = Told()
+        told.change("loading")
+        operator = asyncio.ensure_future(told.residence.ask("load", 100.0))
+        await asyncio.sleep(1)
+        assert not told.residence.has_waiting_clients
+        client = asyncio.ensure_future(told.residence.until_ready(100.0))
+        await asyncio.sleep(1)
+        assert told.residence.has_waiting_clients
+        told.change("ready")
+        await asyncio.gather(operator, client)
+        assert not told.residence.has_waiting_clients
+
+    in_time(test)
+
+
 def test_when_it_expires():
     told = Told(keep_alive_s=5.0)
     told.change("ready")
