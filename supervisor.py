@@ -175,7 +175,7 @@ class Supervisor:
         Raises StartFailure when there is no memory, no descriptor or no temporary folder.
         """
         self._system = system or System()
-        self._memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
+        self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """What the fork servers of several models are forked from; a test's start no process."""
         self._arguments = list(arguments)
@@ -299,7 +299,7 @@ class Supervisor:
     def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
         """For a reload; raises as `make_plans` and `make_book`."""
         plans = make_plans(models, num_gateways=self._num_gateways)
-        make_book(plans)
+        self._newest_memory = make_book(plans)
         return list(map(self._with_inherited, plans))
 
     def _with_inherited(self, plan: Plan) -> Plan:
@@ -408,6 +408,8 @@ class Supervisor:
         self._notifier.reloading("Reloading; requests are served by the present configuration")
 
     def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
+        if not problems:
+            self._memory.adopt(self._newest_memory)
         if self._has_been_ready:
             self._notifier.ready(self._status())
             if self._zygote is not None and len(self._reloader.active) == 1:

@@ -42,6 +42,10 @@ class MemoryBook:
         with the size that they had. Reads the file system: not for an event loop."""
         return self.recall(plan) or self._predict(plan)
 
+    def adopt(self, newer: "MemoryBook") -> None:
+        """From now on the server has the models that `newer` was made for. The budget stays."""
+        self.server_nbytes, self._is_only_model = newer.server_nbytes, newer._is_only_model
+
     def recall(self, plan: Plan) -> Footprint | None:
         """As measured earlier; None if that is not known. Reads the file system."""
         key = self._key(plan)

@@ -372,7 +372,9 @@ class GatewayPool:
             if sent is None or state.state != sent.state:
                 link.drained.discard(generation)
             link.sent_states[generation] = state
-            send_or_kill(link.process, state)
+            # The pause after a failed load may be over: a new gateway lets a request wait for what is left of it.
+            is_old_failure = sent is None and state.state == ModelState.FAILED
+            send_or_kill(link.process, replace(state, wait_s=0.0) if is_old_failure else state)
 
     def _activate(self, link: Link) -> None:
         """Let it serve each model with the active generation, once it is connected to a worker of it, or is prepared if

@@ -6,7 +6,8 @@ its `keep_alive`, and which makes room for another one. `vecd.launch.processes.r
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vecd.launch.processes.backoff import load_pause_s
@@ -100,9 +101,15 @@ class ModelLife:
         return self.state in (ModelState.LOADING, ModelState.READY)
 
     @property
+    def is_held(self) -> bool:
+        """It has memory that it could give back at once."""
+        return self.state in (ModelState.READY, ModelState.PARKED) and self.held_nbytes > 0
+
+    @property
     def is_waiting(self) -> bool:
         """A load of it is to begin."""
-        return self.wanted_at is not None and not self.is_resident and self.state is not ModelState.DRAINING
+        is_wanted = self.wanted_at is not None and self.asked_to_go is None
+        return is_wanted and not self.is_resident and self.state is not ModelState.DRAINING
 
     @property
     def load_s(self) -> float:
@@ -138,7 +145,7 @@ class ModelLife:
             self.history.load_s or self.load_s,
             self.num_unanswered(now) > 0 or now - self.used_at < 1.0,
             self.is_pinned,
-            now - self.since,
+            math.inf if is_parked else now - self.since,
         )
 
     def num_unanswered(self, now: float) -> int:
@@ -231,8 +238,8 @@ class ModelLife:
         is_parked = self.is_parking
         self.history.num_unloads[self.reason] = self.history.num_unloads.get(self.reason, 0) + 1
         self.held_nbytes = self.parked_nbytes if is_parked else 0
+        self.is_parking = False
         self._become(ModelState.PARKED if is_parked else ModelState.UNLOADED, self.reason, now)
-        self._unanswered.clear()
         self.client_keep_alive &= is_parked
 
     def measured(self, total_nbytes: int, parked_nbytes: int) -> None:
@@ -305,7 +312,7 @@ def decide(
     num_loads = sum(life.state is ModelState.LOADING and life.has_begun for life in lives)
     waiting = sorted((life for life in lives if life.is_waiting), key=_wanted_at)
     due += [life.not_before for life in waiting if life.not_before > now]
-    most_nbytes = (free_nbytes or 0) + sum(life.held_nbytes for life in lives if not life.is_pinned)
+    most_nbytes = (free_nbytes or 0) + held_nbytes(life for life in lives if not life.is_pinned)
     for life in [life for life in waiting if life.not_before <= now]:
         if free_nbytes is not None:
             missing = life.total_nbytes - most_nbytes - (life.held_nbytes if life.is_pinned else 0)
@@ -317,8 +324,8 @@ def decide(
             break
         if free_nbytes is not None:
             needed = life.total_nbytes - life.held_nbytes - free_nbytes
-            leaving = [d.life for d in decisions if isinstance(d, BeginUnload)]
             if needed > 0:
+                leaving = {d.life.generation: d.parks for d in decisions if isinstance(d, BeginUnload)}
                 decisions += _make_room(life, needed, lives, leaving, choose, now)
                 due.append(now + _MEMORY_WAIT_S)
                 break
@@ -328,24 +335,41 @@ def decide(
     return decisions, min(due, default=None)
 
 
+def held_nbytes(lives: Iterable[ModelLife]) -> int:
+    """Memory of models. Of one that is being replaced, which has two generations for a moment, the larger counts."""
+    largest: dict[str, int] = {}
+    for life in lives:
+        largest[life.model] = max(largest.get(life.model, 0), life.held_nbytes)
+    return sum(largest.values())
+
+
 def _wanted_at(life: ModelLife) -> float:
     assert life.wanted_at is not None
     return life.wanted_at
 
 
 def _make_room(
-    life: ModelLife, needed: int, lives: Sequence[ModelLife], leaving: Sequence[ModelLife], choose: Choose, now: float
+    life: ModelLife,
+    needed: int,
+    lives: Sequence[ModelLife],
+    leaving: Mapping[int, bool],
+    choose: Choose,
+    now: float,
 ) -> list[BeginUnload]:
-    """Whom to unload for a load that needs so many bytes more than are free; nobody while enough is on its way out."""
-    others = [each for each in lives if each is not life]
-    draining = [each for each in others if each.state is ModelState.DRAINING or each in leaving]
-    needed -= sum(each.held_nbytes - (each.parked_nbytes if each.is_parking else 0) for each in draining)
+    """Whom to unload for a load that needs so many bytes more than are free; nobody while enough is on its way out.
+    `leaving`: by generation, those that are about to go, and whether they are parked. One that is being replaced gives
+    nothing back, and stays."""
+    num_generations = Counter(each.model for each in lives)
+    going = {each.generation: each.is_parking for each in lives if each.state is ModelState.DRAINING}
+    going.update(leaving)
+    resident: dict[str, ModelLife] = {}
+    for each in lives:
+        if each.generation in going:
+            needed -= each.held_nbytes - (each.parked_nbytes if going[each.generation] else 0)
+        elif each is not life and num_generations[each.model] == 1 and each.is_held:
+            resident[each.model] = each
     if needed <= 0:
         return []
-    staying = [each for each in others if each not in draining]
-    resident = {
-        each.model: each for each in staying if each.state in (ModelState.READY, ModelState.PARKED) and each.held_nbytes
-    }
     assert life.wanted_at is not None
     occupants = [each.occupant(now) for each in resident.values()]
     chosen = choose(occupants, needed, waited_s=now - life.wanted_at, reload_s=life.load_s) or []

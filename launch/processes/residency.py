@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from vecd.launch.base.exit_codes import StartFailure
@@ -34,6 +35,7 @@ from vecd.launch.processes.model_life import (
     ModelLife,
     RefuseLoad,
     decide,
+    held_nbytes,
 )
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import KeepAlive, Message, ModelAsked, ModelIs, ModelUsed, ModelWanted
@@ -190,7 +192,7 @@ class Residency:
     def _act(self) -> float | None:
         now, free_nbytes = _now(), None
         if self._memory.budget is not None:
-            held = sum(life.held_nbytes for life in self._lives.values())
+            held = held_nbytes(self._lives.values())
             free_nbytes = self._memory.budget - self._memory.server_nbytes - held
         decisions, due = decide(list(self._lives.values()), free_nbytes, choose, now)
         for decision in decisions:
@@ -202,10 +204,10 @@ class Residency:
                 case BeginUnload(life, reason, parks):
                     self._begin_unload(life, reason, parks=parks)
                 case RefuseLoad(life, reason):
-                    self._fail(life, reason)
+                    self._refuse(life, reason)
                 case MeasureMemory(life):
                     life.measure_at = None
-                    self._start_task(self._measure(life))
+                    self._start_task(self._measure(life, self._worker_pools[life.generation]))
         return due
 
     async def _load(self, life: ModelLife) -> None:
@@ -216,13 +218,23 @@ class Residency:
             if worker_pool.reads_model and await self._files.call(plan.card.folder, plan.model_has_changed):
                 self._on_model_changed(worker_pool)
                 raise StartFailure(_FILES_CHANGED)
-            await worker_pool.supervise()
+            await worker_pool.supervise(needs_all=False)
         except (StartFailure, FilesHang, OSError) as error:
-            self._gateway_pool.withdraw_workers(life.generation, str(error))
-            self._fail(life, str(error).removeprefix(worker_pool.prefix))
+            reason = str(error).removeprefix(worker_pool.prefix)
         except Exception as error:
             log.exception("internal error in a load")
-            self._fail(life, f"unexpected {type(error).__name__}")
+            reason = f"unexpected {type(error).__name__}"
+        else:
+            return
+        self._gateway_pool.withdraw_workers(life.generation, reason)
+        self._fail(life, reason)
+
+    def _refuse(self, life: ModelLife, reason: str) -> None:
+        """It cannot be loaded. If it was parked, its weights go."""
+        worker_pool = self._worker_pools[life.generation]
+        self._fail(life, reason)
+        if worker_pool.pids() and not worker_pool.is_supervised:
+            self._start_task(worker_pool.stop())
 
     def _fail(self, life: ModelLife, reason: str) -> None:
         if life.generation not in self._lives or life.state is ModelState.DRAINING:
@@ -277,15 +289,18 @@ class Residency:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    async def _measure(self, life: ModelLife) -> None:
-        """Replace what was expected by what it needs, unless not all of it is there."""
-        worker_pool, ready_at = self._worker_pools[life.generation], life.since
+    async def _measure(self, life: ModelLife, worker_pool: WorkerPool) -> None:
+        """Replace what was expected by what it needs, unless not all of it is there. Workers that have not computed a
+        full batch yet will need more, so that they count with what was expected at least."""
+        ready_at = life.since
         if not worker_pool.is_complete:
             return
         pids, workers = worker_pool.pids(), [worker.process.pid for worker in worker_pool.ready.values()]
 
         def measure() -> Footprint | None:
             if (footprint := measured(pids, workers)) is not None:
+                expected = self._memory.expect(worker_pool.plan)
+                footprint = replace(footprint, per_worker=max(footprint.per_worker, expected.per_worker))
                 self._memory.remember(worker_pool.plan, footprint)
             return footprint
 

@@ -126,6 +126,7 @@ class WorkerPool:
         self._supervised: list[asyncio.Task[None]] = []
         """For each worker."""
         self._keeps_fork_server = False
+        self._needs_all = True
         self._has_ended = asyncio.Event()
         """`supervise` is not running."""
         self._has_ended.set()
@@ -142,13 +143,15 @@ class WorkerPool:
         """Of all its processes."""
         return [*self._fork_server.pids(), *(worker.process.pid for worker in self.ready.values())]
 
-    async def supervise(self) -> None:
+    async def supervise(self, *, needs_all: bool = True) -> None:
         """Keep all workers running until cancelled, or until `stop` has ended them; then it may be called again. On the
         way out none of their processes is left, but for the fork server if `stop` keeps it. Raises StartFailure when
-        one cannot start or keeps dying, if it has never been ready since this was called."""
+        one cannot start, if none has been ready since this was called, and when one keeps dying that has never been,
+        where `needs_all`, or where none has been ready."""
         await self._has_ended.wait()
         self._has_ended.clear()
         self._has_been_ready = self._keeps_fork_server = False
+        self._needs_all = needs_all
         self.broken = None
         self._supervised.clear()
         try:
@@ -222,6 +225,7 @@ class WorkerPool:
             incarnation = Incarnation(index, self._lives[index])
             reason, ready_for_s = await self._run(incarnation)
             self.log.error("%s %s", incarnation, reason)
+            backoff.has_been_ready |= self._has_been_ready and not self._needs_all
             delay_s = backoff.delay_after(reason, ready_for_s)
             if backoff.is_broken and not self.ready:
                 self._is_broken(f"worker {index} dies again and again: at last it {reason}")

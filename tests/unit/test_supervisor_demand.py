@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.supervision import FakeGateway, ready, run, settle
+from tests.support.supervision import FakeGateway, FakeProcess, ready, run, settle
 from tests.support.supervisor_bench import WATCHDOG_S, Bench, beat, supervising
 from vecd.launch.config.models import ModelEntry
 from vecd.launch.config.settings import Settings
@@ -248,6 +248,31 @@ def test_workers_that_die_in_a_load_are_tried_three_times(bench) -> None:
     run(test())
 
 
+def test_a_worker_that_keeps_dying_ends_no_load_in_which_another_is_ready(bench, models) -> None:
+    models["b"]["workers"] = 2
+
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            deaths: list[int] = []
+
+            def only_the_first(worker: FakeProcess) -> None:
+                if worker.name.startswith("worker 2"):
+                    ready(worker)
+                else:
+                    deaths.append(1)
+                    worker.end(-9)
+
+            made.fakes.on_fork = only_the_first
+            say(gateway, ModelWanted(2))
+            await settle(60)
+            assert last(gateway, 2).state == "ready"
+            assert len(deaths) > 3
+            assert not made.task.done()
+
+    run(test())
+
+
 def test_files_that_have_changed_are_reloaded_and_not_mixed(bench, models, minilm_folder, tmp_path) -> None:
     (folder := tmp_path / "copy").mkdir()
     for path in minilm_folder.iterdir():
@@ -471,6 +496,21 @@ def test_parking_suffices_where_little_is_missing(bench, models, budget) -> None
             await load(made, 3)
             await settle(5)
             assert (states(gateway, 2)[-1], states(gateway, 3)[-1]) == ("parked", "ready")
+
+    run(test())
+
+
+def test_a_gateway_that_starts_after_a_failed_load_lets_requests_wait(bench) -> None:
+    async def test() -> None:
+        async with bench("--gateways", "2") as made:
+            first, second = made.fakes.gateways
+            made.fakes.on_fork = lambda worker: worker.inbox.put_nowait(ChildFailed("no such layer"))
+            say(first, ModelWanted(2))
+            await settle()
+            assert last(first, 2).wait_s == 1.0
+            second.end(1)
+            await settle(1)
+            assert (last(made.fakes.gateways[2], 2).state, last(made.fakes.gateways[2], 2).wait_s) == ("failed", 0.0)
 
     run(test())
 

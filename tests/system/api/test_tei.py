@@ -149,7 +149,8 @@ def test_the_root_is_a_probe(float32_server):
 
 def test_the_root_of_a_server_that_ends_is_no_longer_well():
     reason = "the server is shutting down"
-    context: Any = SimpleNamespace(why_unavailable=lambda: reason, config=SimpleNamespace(has_ui=False), models=None)
+    context: Any = SimpleNamespace(why_unavailable=lambda: reason, config=SimpleNamespace(has_ui=False))
+    context.models_for = lambda principal: None
     nobody: Any = None
     response = asyncio.run(root(context, nobody, nobody))
     assert (response.status, response.headers["retry-after"]) == (503, "1")

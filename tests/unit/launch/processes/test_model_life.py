@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from vecd.launch.processes.eviction import choose
-from vecd.launch.processes.model_life import BeginLoad, BeginUnload, LoadHistory, ModelLife, RefuseLoad, decide
+from vecd.launch.processes.model_life import (
+    BeginLoad,
+    BeginUnload,
+    LoadHistory,
+    ModelLife,
+    RefuseLoad,
+    decide,
+    held_nbytes,
+)
 from vecd.shm.residence import ModelState
 
 GATEWAY, OTHER = (0, 1), (1, 1)
@@ -101,6 +109,46 @@ def test_three_that_fit_one_at_a_time_wait_for_their_turns() -> None:
     assert decide(lives, 100, choose, 5) == ([BeginLoad(lives[0])], 6.0), "the others have no room yet, and may wait"
     lives[0].begin_load(5)
     assert decide(lives, 0, choose, 6) == ([], 7.0)
+
+
+def test_a_model_that_is_being_replaced_counts_once_and_stays() -> None:
+    before, after = loaded(1, model="a", keep_alive_s=None), loaded(2, model="a", keep_alive_s=None)
+    waiting = made(3)
+    waiting.want(1)
+    assert held_nbytes([before, after, waiting]) == 100
+    assert decide([before, after, waiting], 40, choose, 100) == ([], 101.0), "neither would give anything back"
+    pinned = [loaded(number, model="a", keep_alive_s=None, is_pinned=True) for number in (1, 2)]
+    assert decide([*pinned, waiting], 100, choose, 100) == ([BeginLoad(waiting)], None)
+
+
+def test_a_parked_model_goes_at_once() -> None:
+    parked = loaded(1, keep_alive_s=None)
+    parked.begin_draining("operator", 9, parks=True)
+    parked.end_draining(9)
+    assert not parked.is_parking
+    waiting = made(2)
+    waiting.want(10)
+    [decision], _ = decide([parked, waiting], 50, choose, 10)
+    assert decision == BeginUnload(parked, "memory", False)
+
+
+def test_what_an_operator_ends_is_loaded_only_afterwards() -> None:
+    parked = loaded(1, keep_alive_s=None)
+    parked.begin_draining("operator", 9, parks=True)
+    parked.end_draining(9)
+    parked.ask_to_go("unload")
+    parked.want(10)
+    assert decide([parked], None, choose, 10)[0] == [BeginUnload(parked, "operator", False)]
+
+
+def test_requests_that_wait_across_an_unload_keep_it() -> None:
+    life = loaded(keep_alive_s=0.0)
+    life.use(GATEWAY, 0.0, 1, 1)
+    life.begin_draining("operator", 2, parks=False)
+    life.end_draining(3)
+    life.begin_load(3)
+    life.become_ready(4)
+    assert life.idle_at(10) is None
 
 
 def test_what_never_fits_fails_at_once_and_lets_the_next_pass() -> None:
