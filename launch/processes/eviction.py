@@ -1,16 +1,17 @@
 """Decides which models make room for one that requests wait for. Pure.
 
 A resident model stays for a slice at least: four times what a load takes, and 5 s at least, so that loads cost at most
-a fifth of the time where models do not fit together. Idle models go first, those that are the cheapest to do without
-for the memory that they give back: (use x seconds of a load) / bytes. A busy one goes only for a load that has waited
-for a slice, and then the longest resident one: such models take turns. Called by `vecd.launch.processes.residency`, for
-the load that has waited the longest: a later one must not take the memory that this one waits for.
+a fifth of the time where models do not fit together; but not longer than 30 s, because clients give up. Idle models go
+first, those that are the cheapest to do without for the memory that they give back: (use x seconds of a load) / bytes.
+A busy one goes only for a load that has waited for a slice, and then the longest resident one: such models take turns.
+Called by `vecd.launch.processes.residency`, for the load that has waited the longest: a later one must not take the
+memory that this one waits for.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_MIN_SLICE_S = 5.0
+_MIN_SLICE_S, _MAX_SLICE_S = 5.0, 30.0
 _RELOADS_PER_SLICE = 4.0
 
 
@@ -60,7 +61,7 @@ def choose(
 def slice_s(occupant: Occupant, reload_s: float) -> float:
     """Seconds for which `occupant` stays, whoever waits, and for which a load that takes `reload_s` waits until a busy
     model goes."""
-    return max(_MIN_SLICE_S, _RELOADS_PER_SLICE * max(occupant.reload_s, reload_s))
+    return min(_MAX_SLICE_S, max(_MIN_SLICE_S, _RELOADS_PER_SLICE * max(occupant.reload_s, reload_s)))
 
 
 def _cost(occupant: Occupant) -> tuple[float, float]:

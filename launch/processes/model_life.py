@@ -25,7 +25,7 @@ _MEMORY_WAIT_S = 1.0
 _USE_TIME_CONSTANT_S = 60.0
 _SETTLING_S = 5.0
 """After a load, until its memory is measured: the first requests need some, too."""
-_FIRST_LOAD_S, _LOAD_BYTES_PER_S = 2.0, 200e6
+_FIRST_LOAD_S, _LOAD_BYTES_PER_S = 1.0, 300e6
 """What a load is expected to take until one has been measured."""
 _UNPARK_S = 0.5
 
@@ -116,7 +116,19 @@ class ModelLife:
         """Expected seconds of its next load."""
         if self.state is ModelState.PARKED or (self.state is ModelState.LOADING and self.is_unparking):
             return _UNPARK_S
-        return self.history.load_s or _FIRST_LOAD_S + self.total_nbytes / _LOAD_BYTES_PER_S
+        return self.history.load_s or self._first_load_s
+
+    @property
+    def reload_s(self) -> float:
+        """What loads of it cost, once it has been loaded: its first load may also have chosen an engine, whose choice
+        is remembered."""
+        if self.history.num_loads < 2:
+            return min(self.history.load_s or math.inf, self._first_load_s)
+        return self.history.load_s
+
+    @property
+    def _first_load_s(self) -> float:
+        return _FIRST_LOAD_S + self.total_nbytes / _LOAD_BYTES_PER_S
 
     def message(self, ahead_s: float, now: float, *, has_just_gone: bool = False) -> ModelIs:
         """What gateways are told of it. `ahead_s`: expected seconds of the loads before its own. `has_just_gone`: also
@@ -142,7 +154,7 @@ class ModelLife:
             self.held_nbytes,
             0 if is_parked or not self.can_park else max(0, self.held_nbytes - self.parked_nbytes),
             self._use * math.exp(-(now - self._use_at) / _USE_TIME_CONSTANT_S),
-            self.history.load_s or self.load_s,
+            self.reload_s,
             self.num_unanswered(now) > 0 or now - self.used_at < 1.0,
             self.is_pinned,
             math.inf if is_parked else now - self.since,
@@ -372,5 +384,5 @@ def _make_room(
         return []
     assert life.wanted_at is not None
     occupants = [each.occupant(now) for each in resident.values()]
-    chosen = choose(occupants, needed, waited_s=now - life.wanted_at, reload_s=life.load_s) or []
+    chosen = choose(occupants, needed, waited_s=now - life.wanted_at, reload_s=life.reload_s) or []
     return [BeginUnload(resident[each.model], "memory", each.parks) for each in chosen]

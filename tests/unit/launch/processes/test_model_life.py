@@ -77,6 +77,19 @@ def test_what_waits_is_told_as_loading_unless_it_has_just_gone() -> None:
     assert (life.state, life.held_nbytes) == (ModelState.PARKED, 60)
 
 
+def test_what_the_first_load_has_taken_to_choose_an_engine_does_not_count() -> None:
+    life = made(history=LoadHistory(), total_nbytes=300_000_000)
+    assert (life.load_s, life.reload_s) == (2.0, 2.0)
+    seen = []
+    for seconds in (20, 1, 3):
+        life.begin_load(0)
+        life.become_ready(seconds)
+        seen.append((life.load_s, life.reload_s))
+        life.begin_draining("memory", seconds, parks=False)
+        life.end_draining(seconds)
+    assert seen == [(20, 2.0), (1, 1), (3, 3)]
+
+
 def test_a_gpu_model_is_never_parked() -> None:
     life = loaded(can_park=False, parked_nbytes=0)
     life.begin_draining("operator", 1, parks=True)
