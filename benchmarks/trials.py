@@ -24,7 +24,7 @@ from benchmarks.several import Canaries, ModelTable, serving_all, write_config
 from vecd.client.connection import parse_target
 
 _MAX_REQUESTS = 4000
-_KILL_EVERY_S = 1.0
+_EVERY_S = 1.0
 _REPLACED_WITHIN_S = 120.0
 _POLL_S = 0.02
 _REST_S = 2.0
@@ -100,7 +100,7 @@ class Trial:
     def kill(self, server: Server, has_ended: threading.Event) -> int:
         """SIGKILL for a worker of the victim each second."""
         rng, num_killed = random.Random(1), 0
-        while not has_ended.wait(_KILL_EVERY_S):
+        while not has_ended.wait(_EVERY_S):
             pids = sorted(worker_pids(server, self.victim))
             if pids:
                 with suppress(ProcessLookupError):
@@ -109,9 +109,9 @@ class Trial:
         return num_killed
 
     def reload(self, server: Server, has_ended: threading.Event) -> int:
-        """SIGHUP with another table of the victim, again and again."""
+        """SIGHUP with another table of the victim, a second after the reload before."""
         num_reloaded = 0
-        while not has_ended.wait(_POLL_S):
+        while not has_ended.wait(_EVERY_S):
             tables = {canaries.table.name: canaries.table for canaries in self.canaries}
             victim = tables[self.victim]
             settings = {**victim.settings, "max-requests": next(self._numbers)}
@@ -125,9 +125,9 @@ class Trial:
         return num_reloaded
 
     def unload(self, server: Server, has_ended: threading.Event) -> int:
-        """The victim is unloaded, and loaded again by its own clients' requests, again and again."""
+        """The victim is unloaded, and loaded again by its own clients' requests, a second after the load before."""
         num_unloaded = 0
-        while not has_ended.wait(_POLL_S):
+        while not has_ended.wait(_EVERY_S):
             before = worker_pids(server, self.victim)
             command(server, self.victim, "unload")
             _await_replaced(server, self.victim, before)
