@@ -86,7 +86,7 @@ def test_models_are_added_replaced_refused_and_removed_beside_another(
         write(config, minilm_folder, {"a": {"workers": 1}, "c": {"workers": 1}})
         assert "reloaded: b is no longer served" in server.reload_outcome()
         assert httpx.get(f"{server.url}/m/b/info").status_code == 404
-        assert not any(map(psutil.pid_exists, replaced["b"]))
+        eventually(lambda: not any(map(psutil.pid_exists, replaced["b"])))  # they end after the line in the log
         assert worker_pids(server, "a") == before["a"]
         assert "reloaded: no model has changed" in server.reload_outcome()
     assert requests.num_answered > 0
