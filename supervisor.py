@@ -12,9 +12,9 @@ supervises each child: it runs one process after the other, and its loop never w
 
 A server of several models has a worker pool for each, whose fork servers a zygote forks
 (`vecd.launch.processes.zygote`). They load at the same time: most of a start is one thread that reads, so that cores
-would be idle otherwise; the longest start, and not their sum, delays the first
-response; and a model that cannot start ends the server at once. The memory is needed at the end in any case. Models
-that are loaded on demand come later, and may go again (`vecd.launch.processes.residency`).
+would be idle otherwise; the longest start, and not their sum, delays the first response; and a model that cannot start
+ends the server at once. Models that are loaded on demand come later, and may go again
+(`vecd.launch.processes.residency`).
 """
 
 import asyncio
@@ -91,7 +91,7 @@ _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
 _MIN_BOARD_MODELS = 16
-"""Models that a reload may bring the server to, if it starts with fewer: 2 KiB of shared metrics each, per gateway."""
+"""Models that a reload may bring the server to, if it starts with fewer: 8 KB of shared metrics each, per gateway."""
 _ROOM = 2
 """A reload may bring the server to so many times the models and workers that it starts with."""
 

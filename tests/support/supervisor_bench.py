@@ -6,16 +6,33 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.supervision import FakeGateway, FakeNotifier, Fakes, FakeSocket, settle
-from vecd.launch.config.models import load_models
+from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import make_plans
-from vecd.launch.config.settings import load_settings
+from vecd.launch.config.settings import Settings, load_settings
 from vecd.launch.processes.sockets import Inherited
 from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import Heartbeat
 from vecd.supervisor import Supervisor
 
 WATCHDOG_S = 2.0
+Models = dict[str, dict[str, Any]]
+"""By name, in the order of the configuration: the settings that are not the server's."""
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, configured: Models) -> None:
+    """Let the configuration have these models whenever it is read; they may be changed in between."""
+
+    def load(settings: Settings) -> tuple[ModelEntry, ...]:
+        return tuple(
+            ModelEntry(name, settings.model_copy(update={"served_model_name": name, **table}))
+            for name, table in configured.items()
+        )
+
+    for module in ("vecd.supervisor", "tests.support.supervisor_bench"):
+        monkeypatch.setattr(f"{module}.load_models", load)
 
 
 class FakeReloadSocket(ReloadSocket):

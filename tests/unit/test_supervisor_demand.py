@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.supervision import FakeGateway, FakeProcess, ready, run, settle
-from tests.support.supervisor_bench import WATCHDOG_S, Bench, beat, supervising
-from vecd.launch.config.models import ModelEntry
-from vecd.launch.config.settings import Settings
+from tests.support.supervisor_bench import WATCHDOG_S, Bench, Models, beat, configure, supervising
 from vecd.launch.memory.book import MemoryBook
 from vecd.launch.memory.footprint import Footprint
 from vecd.shm.control import (
@@ -29,7 +27,6 @@ from vecd.shm.control import (
     WorkerUp,
 )
 
-Models = dict[str, dict[str, Any]]
 DEMAND = {"load": "demand", "workers": 1}
 
 
@@ -37,15 +34,7 @@ DEMAND = {"load": "demand", "workers": 1}
 def models(monkeypatch: pytest.MonkeyPatch) -> Models:
     """What the configuration holds whenever it is read; a test changes it."""
     configured: Models = {"a": {}, "b": {**DEMAND}}
-
-    def load(settings: Settings) -> tuple[ModelEntry, ...]:
-        return tuple(
-            ModelEntry(name, settings.model_copy(update={"served_model_name": name, **table}))
-            for name, table in configured.items()
-        )
-
-    for module in ("vecd.supervisor", "tests.support.supervisor_bench"):
-        monkeypatch.setattr(f"{module}.load_models", load)
+    configure(monkeypatch, configured)
     return configured
 
 

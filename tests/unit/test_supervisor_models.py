@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.supervision import FakeGateway, FakeProcess, num_descriptors, ready, run, settle
-from tests.support.supervisor_bench import WATCHDOG_S, Bench, beat, supervising
+from tests.support.supervisor_bench import WATCHDOG_S, Bench, Models, beat, configure, supervising
 from vecd.gateway.types.config import GatewayConfig
 from vecd.launch.base.exit_codes import StartFailure
-from vecd.launch.config.models import ModelEntry
-from vecd.launch.config.settings import Settings
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import (
     Activate,
@@ -32,23 +30,12 @@ from vecd.shm.control import (
     WorkerUp,
 )
 
-Models = dict[str, dict[str, Any]]
-"""By name, in the order of the configuration: the settings that are not the server's."""
-
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Models:
     """What the configuration holds whenever it is read; a test changes it."""
     configured: Models = {"a": {}, "b": {}}
-
-    def load(settings: Settings) -> tuple[ModelEntry, ...]:
-        return tuple(
-            ModelEntry(name, settings.model_copy(update={"served_model_name": name, **table}))
-            for name, table in configured.items()
-        )
-
-    for module in ("vecd.supervisor", "tests.support.supervisor_bench"):
-        monkeypatch.setattr(f"{module}.load_models", load)
+    configure(monkeypatch, configured)
     return configured
 
 
