@@ -2,6 +2,8 @@
 # make test-fast   the unit tests alone, about a minute
 # make test-clients   the tests of client libraries, with those that are large to install
 # make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
+# make fleet   two nodes, a proxy, load; one node is killed and comes back: a table of what was answered
+# make test-fleet   trials of a fleet behind Envoy, and of Ray in an environment of its own; a minute to install
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
 # make binary  dist/vecd, a folder that serves without Python; make binary-lean makes dist/lean/vecd, without torch; make test-binary tests both
 # make test-browser   the tests of the page, in the Chromium that is installed
@@ -19,7 +21,7 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd soak check format bench bench-engine bench-cores bench-rerank bench-models bench-tuning constraints binary binary-lean test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd test-fleet fleet soak check format bench bench-engine bench-cores bench-rerank bench-models bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -45,6 +47,13 @@ test-browser: $(VENV)/.browser
 
 test-systemd: $(VENV)/.test
 	VECD_SYSTEMD=1 $(BIN)/python -m pytest -s $(or $(TESTS),tests/system/systemd)
+
+fleet: $(VENV)/.test
+	$(BIN)/python -m tools.fleet $(ARGS)
+
+# One test after the other: each has several servers, and Ray takes what cores there are.
+test-fleet: $(VENV)/.fleet
+	VECD_FLEET=1 $(BIN)/python -m pytest $(or $(TESTS),tests/system/fleet)
 
 # One test after the other, because they measure. Results of several runs add up; remove the file to begin anew.
 SOAK_TESTS := tests/system/soak tests/system/hostile tests/system/faults tests/system/api/test_scheduling.py tests/system/dialects/test_fuzz_openai.py \
@@ -120,11 +129,12 @@ $(VENV)/.test: EXTRAS = test
 $(VENV)/.check: EXTRAS = test,check,bench,binary
 $(VENV)/.bench: EXTRAS = minilm,bench
 $(VENV)/.browser: EXTRAS = browser
+$(VENV)/.fleet: EXTRAS = fleet
 # A torch that PYTHON has is used instead of another of gigabytes, where it is the pinned one; once it has gone, or is
 # another, everything is installed anew.
 TORCH_OF_PYTHON := $(shell readlink $(VENV)/torch-of-python/torch-*.dist-info)
 $(TORCH_OF_PYTHON): ;
-$(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench $(VENV)/.browser: pyproject.toml constraints.txt $(TORCH_OF_PYTHON)
+$(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench $(VENV)/.browser $(VENV)/.fleet: pyproject.toml constraints.txt $(TORCH_OF_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(PYTHON) -I tools/reuse_torch.py $(VENV) constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
