@@ -190,7 +190,7 @@ class _Rows(Piece):
     def place(self, head: Head) -> memoryview | None:
         return self._memory(head) if head.length is not None else None
 
-    def finish(self, head: Head, body: bytearray | None) -> None:
+    def finish(self, head: Head, body: bytes | bytearray | None) -> None:
         if body is None:
             return
         memory = self._memory(head)

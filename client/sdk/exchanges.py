@@ -60,7 +60,7 @@ class Piece:
         """The memory for the body of an answer 200. Raises BadResponse."""
         return None
 
-    def finish(self, head: Head, body: bytearray | None) -> None:
+    def finish(self, head: Head, body: bytes | bytearray | None) -> None:
         """Take an answer 200. `body`: None where `place` gave the memory. Raises BadResponse."""
         try:
             self.answer = orjson.loads(body or b"")
@@ -183,7 +183,7 @@ def _mismatch(message: str, head: Head) -> IdentityMismatch:
     return IdentityMismatch(message, code="identity_mismatch", request_id=head.headers.get("x-request-id"))
 
 
-def _error(head: Head, body: bytearray | None, piece: Piece) -> VecdError:
+def _error(head: Head, body: bytes | bytearray | None, piece: Piece) -> VecdError:
     error = error_of(head.status, bytes(body or b""), head.headers.get("x-request-id"), piece.where)
     if isinstance(error, Overloaded):
         error.retry_after = _retry_after_s(head)

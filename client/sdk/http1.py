@@ -46,7 +46,7 @@ class ResponseReader:
         self._chunks: _Chunks | None = None
 
     @property
-    def body(self) -> bytearray | None:
+    def body(self) -> bytes | bytearray | None:
         """Of an answer whose memory is the reader's own."""
         return self._body
 

@@ -128,16 +128,16 @@ class Server(Client):
             try:
                 _await_ready(ready, time.monotonic() + self._start_timeout_s)
             except (TimeoutError, ConnectionClosed) as error:
-                _stop(guard, os.getpid())
+                _stop(guard, folder, os.getpid())
                 raise ServerNotStarted(f"{error}: {_last_lines(self._log)}") from None
             except BaseException:
-                _stop(guard, os.getpid())
+                _stop(guard, folder, os.getpid())
                 raise
         self._point_to(f"unix:{folder}/sock")
         self._limits = self._identity = None
         self._guard, self._owner = guard, os.getpid()
         # Also when this object is no longer used, and when the interpreter ends in good order.
-        self._finalizer = weakref.finalize(self, _stop, guard, self._owner)
+        self._finalizer = weakref.finalize(self, _stop, guard, folder, self._owner)
 
 
 def _client_of(arguments: dict[str, Any]) -> Client:
@@ -174,8 +174,8 @@ def _await_ready(ready: IO[bytes], until: float) -> None:
         raise ConnectionClosed("the server did not start")
 
 
-def _stop(guard: "subprocess.Popen[bytes]", owner: int) -> None:
-    """Stop the server, if this is the process that has started it."""
+def _stop(guard: "subprocess.Popen[bytes]", folder: str, owner: int) -> None:
+    """Stop the server and remove its folder, if this is the process that has started it."""
     if owner != os.getpid():
         return
     if guard.poll() is None:
@@ -185,6 +185,7 @@ def _stop(guard: "subprocess.Popen[bytes]", owner: int) -> None:
     except subprocess.TimeoutExpired:
         guard.kill()  # the kernel stops the server
         guard.wait()
+    shutil.rmtree(folder, ignore_errors=True)  # a guard that was killed has not
 
 
 def _last_lines(log: IO[bytes]) -> str:
