@@ -16,6 +16,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def main(arguments: list[str]) -> int:
             contenders: dict[str, Embed] = {"vecd": lambda: ours.embed(texts), "openai": embed_theirs}
             assert (contenders["vecd"]() == contenders["openai"]()).all(), "two clients of one server differ"
             neighbours = Neighbours()
-            turns = alternate({name: lambda e=embed: turn(e) for name, embed in contenders.items()}, num_rounds)
+            turns = alternate({name: partial(turn, embed) for name, embed in contenders.items()}, num_rounds)
             busy_cores = neighbours.cores()
             peaks = {name: peak_of(embed) for name, embed in contenders.items()}
     print(f"{NUM_TEXTS} texts, {DIM} dimensions, float32; {num_rounds} rounds")

@@ -12,9 +12,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from vecd.client.connection import BadResponse, ConnectionClosed, Target, TlsMismatch
 from vecd.client.sdk import calls
-from vecd.client.sdk.endpoint import Endpoint
+from vecd.client.sdk.endpoint import ClientBase
 from vecd.client.sdk.errors import VecdError
-from vecd.client.sdk.exchanges import CONNECT_S, Call, Pause, Piece, Send, Steps
+from vecd.client.sdk.exchanges import CONNECT_S, ClientCall, Pause, Piece, Send, Steps
 from vecd.client.sdk.http1 import ResponseReader
 
 P = ParamSpec("P")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _coroutine(
-    make: Callable[Concatenate[Endpoint, P], Steps[T]],
+    make: Callable[Concatenate[ClientBase, P], Steps[T]],
 ) -> "Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]":
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(make(self, *args, **kwargs))
@@ -30,7 +30,7 @@ def _coroutine(
     return update_wrapper(method, make)
 
 
-class AsyncClient(Endpoint):
+class AsyncClient(ClientBase):
     """A server that runs somewhere. Any number of tasks may share it. It is pickled as its arguments."""
 
     _idle: "list[_Connection]"
@@ -69,7 +69,7 @@ class AsyncClient(Endpoint):
         if self._loop is not asyncio.get_running_loop():  # the connections of another loop ended with it
             self._forget_connections()
             self._loop = asyncio.get_running_loop()
-        call = Call(self)
+        call = ClientCall(self)
         try:
             pieces = next(steps)
             while True:
@@ -83,7 +83,7 @@ class AsyncClient(Endpoint):
             result: T = done.value
         return result
 
-    async def _answer_all(self, call: Call, pieces: Sequence[Piece]) -> None:
+    async def _answer_all(self, call: ClientCall, pieces: Sequence[Piece]) -> None:
         rest = iter(pieces)
 
         async def answer_some() -> None:
@@ -100,7 +100,7 @@ class AsyncClient(Endpoint):
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _answer(self, call: Call, piece: Piece) -> None:
+    async def _answer(self, call: ClientCall, piece: Piece) -> None:
         attempts = call.attempts(piece)
         try:
             step = next(attempts)

@@ -15,10 +15,10 @@ from urllib.parse import quote
 
 from vecd.client.connection import BadResponse
 from vecd.client.sdk.cutting import Cut, cut, write
-from vecd.client.sdk.endpoint import Endpoint, Limits
+from vecd.client.sdk.endpoint import ClientBase, RequestLimits
 from vecd.client.sdk.errors import AuthenticationError, BadRequest, NotFound, PermissionDenied
 from vecd.client.sdk.exchanges import Piece, Steps
-from vecd.client.sdk.http1 import Head
+from vecd.client.sdk.http1 import ResponseHead
 from vecd.client.sdk.results import Entity, Info, Label, RankedDocument, SparseVector, Token
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _NO_INFO = (AuthenticationError, PermissionDenied, NotFound, BadRequest)
 
 
 def embed(
-    self: Endpoint,
+    self: ClientBase,
     /,
     inputs: Inputs,
     *,
@@ -78,7 +78,7 @@ def embed(
 
 
 def encode(
-    self: Endpoint,
+    self: ClientBase,
     /,
     sentences: Texts,
     prompt_name: str | None = None,
@@ -120,12 +120,12 @@ def encode(
     return tensor if convert_to_tensor or isinstance(sentences, str) else list(tensor)
 
 
-def encode_query(self: Endpoint, /, sentences: Texts, **arguments: Any) -> Steps[Any]:
+def encode_query(self: ClientBase, /, sentences: Texts, **arguments: Any) -> Steps[Any]:
     """As `encode`, with the model's prompt for queries, if it has one and no prompt is passed."""
     return (yield from encode(self, sentences, **_with_input_type("query", arguments)))
 
 
-def encode_document(self: Endpoint, /, sentences: Texts, **arguments: Any) -> Steps[Any]:
+def encode_document(self: ClientBase, /, sentences: Texts, **arguments: Any) -> Steps[Any]:
     """As `encode`, with the model's prompt for documents, if it has one and no prompt is passed."""
     return (yield from encode(self, sentences, **_with_input_type("document", arguments)))
 
@@ -146,7 +146,7 @@ def similarity(a: "NDArray[Any]", b: "NDArray[Any]") -> "NDArray[np.float32]":
     return rows_of(a) @ rows_of(b).T
 
 
-def _embed(self: Endpoint, inputs: Sequence[Any], dtype: str, **fields: Any) -> "Steps[NDArray[Any]]":
+def _embed(self: ClientBase, inputs: Sequence[Any], dtype: str, **fields: Any) -> "Steps[NDArray[Any]]":
     if dtype not in _ITEM_OF:
         raise ValueError(f"dtype: must be one of {', '.join(_ITEM_OF)}, is {dtype!r}")
     limits = yield from _limits(self, len(inputs))
@@ -187,10 +187,10 @@ class _Rows(Piece):
         super().__init__(_EMBEDDINGS, part.body, part.where)
         self._part, self._matrix = part, matrix
 
-    def place(self, head: Head) -> memoryview | None:
+    def place(self, head: ResponseHead) -> memoryview | None:
         return self._memory(head) if head.length is not None else None
 
-    def finish(self, head: Head, body: bytes | bytearray | None) -> None:
+    def finish(self, head: ResponseHead, body: bytes | bytearray | None) -> None:
         if body is None:
             return
         memory = self._memory(head)
@@ -198,7 +198,7 @@ class _Rows(Piece):
             raise BadResponse(f"{len(body)} bytes where {len(memory)} were expected")
         memory[:] = body
 
-    def _memory(self, head: Head) -> memoryview:
+    def _memory(self, head: ResponseHead) -> memoryview:
         dim = head.headers.get("x-vecd-dimensions", "")
         if not dim.isdigit():
             raise BadResponse("it has no header x-vecd-dimensions")
@@ -209,7 +209,7 @@ class _Rows(Piece):
 
 
 def sparse(
-    self: Endpoint,
+    self: ClientBase,
     /,
     texts: Texts,
     *,
@@ -232,7 +232,7 @@ def sparse(
 
 
 def multi_vector(
-    self: Endpoint, /, texts: Texts, *, input_type: str | None = None, overflow: str | None = None
+    self: ClientBase, /, texts: Texts, *, input_type: str | None = None, overflow: str | None = None
 ) -> "Steps[list[NDArray[np.float32]]]":
     """The vectors of the tokens of each text: arrays float32 [tokens, D]. Raises VecdError."""
     import numpy as np
@@ -251,7 +251,7 @@ def multi_vector(
 
 
 def rerank(
-    self: Endpoint, /, query: str, documents: Sequence[str], *, top_n: int | None = None, raw_scores: bool = False
+    self: ClientBase, /, query: str, documents: Sequence[str], *, top_n: int | None = None, raw_scores: bool = False
 ) -> Steps[list[RankedDocument]]:
     """The documents by relevance to the query, the best first; `top_n`: only so many.
 
@@ -272,7 +272,7 @@ def rerank(
     return found[:top_n]
 
 
-def score(self: Endpoint, /, pairs: Sequence[Pair], *, raw_scores: bool = False) -> "Steps[NDArray[np.float64]]":
+def score(self: ClientBase, /, pairs: Sequence[Pair], *, raw_scores: bool = False) -> "Steps[NDArray[np.float64]]":
     """The score of each pair of a query and a document, by the model's own activation: float64 [n].
 
     Raises VecdError.
@@ -292,7 +292,7 @@ def score(self: Endpoint, /, pairs: Sequence[Pair], *, raw_scores: bool = False)
 
 
 def classify(
-    self: Endpoint,
+    self: ClientBase,
     /,
     texts: Texts | Sequence[Pair],
     *,
@@ -320,7 +320,9 @@ def classify(
     return [[Label(str(one["label"]), float(one["score"])) for one in each] for each in found]
 
 
-def entities(self: Endpoint, /, texts: Texts, *, aggregation_strategy: str | None = None) -> Steps[list[list[Entity]]]:
+def entities(
+    self: ClientBase, /, texts: Texts, *, aggregation_strategy: str | None = None
+) -> Steps[list[list[Entity]]]:
     """The labelled parts of each text, by a model that classifies tokens. Raises VecdError."""
     fields = {"aggregation_strategy": aggregation_strategy}
     answers = yield from _answers(self, "/predict", fields, "inputs", _listed(texts))
@@ -337,7 +339,7 @@ def entities(self: Endpoint, /, texts: Texts, *, aggregation_strategy: str | Non
     ]  # fmt: skip
 
 
-def tokenize(self: Endpoint, /, texts: Texts, *, add_special_tokens: bool = True) -> Steps[list[list[Token]]]:
+def tokenize(self: ClientBase, /, texts: Texts, *, add_special_tokens: bool = True) -> Steps[list[list[Token]]]:
     """The tokens of each text, as the model gets them. Raises VecdError."""
     fields = {"add_special_tokens": add_special_tokens}
     answers = yield from _answers(self, "/tokenize", fields, "inputs", _listed(texts))
@@ -348,7 +350,7 @@ def tokenize(self: Endpoint, /, texts: Texts, *, add_special_tokens: bool = True
     ]
 
 
-def info(self: Endpoint, /) -> Steps[Info]:
+def info(self: ClientBase, /) -> Steps[Info]:
     """What the server says of its model and limits: GET /info. Raises VecdError."""
     piece = Piece(_info_path(self))
     yield [piece]
@@ -359,7 +361,7 @@ def info(self: Endpoint, /) -> Steps[Info]:
 
 
 def _answers(
-    self: Endpoint, path: str, fields: Mapping[str, Any], name: str, inputs: Sequence[Any]
+    self: ClientBase, path: str, fields: Mapping[str, Any], name: str, inputs: Sequence[Any]
 ) -> Steps[list[Any]]:
     """The JSON of the answers to all inputs, in their order."""
     limits = yield from _limits(self, len(inputs))
@@ -368,12 +370,12 @@ def _answers(
     return [piece.answer for piece in pieces]
 
 
-def _limits(self: Endpoint, num_inputs: int) -> Steps[Limits]:
+def _limits(self: ClientBase, num_inputs: int) -> Steps[RequestLimits]:
     """Known after one request for as long as the client lives. A single input needs none."""
     if self.limits is not None:
         return self.limits
     if num_inputs == 1:
-        return Limits()
+        return RequestLimits()
     piece = Piece(_info_path(self))
     try:
         yield [piece]
@@ -382,7 +384,7 @@ def _limits(self: Endpoint, num_inputs: int) -> Steps[Limits]:
     return self.learn(piece.answer if isinstance(piece.answer, dict) else {})
 
 
-def _info_path(self: Endpoint) -> str:
+def _info_path(self: ClientBase) -> str:
     return "/info" if self.model is None else f"/info?model={quote(self.model, safe='')}"
 
 

@@ -18,22 +18,22 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from vecd.client.connection import Target, TlsMismatch
 from vecd.client.sdk import calls
-from vecd.client.sdk.endpoint import Endpoint
+from vecd.client.sdk.endpoint import ClientBase
 from vecd.client.sdk.errors import VecdError
-from vecd.client.sdk.exchanges import CONNECT_S, Call, Pause, Piece, Send, Steps
+from vecd.client.sdk.exchanges import CONNECT_S, ClientCall, Pause, Piece, Send, Steps
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _blocking(make: Callable[Concatenate[Endpoint, P], Steps[T]]) -> "Callable[Concatenate[Client, P], T]":
+def _blocking(make: Callable[Concatenate[ClientBase, P], Steps[T]]) -> "Callable[Concatenate[Client, P], T]":
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._run(make(self, *args, **kwargs))
 
     return update_wrapper(method, make)
 
 
-class Client(Endpoint):
+class Client(ClientBase):
     """A server that runs somewhere. Threads may share it. It is pickled as its arguments."""
 
     _idle: "list[_Connection]"
@@ -75,7 +75,7 @@ class Client(Endpoint):
         return None
 
     def _run(self, steps: Steps[T]) -> T:
-        call = _BlockingCall(self, Call(self, self._why_gone))
+        call = _BlockingCall(self, ClientCall(self, self._why_gone))
         try:
             pieces = next(steps)
             while True:
@@ -117,7 +117,7 @@ class _Ended(Exception):
 class _BlockingCall:
     """The threads and sockets of one call."""
 
-    def __init__(self, client: Client, call: Call) -> None:
+    def __init__(self, client: Client, call: ClientCall) -> None:
         self._client, self._call = client, call
         self._is_ended = threading.Event()
         self._busy: set[_Connection] = set()

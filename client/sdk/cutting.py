@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from vecd.client.sdk.endpoint import Limits
+from vecd.client.sdk.endpoint import RequestLimits
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
@@ -34,7 +34,7 @@ def write(value: Any) -> bytes:
         return json.dumps(value).encode()  # half of a surrogate pair: the server says which input has it
 
 
-def cut(fields: Mapping[str, Any], name: str, inputs: Sequence[Any], limits: Limits) -> Iterator[Cut]:
+def cut(fields: Mapping[str, Any], name: str, inputs: Sequence[Any], limits: RequestLimits) -> Iterator[Cut]:
     """Bodies of `fields` and a list `name` with some of `inputs`, in their order, all within `limits`.
 
     An input that is too large for a request has one to itself, and the server refuses it. Raises TypeError.

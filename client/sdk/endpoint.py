@@ -18,10 +18,10 @@ _MAX_TEXTS, _MAX_BODY_BYTES = 512, 512 * 1024
 """Of one request. A proxy repeats a request for itself only while its body fits the proxy's buffer, 1 MiB."""
 _MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 """The server's limit on x-vecd-timeout-ms."""
-_Endpoint = TypeVar("_Endpoint", bound="Endpoint")
+_Client = TypeVar("_Client", bound="ClientBase")
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """Of one request."""
 
     max_inputs: int = _MAX_TEXTS
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
     """Dimensions of the model's vectors, if the server says so."""
 
 
-class Endpoint:
+class ClientBase:
     """Base of `vecd.Client` and `vecd.AsyncClient`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Endpoint:
         }  # fmt: skip
         self.timeout, self.retry_for, self.connections = timeout, retry_for, connections
         self._identity: str | None = None
-        self._limits: Limits | None = None
+        self._limits: RequestLimits | None = None
         self._point_to(self.url)
         self._forget_connections()
 
@@ -128,14 +128,14 @@ class Endpoint:
         self._identity = identity
 
     @property
-    def limits(self) -> Limits | None:
+    def limits(self) -> RequestLimits | None:
         """None until `learn`."""
         return self._limits
 
-    def learn(self, info: dict[str, Any]) -> Limits:
+    def learn(self, info: dict[str, Any]) -> RequestLimits:
         """Take the limits from the answer of /info; {} if there is none."""
         served = info.get("limits") or {}
-        self._limits = Limits(
+        self._limits = RequestLimits(
             min(int(served.get("max_inputs") or info.get("max_client_batch_size") or _MAX_TEXTS), _MAX_TEXTS),
             min(int(served.get("max_body_bytes") or _MAX_BODY_BYTES), _MAX_BODY_BYTES),
             (info.get("model") or {}).get("dimensions"),
@@ -149,5 +149,5 @@ class Endpoint:
         return f"{type(self).__name__}({self.url!r})"
 
 
-def _rebuild(kind: type[_Endpoint], arguments: dict[str, Any]) -> _Endpoint:
+def _rebuild(kind: type[_Client], arguments: dict[str, Any]) -> _Client:
     return kind(**arguments)

@@ -1,8 +1,8 @@
 """One call as a series of requests: which go out, what is repeated and when, and what ends it. No socket, no clock.
 
 Owns the reaction to every kind of failure. Computing vectors changes nothing on a server, so a request can be repeated
-whenever it is not known to have been answered. The clients drive `Call.attempts`, a generator: they do what it yields,
-a `Send` or a `Pause`, and throw into it what went wrong. Called by `vecd.client.sdk.client` and `.aio`.
+whenever it is not known to have been answered. The clients drive `ClientCall.attempts`, a generator: they do what it
+yields, a `Send` or a `Pause`, and throw into it what went wrong. Called by `vecd.client.sdk.client` and `.aio`.
 
     429, 503                                    when Retry-After says so, or later each time
     no connection, reset, no answer, 502, 504   later each time
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 import orjson
 
 from vecd.client.connection import BadResponse, TlsMismatch
-from vecd.client.sdk.endpoint import Endpoint
+from vecd.client.sdk.endpoint import ClientBase
 from vecd.client.sdk.errors import (
     IdentityMismatch,
     Overloaded,
@@ -32,7 +32,7 @@ from vecd.client.sdk.errors import (
     VecdError,
     error_of,
 )
-from vecd.client.sdk.http1 import Head, ResponseReader
+from vecd.client.sdk.http1 import ResponseHead, ResponseReader
 
 SILENCE_S = 300.0
 """Without a byte for so long a connection counts as broken. The server's own limit, --request-timeout, is the same."""
@@ -56,11 +56,11 @@ class Piece:
         self.answer: Any = None
         """The answer's JSON."""
 
-    def place(self, head: Head) -> memoryview | None:
+    def place(self, head: ResponseHead) -> memoryview | None:
         """The memory for the body of an answer 200. Raises BadResponse."""
         return None
 
-    def finish(self, head: Head, body: bytes | bytearray | None) -> None:
+    def finish(self, head: ResponseHead, body: bytes | bytearray | None) -> None:
         """Take an answer 200. `body`: None where `place` gave the memory. Raises BadResponse."""
         try:
             self.answer = orjson.loads(body or b"")
@@ -86,12 +86,12 @@ class Pause:
     seconds: float
 
 
-class Call:
+class ClientCall:
     """What the requests of one call have in common."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: ClientBase,
         why_gone: Callable[[], str | None] = lambda: None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -160,7 +160,7 @@ class Call:
         last = f"; the last failure: {error}" if error is not None else ""
         return Timeout(f"{self._endpoint.url}: the call took longer than {self._endpoint.timeout} s{last}")
 
-    def _check_identity(self, head: Head) -> None:
+    def _check_identity(self, head: ResponseHead) -> None:
         """Raises IdentityMismatch."""
         found = head.headers.get("x-vecd-identity")
         demanded = self._endpoint.demanded_identity
@@ -179,18 +179,18 @@ def _is_same(found: str | None, demanded: str) -> bool:
     return found == demanded or (";" not in demanded and found.partition(";")[0] == demanded)
 
 
-def _mismatch(message: str, head: Head) -> IdentityMismatch:
+def _mismatch(message: str, head: ResponseHead) -> IdentityMismatch:
     return IdentityMismatch(message, code="identity_mismatch", request_id=head.headers.get("x-request-id"))
 
 
-def _error(head: Head, body: bytes | bytearray | None, piece: Piece) -> VecdError:
+def _error(head: ResponseHead, body: bytes | bytearray | None, piece: Piece) -> VecdError:
     error = error_of(head.status, bytes(body or b""), head.headers.get("x-request-id"), piece.where)
     if isinstance(error, Overloaded):
         error.retry_after = _retry_after_s(head)
     return error
 
 
-def _retry_after_s(head: Head) -> float | None:
+def _retry_after_s(head: ResponseHead) -> float | None:
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         value = head.headers.get(name, "")
         if value.isascii() and value.isdigit():

@@ -17,7 +17,7 @@ _MAX_BODY_BYTES = 1 << 32
 """A server that sends without end must not take all memory."""
 
 
-class Head(NamedTuple):
+class ResponseHead(NamedTuple):
     """Status and headers of an answer. Names are in small letters."""
 
     status: int
@@ -29,13 +29,13 @@ class Head(NamedTuple):
 class ResponseReader:
     """One answer, fed by whoever has the socket: read up to len(`buffer()`) bytes into it, and call `received`.
 
-    `place`: called with the head of each final answer, returns the memory for a body of exactly `Head.length` bytes, or
-    None for memory of the reader's own. It may raise BadResponse.
+    `place`: called with the head of each final answer, returns the memory for a body of exactly `length` bytes, or None
+    for memory of the reader's own. It may raise BadResponse.
     """
 
-    def __init__(self, place: Callable[[Head], memoryview | None]) -> None:
+    def __init__(self, place: Callable[[ResponseHead], memoryview | None]) -> None:
         self._place = place
-        self.head: Head | None = None
+        self.head: ResponseHead | None = None
         self.is_complete = False
         self.has_bytes = False
         """Whether anything has come at all."""
@@ -104,7 +104,7 @@ class ResponseReader:
         larger[: len(self._target)] = self._target
         self._target = larger
 
-    def _begin_body(self, head: Head, rest: bytes) -> None:
+    def _begin_body(self, head: ResponseHead, rest: bytes) -> None:
         if head.headers.get("transfer-encoding", "").lower() == "chunked":
             self._chunks = _Chunks()
         if head.length is not None and head.length > _MAX_BODY_BYTES:
@@ -174,7 +174,7 @@ class _Chunks:
         return False
 
 
-def _parse_head(data: bytes) -> Head:
+def _parse_head(data: bytes) -> ResponseHead:
     line, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = line.partition(" ")
     status = rest[:3]
@@ -188,4 +188,4 @@ def _parse_head(data: bytes) -> Head:
         length = ""
     if length and not length.isdigit():
         raise BadResponse(f"{length[:40]!r} is no length")
-    return Head(int(status), headers, int(length) if length else None)
+    return ResponseHead(int(status), headers, int(length) if length else None)

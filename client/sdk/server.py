@@ -53,8 +53,9 @@ class Server(Client):
         is a flag without a value, False one with `no-` in front, None none, and a list has its items joined by commas.
         The other arguments are those of `vecd.Client`.
         """
-        super().__init__(_NOT_STARTED, timeout=timeout, retry_for=retry_for, connections=connections)
-        self._arguments["api_key"] = flags.get("api_key")  # VECD_API_KEY is the key of some other server
+        key = flags.pop("api_key", None)
+        super().__init__(_NOT_STARTED, api_key=key, timeout=timeout, retry_for=retry_for, connections=connections)
+        self._environment = {} if key is None else {"VECD_API_KEY": key}  # a flag shows in ps
         self._command = ["serve", *(os.fspath(model) for model in models), *_written(flags)]
         self._start_timeout_s = start_timeout
         self._starting = threading.Lock()
@@ -118,7 +119,7 @@ class Server(Client):
                     stdout=self._log,
                     stderr=self._log,
                     start_new_session=True,  # Ctrl-C is for this process, which stops the server in its own time
-                    env={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+                    env={name: os.environ[name] for name in os.environ if name not in _NOT_OURS} | self._environment,
                 )
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)

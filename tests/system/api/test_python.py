@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformer
 import vecd
 from tests.support.multi_vector_checkpoints import save_bge_m3
 from tests.support.score_checkpoints import save_classifier
+from tests.support.sparse_checkpoints import save_splade
 
 TEXTS = [" ".join(f"w{4 + (7 * row + 3 * place) % 110}" for place in range(1 + row % 9)) for row in range(30)]
 SENTENCES = [
@@ -59,23 +60,26 @@ async def of_coroutine(url: str) -> Any:
         return await client.encode(SENTENCES)
 
 
-def test_sparse_and_token_vectors(tmp_path: Path) -> None:
+def test_sparse_vectors(tmp_path: Path) -> None:
+    with serving(save_splade(tmp_path / "model")) as server:
+        vectors = server.sparse(TEXTS)
+        assert max(len(one.indices) for one in vectors) > 2
+        for text, found in zip(TEXTS, vectors, strict=True):
+            [expected] = post(server, "/v1/embeddings", input=[text], output="sparse")["data"]
+            weights = dict(zip(expected["sparse"]["indices"], expected["sparse"]["values"], strict=True))
+            assert dict(zip(found.indices.tolist(), found.values.tolist(), strict=True)) == pytest.approx(
+                weights, abs=1e-4
+            )
+        assert max(len(one.indices) for one in server.sparse(TEXTS, top_k=2)) == 2
+
+
+def test_vectors_of_tokens(tmp_path: Path) -> None:
     save_bge_m3(tmp_path / "model")
     with serving(tmp_path / "model") as server:
-        data = [
-            item
-            for start in range(0, len(TEXTS), 10)
-            for item in post(
-                server, "/v1/embeddings", input=TEXTS[start : start + 10], output=["sparse", "multi-vector"]
-            )["data"]
-        ]
-        for found, one in zip(server.sparse(TEXTS), data, strict=True):
-            assert found.indices.tolist() == one["sparse"]["indices"]
-            assert np.allclose(found.values, one["sparse"]["values"], atol=1e-6)
-        for rows, one in zip(server.multi_vector(TEXTS), data, strict=True):
+        for text, rows in zip(TEXTS, server.multi_vector(TEXTS), strict=True):
+            [expected] = post(server, "/v1/embeddings", input=[text], output="multi-vector")["data"]
             assert rows.dtype == np.float32
-            assert np.allclose(rows, one["embeddings"], atol=1e-5)
-        assert [len(one.indices) for one in server.sparse(TEXTS[8], top_k=2)] == [2]
+            assert np.allclose(rows, expected["embeddings"], atol=1e-5)
 
 
 def test_scores(tmp_path: Path) -> None:
@@ -93,7 +97,9 @@ def test_scores(tmp_path: Path) -> None:
         assert sorted(document.index for document in ranked) == list(range(len(TEXTS)))
         assert np.allclose([document.score for document in ranked], sorted(logits, reverse=True), atol=1e-4)
         assert np.allclose([document.score for document in ranked], [logits[each.index] for each in ranked], atol=1e-4)
-        assert server.rerank("w5 w9", TEXTS, raw_scores=True, top_n=3) == ranked[:3]
+        best = server.rerank("w5 w9", TEXTS, top_n=3)
+        assert [document.index for document in best] == [document.index for document in ranked[:3]]
+        assert np.allclose([d.score for d in best], [1 / (1 + np.exp(-d.score)) for d in ranked[:3]], atol=1e-4)
         with pytest.raises(vecd.BadRequest, match="dense"):
             server.embed("w5")
 

@@ -67,6 +67,20 @@ def test_it_ends_with_its_block() -> None:
         server.embed("a")
 
 
+def test_the_environment_of_other_servers_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "VECD_URL": "http://h:1",
+        "VECD_PORT": "1",
+        "VECD_UDS": "/none/sock",
+        "VECD_API_KEY": "k",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with vecd.Server(**ARGUMENTS) as server:  # type: ignore[arg-type]
+        assert server.embed("a").shape == (1, 384)
+        with pytest.raises(vecd.AuthenticationError):
+            vecd.Client(server.url, api_key="other").embed("a")
+
+
 def test_it_can_be_started_and_closed_any_number_of_times() -> None:
     server = vecd.Server(**ARGUMENTS)  # type: ignore[arg-type]
     server.close()

@@ -9,7 +9,7 @@ import pytest
 from vecd.client.connection import BadResponse, ConnectionClosed, TlsMismatch
 from vecd.client.sdk import errors
 from vecd.client.sdk.client import Client
-from vecd.client.sdk.exchanges import Call, Pause, Piece
+from vecd.client.sdk.exchanges import ClientCall, Pause, Piece
 
 A, B = "a" * 32, "b" * 32
 
@@ -21,7 +21,7 @@ class Played:
         self.now = 1000.0
         self.pauses: list[float] = []
         self.requests: list[bytes] = []
-        self.call = Call(client, why_gone, clock=lambda: self.now, spread=lambda: 1.0)
+        self.call = ClientCall(client, why_gone, clock=lambda: self.now, spread=lambda: 1.0)
 
     def run(self, *outcomes: bytes | Exception, takes_s: float = 0.0, piece: Piece | None = None) -> Any:
         piece = piece or Piece("/v1/embeddings", b"{}")

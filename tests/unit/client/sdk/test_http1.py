@@ -3,7 +3,7 @@
 import pytest
 
 from vecd.client.connection import BadResponse, ConnectionClosed
-from vecd.client.sdk.http1 import Head, ResponseReader
+from vecd.client.sdk.http1 import ResponseHead, ResponseReader
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Vecd-Model: m\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: t\r\n\r\n"
@@ -34,16 +34,16 @@ def test_a_body_is_read_however_it_is_cut(data: bytes, step: int) -> None:
 @pytest.mark.parametrize("step", [1, 60, 10_000])
 def test_a_body_is_received_into_the_memory_of_the_caller(step: int) -> None:
     memory = bytearray(7)
-    heads: list[Head] = []
+    heads: list[ResponseHead] = []
 
-    def place(head: Head) -> memoryview:
+    def place(head: ResponseHead) -> memoryview:
         heads.append(head)
         return memoryview(memory)[1:6]
 
     reader = ResponseReader(place)
     feed(reader, OK, step)
     assert (bytes(memory), reader.body) == (b"\0hello\0", None)
-    assert heads == [Head(200, {"content-length": "5", "x-vecd-model": "m"}, 5)]
+    assert heads == [ResponseHead(200, {"content-length": "5", "x-vecd-model": "m"}, 5)]
 
 
 def test_a_long_head_has_room() -> None:
