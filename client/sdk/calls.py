@@ -16,7 +16,7 @@ from urllib.parse import quote
 from vecd.client.connection import BadResponse
 from vecd.client.sdk.cutting import Cut, cut, write
 from vecd.client.sdk.endpoint import ClientBase, RequestLimits
-from vecd.client.sdk.errors import AuthenticationError, BadRequest, NotFound, PermissionDenied
+from vecd.client.sdk.errors import AuthenticationError, BadRequest, NotFound, PermissionDenied, ServerError
 from vecd.client.sdk.exchanges import Piece, Steps
 from vecd.client.sdk.http1 import ResponseHead
 from vecd.client.sdk.results import Entity, Info, Label, RankedDocument, SparseVector, Token
@@ -399,4 +399,8 @@ def _listed(inputs: Any) -> list[Any]:
 
 
 def _items(answers: Iterable[Any], name: str) -> list[Any]:
-    return [item for answer in answers for item in sorted(answer[name], key=lambda item: item["index"])]
+    """Raises ServerError when an answer has no such list, as that of another server."""
+    try:
+        return [item for answer in answers for item in sorted(answer[name], key=lambda item: item["index"])]
+    except (KeyError, TypeError) as error:
+        raise ServerError(f"no answer of vecd's: it has no items as {name!r}") from error

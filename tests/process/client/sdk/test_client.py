@@ -252,6 +252,13 @@ def test_an_answer_that_is_not_vecds_is_an_error() -> None:
             vecd.Client(failing.url).info()
 
 
+def test_an_answer_of_another_shape_is_an_error() -> None:
+    with FailingServer(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}") as failing:
+        for call in (lambda client: client.rerank("a", ["b"]), lambda client: client.sparse("a")):
+            with pytest.raises(vecd.ServerError, match="no items"):
+                call(vecd.Client(failing.url))
+
+
 def test_two_models_are_never_mixed_in_a_matrix() -> None:
     info = b'{"limits":{"max_inputs":1}}'
     first = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(info) + info
