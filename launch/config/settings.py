@@ -529,6 +529,7 @@ class _Merged:
             if (
                 variable.startswith(ENV_PREFIX)
                 and name not in Settings.model_fields
+                and name not in _OF_CLIENTS
                 and not _is_service_link(name, value)
             ):
                 self._problems.append(f"{origin}{variable}: there is no such setting{_guess(name, _variable)}")
@@ -586,6 +587,8 @@ class _Merged:
 
 
 _SECRETS = {"api_key", "api_keys"}
+_OF_CLIENTS = ("url",)
+"""Variables that only clients read (`vecd.client.sdk.endpoint`)."""
 _UNUSED_BESIDE = {"uds": ("host", "port"), "admin_uds": ("admin_host", "admin_port")}
 
 

@@ -1,0 +1,1 @@
+"""vecd from Python: `vecd.Client`, `vecd.AsyncClient` and `vecd.Server`."""

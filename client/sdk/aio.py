@@ -1,0 +1,221 @@
+"""`vecd.AsyncClient`: a server from coroutines. Its methods are those of `vecd.Client`.
+
+Owns connections of asyncio and the tasks of a call that is cut into several requests. What is sent and repeated is
+`vecd.client.sdk.calls`' and `.exchanges`'. Called by users.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
+from functools import update_wrapper
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from vecd.client.connection import BadResponse, ConnectionClosed, Target, TlsMismatch
+from vecd.client.sdk import calls
+from vecd.client.sdk.endpoint import ClientBase
+from vecd.client.sdk.errors import VecdError
+from vecd.client.sdk.exchanges import CONNECT_S, ClientCall, Pause, Piece, Send, Steps
+from vecd.client.sdk.http1 import ResponseReader
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _coroutine(
+    make: Callable[Concatenate[ClientBase, P], Steps[T]],
+) -> "Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]":
+    async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(make(self, *args, **kwargs))
+
+    return update_wrapper(method, make)
+
+
+class AsyncClient(ClientBase):
+    """A server that runs somewhere. Any number of tasks may share it. It is pickled as its arguments."""
+
+    _idle: "list[_Connection]"
+
+    embed = _coroutine(calls.embed)
+    encode = _coroutine(calls.encode)
+    encode_query = _coroutine(calls.encode_query)
+    encode_document = _coroutine(calls.encode_document)
+    sparse = _coroutine(calls.sparse)
+    multi_vector = _coroutine(calls.multi_vector)
+    rerank = _coroutine(calls.rerank)
+    score = _coroutine(calls.score)
+    classify = _coroutine(calls.classify)
+    entities = _coroutine(calls.entities)
+    tokenize = _coroutine(calls.tokenize)
+    info = _coroutine(calls.info)
+    similarity = staticmethod(calls.similarity)
+
+    async def close(self) -> None:
+        """Close the idle connections. The client can be used again."""
+        for connection in self._idle:
+            connection.close()
+        self._idle = []
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _forget_connections(self) -> None:
+        self._idle = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def _run(self, steps: Steps[T]) -> T:
+        if self._loop is not asyncio.get_running_loop():  # the connections of another loop ended with it
+            self._forget_connections()
+            self._loop = asyncio.get_running_loop()
+        call = ClientCall(self)
+        try:
+            pieces = next(steps)
+            while True:
+                try:
+                    await self._answer_all(call, pieces)
+                except VecdError as error:
+                    pieces = steps.throw(error)
+                else:
+                    pieces = next(steps)
+        except StopIteration as done:
+            result: T = done.value
+        return result
+
+    async def _answer_all(self, call: ClientCall, pieces: Sequence[Piece]) -> None:
+        rest = iter(pieces)
+
+        async def answer_some() -> None:
+            for piece in rest:
+                await self._answer(call, piece)
+
+        if len(pieces) == 1:
+            await answer_some()
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(self.connections, len(pieces))):
+                    tasks.create_task(answer_some())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _answer(self, call: ClientCall, piece: Piece) -> None:
+        attempts = call.attempts(piece)
+        try:
+            step = next(attempts)
+            while True:
+                try:
+                    await self._do(step)
+                except Exception as error:  # the policy's to judge: it raises what is not its own
+                    step = attempts.throw(error)
+                else:
+                    step = next(attempts)
+        except StopIteration:
+            return
+
+    async def _do(self, step: Send | Pause) -> None:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return
+        async with asyncio.timeout(step.timeout_s):
+            while self._idle:
+                try:
+                    await self._exchange(self._idle.pop(), step)
+                    return
+                except ConnectionError:
+                    if step.reader.has_bytes:
+                        raise
+                    # The server closed it while it was idle.
+            await self._exchange(await _connect(self._target, min(step.timeout_s, CONNECT_S)), step)
+
+    async def _exchange(self, connection: "_Connection", step: Send) -> None:
+        try:
+            await connection.exchange(step.request, step.reader)
+        except BaseException:
+            connection.close()
+            raise
+        if step.reader.keeps_alive:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """A connected socket."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._reader: ResponseReader | None = None
+        self._answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lost: Exception | None = None
+        self._unused = memoryview(bytearray(1))
+
+    async def exchange(self, request: bytes, reader: ResponseReader) -> None:
+        """Raises OSError, BadResponse."""
+        if self._lost is not None:
+            raise self._lost
+        self._answered = asyncio.get_running_loop().create_future()
+        self._reader = reader
+        self._transport.write(request)
+        try:
+            await self._answered
+        finally:
+            self._reader = None  # the memory is the caller's again
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def _settle(self, error: Exception | None) -> None:
+        if self._answered.done():
+            return
+        if error is None:
+            self._answered.set_result(None)
+        else:
+            self._answered.set_exception(error)
+
+    # --- called by the event loop -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._unused if self._reader is None else self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._reader is None or self._answered.done():
+            self._lost = ConnectionClosed("bytes without a request")
+            self._transport.abort()
+            return
+        try:
+            if self._reader.received(nbytes):
+                self._settle(None)
+        except BadResponse as error:
+            self._settle(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = exc if isinstance(exc, OSError) else ConnectionClosed("closed by the server")
+        if self._reader is None or self._answered.done():
+            return
+        try:
+            self._reader.ended()
+            self._settle(None)
+        except ConnectionClosed as error:
+            self._settle(exc or error)
+
+
+async def _connect(target: Target, timeout_s: float) -> _Connection:
+    """Raises OSError, of which TimeoutError and TlsMismatch are."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        if target.unix_path is not None:
+            return (await loop.create_unix_connection(_Connection, target.unix_path))[1]
+        try:
+            return (await loop.create_connection(_Connection, target.host, target.port, ssl=target.tls))[1]
+        except ssl.SSLCertVerificationError as error:
+            why = error.verify_message or error.reason
+            raise TlsMismatch(f"its certificate is not trusted: {why} (ca=)") from error
+        except ssl.SSLError as error:
+            if error.reason == "WRONG_VERSION_NUMBER":
+                raise TlsMismatch("it does not speak TLS: use http://") from error
+            raise
