@@ -6,6 +6,7 @@ under. Knows no socket. Read by `vecd.gateway.api.application` (routes, shapes o
 
 from vecd.gateway.api.dialects import cohere, ollama, openai, rerank, tei, vllm
 from vecd.gateway.api.handlers import Claim, OperationsHandler
+from vecd.gateway.api.open_inference import OPEN_INFERENCE_ROUTES
 from vecd.gateway.api.operations import Dialect
 from vecd.gateway.api.routes import Route, Table, methods_at
 from vecd.gateway.api.system_routes import OWN_ROUTES
@@ -52,7 +53,7 @@ def _make_routes() -> Table:
     for (path, method), theirs in claims.items():
         handler = OperationsHandler(tuple(theirs), path, routes)
         table.setdefault(path, {})[method] = Route(handler, endpoint=theirs[0].endpoint)
-    for path, methods in OWN_ROUTES.items():
+    for path, methods in {**OWN_ROUTES, **OPEN_INFERENCE_ROUTES}.items():
         for method, route in methods.items():
             table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))
     return table
