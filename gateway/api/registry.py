@@ -30,12 +30,13 @@ def _endpoint(route: str, dialect: str) -> int:
 
 
 def _routes_by_capability() -> dict[str, list[str]]:
-    """The paths of the operations that need each capability, without those that hold the name of a model."""
+    """The paths of the operations that need each capability, without those that hold the name of a model, and without
+    those below /openai, which repeat others."""
     routes: dict[str, list[str]] = {}
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
             path = at.partition(" ")[2]
-            for capability in operation.needs if "*" not in path else ():
+            for capability in operation.needs if "*" not in path and not path.startswith("/openai/") else ():
                 routes.setdefault(capability, []).append(path)
     return routes
 
