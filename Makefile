@@ -1,7 +1,7 @@
 # make serve   start a server on the bundled model        make test   run the tests
 # make test-fast   the unit tests alone, about a minute
 # make test-clients   the tests of client libraries, with those that are large to install
-# make check   ruff, mypy, import-linter                  make bench  measure against other servers, and write docs/benchmarks.md
+# make check   ruff, mypy, imports, Helm chart              make bench  measure against other servers, and write docs/benchmarks.md
 # make fleet   two nodes, a proxy, load; one node is killed and comes back: a table of what was answered
 # make test-fleet   trials of a fleet behind Envoy, and of Ray in an environment of its own; a minute to install
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
@@ -72,6 +72,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy .
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/system/deploy/test_chart.py
 
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .

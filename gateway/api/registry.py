@@ -6,6 +6,7 @@ under. Knows no socket. Read by `vecd.gateway.api.application` (routes, shapes o
 
 from vecd.gateway.api.dialects import cohere, ollama, openai, rerank, tei, vllm
 from vecd.gateway.api.handlers import Claim, OperationsHandler
+from vecd.gateway.api.open_inference import OPEN_INFERENCE_ROUTES
 from vecd.gateway.api.operations import Dialect
 from vecd.gateway.api.routes import Route, Table, methods_at
 from vecd.gateway.api.system_routes import OWN_ROUTES
@@ -29,12 +30,13 @@ def _endpoint(route: str, dialect: str) -> int:
 
 
 def _routes_by_capability() -> dict[str, list[str]]:
-    """The paths of the operations that need each capability, without those that hold the name of a model."""
+    """The paths of the operations that need each capability, without those that hold the name of a model, and without
+    those below /openai, which repeat others."""
     routes: dict[str, list[str]] = {}
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
             path = at.partition(" ")[2]
-            for capability in operation.needs if "*" not in path else ():
+            for capability in operation.needs if "*" not in path and not path.startswith("/openai/") else ():
                 routes.setdefault(capability, []).append(path)
     return routes
 
@@ -52,7 +54,7 @@ def _make_routes() -> Table:
     for (path, method), theirs in claims.items():
         handler = OperationsHandler(tuple(theirs), path, routes)
         table.setdefault(path, {})[method] = Route(handler, endpoint=theirs[0].endpoint)
-    for path, methods in OWN_ROUTES.items():
+    for path, methods in {**OWN_ROUTES, **OPEN_INFERENCE_ROUTES}.items():
         for method, route in methods.items():
             table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))
     return table

@@ -6,6 +6,7 @@ replaces it by `vecd.gateway.service` as soon as the supervisor has sent a confi
 
 import time
 
+from vecd.gateway.api import open_inference
 from vecd.gateway.api.registry import ROUTES, render_error
 from vecd.gateway.api.routes import normalize, public_table
 from vecd.gateway.api.system_routes import alive, unavailable
@@ -31,6 +32,10 @@ class StartingApi:
             return alive()
         if path in _PROBES:
             return unavailable(self.stage)
+        if path == "/v2/health/live":
+            return open_inference.alive()
+        if path == "/v2/health/ready":
+            return open_inference.unready(self.stage)
         raise NotReady(self.stage, time.monotonic() - self._started_at)
 
     async def handle(self, request: HttpRequest) -> Response:

@@ -46,7 +46,7 @@ async def health(context: Context, http: HttpRequest, principal: Principal) -> R
     """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
     workers, because the caller's requests would go to it. Where several models are served it is about all of them, or
     about the one that the request names; with an API key that reaches some models alone, about these."""
-    reason = _why_unavailable(context, http, principal)
+    reason = why_unavailable(context, http, principal)
     if reason is not None:
         return unavailable(reason)
     contexts = _named_contexts(context, http, principal)
@@ -54,8 +54,9 @@ async def health(context: Context, http: HttpRequest, principal: Principal) -> R
     return _json(200, {"status": "ok", **({"state": contexts[0].residence.state} if shows_state else {})})
 
 
-def _why_unavailable(context: Context, http: HttpRequest, principal: Principal) -> str | None:
-    """A model that is loaded on demand and cannot be loaded makes the server of others no less available. Raises
+def why_unavailable(context: Context, http: HttpRequest, principal: Principal) -> str | None:
+    """The reason why no embedding request can be served; None while one can. A model that is loaded on demand and
+    cannot be loaded makes the server of others no less available. Raises
     ApiError for a model that is not served."""
     contexts = _named_contexts(context, http, principal)
     if len(contexts) == 1:
@@ -100,7 +101,7 @@ async def root(context: Context, http: HttpRequest, principal: Principal) -> Res
     Ollama's clients request this path first."""
     if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
         response = _page("page.html")
-    elif _why_unavailable(context, http, principal) is not None:
+    elif why_unavailable(context, http, principal) is not None:
         response = await health(context, http, principal)
     else:
         response = Response(200, b"vecd is running", content_type=_TEXT)

@@ -9,7 +9,10 @@ from typing import NamedTuple
 OWN = "vecd"
 """The dialect of the server's own routes."""
 
-_PROBED = {"/", "/health", "/live", "/ping", "/metrics", "/stats"}
+_PROBED = {
+    "/", "/health", "/live", "/ping", "/metrics", "/stats",
+    "/v2/health/live", "/v2/health/ready", "/v2/models/*/ready",
+}  # fmt: skip
 
 
 class Endpoint(NamedTuple):

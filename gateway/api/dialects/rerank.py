@@ -272,6 +272,7 @@ DIALECT = Dialect(
     operations={
         "POST /rerank": _RERANK,
         "POST /v1/rerank": _RERANK,
+        "POST /openai/v1/rerank": _RERANK,
         "POST /v2/rerank": _RERANK,
         "POST /api/rerank": _RERANK,
         "POST /voyage/v1/rerank": Operation(

@@ -405,8 +405,10 @@ DIALECT = Dialect(
         ),
         "POST /score": _SCORE,
         "POST /v1/score": _SCORE,
+        "POST /openai/v1/score": _SCORE,
         "POST /classify": CLASSIFY,
         "POST /v1/classify": CLASSIFY,
+        "POST /openai/v1/classify": CLASSIFY,
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, options.MODEL, options.ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *conversations.FIELDS),

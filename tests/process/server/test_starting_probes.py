@@ -76,7 +76,7 @@ def _loading_server(folder: Path) -> Iterator[tuple[str, psutil.Process, Path]]:
 
 def test_probes_while_the_model_loads_write_no_line(tmp_path: Path):
     with _loading_server(tmp_path) as (url, _, stderr):
-        for path in ("/health", "/ping", "/"):
+        for path in ("/health", "/ping", "/", "/v2/health/ready"):
             for _ in range(_NUM_PROBES):
                 assert _status(f"{url}{path}") == 503
     lines = stderr.read_text()
@@ -169,6 +169,9 @@ def test_a_server_that_downloads_its_model_says_so_and_leaves_nothing(tmp_path: 
 
             eventually(lambda: reason() == "finding some/model in the hub's cache or on the hub")
             assert client.get("/live").status_code == 200
+            assert client.get("/v2/health/live").json() == {"live": True}
+            ready = client.get("/v2/health/ready")
+            assert (ready.status_code, ready.json()) == (503, {"ready": False, "reason": reason()})
             for where, body, error in EMBEDDINGS:
                 response = client.post(where, json=body)
                 assert response.status_code == 503

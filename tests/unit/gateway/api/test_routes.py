@@ -187,7 +187,8 @@ def test_no_spelling_leads_elsewhere_than_its_first_part_says(path):
 
 
 NO_KEY = {"GET /", "GET /health", "GET /ping", "POST /ping", "GET /live", "GET /docs"}
-ANY_KEY, OPERATOR = {"GET /info", "GET /openapi.json"}, {"GET /metrics", "GET /stats"}
+NO_KEY |= {"GET /v2/health/live", "GET /v2/health/ready", "GET /v2/models/*/ready"}
+ANY_KEY, OPERATOR = {"GET /info", "GET /openapi.json", "GET /v2/models/*"}, {"GET /metrics", "GET /stats"}
 ADMIN = {"POST /admin/reload", "GET /admin/keys", "GET /admin/models"}
 ADMIN |= {f"POST /admin/models/*/{action}" for action in ("load", "unload", "park")}
 """What is not for whoever may embed: everything else is."""
