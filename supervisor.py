@@ -146,7 +146,7 @@ def _listen_early(settings: Settings, inherited: Inherited) -> Listeners | None:
     tls = [None if path is None else str(path) for path in (settings.tls_cert, settings.tls_key)]
     message = GatewayListen(
         "finding and reading the model", tls[0], tls[1], settings.max_body_bytes, settings.log_level,
-        settings.log_format,
+        settings.log_format, settings.trusted_proxies, settings.proxy_protocol,
     )  # fmt: skip
     prestart.tell("gateway", message, [sock.fileno() for sock in listeners.sockets])
     return listeners

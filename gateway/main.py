@@ -27,6 +27,7 @@ from vecd.gateway.api.starting import StartingApi
 from vecd.gateway.control import Control
 from vecd.gateway.encoding.quantization import RangesError
 from vecd.gateway.http.contract import Timeouts
+from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.gateway.http.server import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.scheduling.core_claim import CoreClaim
@@ -153,12 +154,16 @@ async def _answer_until_started(
         server = Server(
             api, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
             max_connections=_MAX_CONNECTIONS_BEFORE_START,
+            trusted_proxies=_trusted(order.trusted_proxies),
         )  # fmt: skip
         server.is_draining = True  # each response ends its connection: the next one is for whoever listens then
         with suppress(TlsError):  # which the supervisor reports
             tls = ServerTls(order.tls_cert, order.tls_key) if order.tls_cert and order.tls_key else None
             for sock, is_admin in zip(sockets, (False, True), strict=False):
-                await server.start(sock, tls=None if is_admin else tls, is_admin=is_admin, keeps_listening=True)
+                await server.start(
+                    sock, tls=None if is_admin else tls, is_admin=is_admin, keeps_listening=True,
+                    proxy_protocol=order.proxy_protocol and not is_admin,
+                )  # fmt: skip
         asyncio.get_running_loop().add_reader(channel.fileno(), read)
         await started
         asyncio.get_running_loop().remove_reader(channel.fileno())
@@ -202,6 +207,7 @@ class Gateway:
             is_ahead=self._is_ahead if config.num_gateways > 1 else None,
             max_connections=config.share(config.max_connections),
             max_connections_per_address=config.share(config.max_connections_per_address),
+            trusted_proxies=_trusted(config.trusted_proxies),
         )
         services = self._services
         shared_metrics.poll(
@@ -262,7 +268,12 @@ class Gateway:
         self._services.active.dispatcher.activate()
         self._address = _address_of(listening)
         self._listen_to_requests(config)
-        await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
+        await self._server.start(
+            listening,
+            tls=self._tls,
+            keeps_listening=config.keeps_listening,
+            proxy_protocol=config.proxy_protocol,
+        )
         if admin is not None:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
         self._watch = LoopWatch(self._shared_metrics, loop, lambda: self._server.num_requests_in_flight > 0)
@@ -304,6 +315,7 @@ class Gateway:
             config.share(config.max_connections),
             config.share(config.max_connections_per_address),
         )
+        self._server.trust(_trusted(config.trusted_proxies))
         if self._tls is not None:
             try:
                 self._tls.reload()
@@ -335,6 +347,10 @@ async def drain(services: Services, server: Server, deadline_s: float, grace_s: 
     quiet_s = min(grace_s, _QUIET_S)
     await asyncio.sleep(grace_s - quiet_s)
     return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
+
+
+def _trusted(names: str) -> TrustedProxies | None:
+    return TrustedProxies(names) if names else None
 
 
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:

@@ -18,6 +18,7 @@ usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd se
        vecd bench [--flags]            measure a running server (vecd bench --help)
        vecd top [--flags]              watch a running server (vecd top --help)
        vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
+       vecd plan [--flags]             nodes, hours and bytes for many documents (vecd plan --help)
        vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
        vecd models [MODEL…] [--flags]  the models of a configuration, and what runs (vecd models --help)
        vecd key NAME                   make an API key, and its entry for --keys-file
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
             from vecd.client.bench.command import main as run
         case "embed":
             from vecd.client.bulk.command import main as run
+        case "plan":
+            from vecd.client.plan.command import main as run
         case "top":
             from vecd.client.top.command import main as run
         case "check":

@@ -67,6 +67,8 @@ class GatewayListen(Message):
     max_body_bytes: int
     log_level: str
     log_format: str
+    trusted_proxies: str
+    proxy_protocol: bool
 
 
 @dataclass(frozen=True, slots=True)

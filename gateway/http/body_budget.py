@@ -4,8 +4,8 @@ Owns the count of these bytes: of incomplete bodies, and of requests that wait b
 connection. Holds no bytes and closes nothing itself: `vecd.gateway.http.connection` counts, asks, and has the chosen
 connection drop what it holds.
 
-Bytes are counted by holder: an address (`connection.client_of`), or, on a unix socket, each connection by itself. So a
-client that sends much, and then nothing for minutes, takes room from itself only:
+Bytes are counted by holder: an address (`forwarded.client_of`), or, on a unix socket and from a trusted proxy, each
+connection by itself. So a client that sends much, and then nothing for minutes, takes room from itself only:
 
     one address holds more than half of the limit                    → it gets no more
     all hold more than the limit, the sender more than an equal part → it gets no more
@@ -24,7 +24,7 @@ SMALL_PART_BYTES = 64 * 1024
 class Sender(Protocol):
     """A connection, as this module uses it."""
 
-    client: str
+    address: str
     num_held_bytes: int
     """Set by `BodyBudget.count`."""
 
@@ -59,7 +59,7 @@ class BodyBudget:
         """The connection that must drop what it holds, now that `sender` holds more; None when none must."""
         num_own = self._num_of[_holder(sender)]
         if sender in self._large:
-            if sender.client and num_own > self.max_bytes // 2:
+            if sender.address and num_own > self.max_bytes // 2:
                 return sender
             if self.num_bytes > self.max_bytes and self._is_over_equal_part(num_own):
                 return sender
@@ -76,4 +76,4 @@ class BodyBudget:
 
 
 def _holder(sender: Sender) -> str | Sender:
-    return sender.client or sender
+    return sender.address or sender

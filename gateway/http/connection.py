@@ -16,7 +16,6 @@ A connection handles one request at a time; what a client sends meanwhile waits 
 import array
 import asyncio
 import fcntl
-import ipaddress
 import logging
 import os
 import select
@@ -30,7 +29,9 @@ from contextlib import suppress
 from typing import cast
 
 from vecd.gateway.http.contract import ConnectionHost, Timeouts
+from vecd.gateway.http.forwarded import TrustedProxies, client_of
 from vecd.gateway.http.http1 import CONTINUE, ReadState, RequestReader, RequestReceived, encode_response, new_request_id
+from vecd.gateway.http.proxy_protocol import ProxyHeader
 from vecd.gateway.telemetry.shared_metrics import GONE
 from vecd.gateway.types.errors import (
     ApiError,
@@ -64,10 +65,23 @@ _RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and 
 class Connection(asyncio.Protocol):
     """One client's connection. asyncio calls the methods of its Protocol, the server calls those at the end."""
 
-    def __init__(self, server: ConnectionHost, loop: asyncio.AbstractEventLoop, *, is_admin: bool = False) -> None:
+    def __init__(
+        self,
+        server: ConnectionHost,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        is_admin: bool = False,
+        proxied: ProxyHeader | None = None,
+    ) -> None:
+        """`proxied`: what a trusted proxy has said with the PROXY protocol, if it has."""
         self.is_admin = is_admin
         self.client = ""
-        """See `client_of`."""
+        """The client of the connection, see `client_of`: that of a request whose headers do not say another."""
+        self.address = ""
+        """What limits by address count the connection by; "" if many callers may share it: on a unix socket, and from a
+        trusted proxy."""
+        self._proxied = proxied
+        self._proxies: TrustedProxies | None = None  # None: headers do not say whose a request is
         self._server = server
         self._loop = loop
         self._reader = RequestReader(server.limits)
@@ -97,7 +111,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.client = client_of(self._transport.get_extra_info("peername"))
+        self.trust(self._server.trusted_proxies)
         self._why_refused = self._server.register(self)
 
     def data_received(self, data: bytes) -> None:
@@ -190,6 +204,8 @@ class Connection(asyncio.Protocol):
 
     def _check_head(self, request: HttpRequest) -> None:
         request.client, request.is_admin = self.client, self.is_admin
+        if self._proxies is not None:
+            request.client, request.scheme = self._proxies.caller_of(request.headers, self.client)
         try:
             if self.is_admin:
                 _check_origin(request)
@@ -205,6 +221,8 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request: HttpRequest) -> None:
         request.client, request.is_admin = self.client, self.is_admin
+        if self._proxies is not None:
+            request.client, request.scheme = self._proxies.caller_of(request.headers, self.client)
         self._request = request
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
@@ -373,6 +391,18 @@ class Connection(asyncio.Protocol):
         """Use these limits from the next request on."""
         self._reader.limits = limits
 
+    def trust(self, proxies: TrustedProxies | None) -> None:
+        """Believe these proxies from the next request on. Side effect: `client` and `address` are set."""
+        peername, is_known = self._transport.get_extra_info("peername"), True
+        if self._proxied is not None and not self._proxied.is_local:
+            is_known = self._proxied.peername is not None
+            peername = self._proxied.peername if is_known else peername
+        self.client = client_of(peername)
+        is_proxy = proxies is not None and not self.is_admin and proxies.trusts(peername)
+        self.address = "" if is_proxy or not is_known else self.client
+        # The headers of a client that its proxy does not know are not the proxy's.
+        self._proxies = proxies if is_proxy and is_known else None
+
     def drop_held(self) -> None:
         """Drop what is held, because all connections together hold too much: refuse the body that is arriving, or what
         is behind the request that is being handled."""
@@ -466,20 +496,6 @@ def _check_origin(request: HttpRequest) -> None:
         raise PermissionDenied(
             "header Origin: the admin listener answers no requests of web pages", code="origin_not_allowed"
         )
-
-
-def client_of(peername: object) -> str:
-    """The client's address: an IPv4 address, or the /64 of an IPv6 address, which is the least that one site has; "" on
-    a unix socket."""
-    if not isinstance(peername, tuple):
-        return ""
-    host = str(peername[0])
-    if ":" not in host:
-        return host
-    address = ipaddress.IPv6Address(host.partition("%")[0])
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64"
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vecd.gateway.http.body_budget import BodyBudget
+from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest, Limits, Response
 
@@ -40,7 +41,8 @@ class Timeouts:
     """How long the server waits for a client. Checked once per `sweep_s`, so each may last that much longer."""
 
     head_s: float = 10.0
-    """From the first byte of a request to the end of its head."""
+    """From the first byte of a request to the end of its head; and from a connection's beginning to the end of its
+    PROXY header, where there must be one."""
     handshake_s: float = 10.0
     """From a connection's beginning to the end of its TLS handshake."""
     body_s: float = 60.0
@@ -61,6 +63,7 @@ class ConnectionHost(Protocol):
     app: Application
     limits: Limits
     timeouts: Timeouts
+    trusted_proxies: TrustedProxies | None
     clock: Callable[[], float]
     on_finished: Callable[[int, HttpRequest | None], None]
     arriving: BodyBudget

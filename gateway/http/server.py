@@ -2,8 +2,8 @@
 
 Owns the listening sockets, what is counted over all connections, and the clock of their deadlines. One connection is
 handled by `vecd.gateway.http.connection`; where the listener speaks TLS, a `vecd.gateway.http.tls_layer` is between the
-socket and the connection. Never decides on responses (the `Application` does). `vecd.gateway.main` starts and drains
-it.
+socket and the connection; where it expects the PROXY protocol, a `vecd.gateway.http.proxy_layer` comes before both.
+Never decides on responses (the `Application` does). `vecd.gateway.main` starts and drains it.
 """
 
 import asyncio
@@ -20,6 +20,9 @@ from vecd.gateway.http.body_budget import BodyBudget
 from vecd.gateway.http.connection import Connection
 from vecd.gateway.http.contract import Application, Timeouts
 from vecd.gateway.http.drain_listener import refuse_connects
+from vecd.gateway.http.forwarded import TrustedProxies
+from vecd.gateway.http.proxy_layer import ProxyLayer
+from vecd.gateway.http.proxy_protocol import ProxyHeader
 from vecd.gateway.http.shared_accept import SharedListener
 from vecd.gateway.http.tls import ServerTls
 from vecd.gateway.http.tls_layer import TlsLayer
@@ -61,12 +64,14 @@ class Server:
         timeouts: Timeouts,
         max_connections: int,
         max_connections_per_address: int | None = None,
+        trusted_proxies: TrustedProxies | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
         """`max_connections`: to the public listener; `max_connections_per_address`: of these, from one `client_of`;
-        None: as many. `clock`: in seconds, for the timeouts. `on_finished`: called with the status of each response,
+        None: as many. `trusted_proxies`: the peers of the public listener whose headers say who the caller is; None:
+        no peer. `clock`: in seconds, for the timeouts. `on_finished`: called with the status of each response,
         or with `vecd.gateway.telemetry.shared_metrics.GONE` where the client disconnected before it, and with the
         request, if its head could be parsed. `is_ahead`, where several gateways share the socket: whether one of them
         has fewer connections.
@@ -78,6 +83,7 @@ class Server:
         self.clock = clock
         self.on_finished = on_finished
         self._is_ahead = is_ahead
+        self.trusted_proxies = trusted_proxies
         self.is_draining = False
         self.num_requests_in_flight = 0
         self._listeners: list[_Listener] = []
@@ -86,6 +92,8 @@ class Server:
         self._num_of_address: Counter[str] = Counter()
         self._admin_connections: set[Connection] = set()
         self._refused: set[Connection] = set()
+        self._awaiting_header: set[ProxyLayer] = set()
+        self._num_without_header_since_sweep, self._why_without_header = 0, ""
         self._num_refused_since_sweep = 0
         self._num_refused_of_address_since_sweep = 0
         self.num_plain_since_sweep = 0
@@ -112,25 +120,40 @@ class Server:
         for connection in self._all_connections():
             connection.set_limits(limits)
 
+    def trust(self, proxies: TrustedProxies | None) -> None:
+        """Believe these proxies from now on, also on open connections. Call on the running loop."""
+        self.trusted_proxies = proxies
+        for connection in self._all_connections():
+            num_held_bytes = connection.num_held_bytes
+            self.arriving.count(connection, 0)
+            self._count_address(connection, -1)
+            connection.trust(proxies)
+            self._count_address(connection, 1)
+            self.arriving.count(connection, num_held_bytes)
+
     async def start(
         self,
         sock: socket.socket,
         *,
         tls: ServerTls | None = None,
         is_admin: bool = False,
+        proxy_protocol: bool = False,
         keeps_listening: bool = False,
     ) -> None:
         """Accept from a bound and listening stream socket, TCP or unix. `drain` closes it, and removes its file.
 
         Call it once for the public socket, which speaks TLS if `tls` is given, and once more for the admin socket, if
-        there is one. Requests of the admin listener have `is_admin`, its connections have a small limit of their own,
-        and it closes last. uvloop sets TCP_NODELAY on what it accepts. With `keeps_listening`, another process has the
-        socket open, too: `drain` only closes it here, its file stays, and its backlog is left to that process.
+        there is one. With `proxy_protocol`, each connection must be of a trusted proxy and begin with a PROXY header;
+        any other is closed. Requests of the admin listener have `is_admin`, its connections have a small limit of their
+        own, and it closes last. uvloop sets TCP_NODELAY on what it accepts. With `keeps_listening`, another process has
+        the socket open, too: `drain` only closes it here, its file stays, and its backlog is left to that process.
         """
         self._loop = asyncio.get_running_loop()
         is_ours = sock.family == socket.AF_UNIX and not keeps_listening
         uds_id = file_id(sock.getsockname()) if is_ours else None
-        make_protocol = partial(self._connection, tls, is_admin)
+        make_protocol: Callable[[], asyncio.Protocol] = partial(self._connection, tls, is_admin)
+        if proxy_protocol:
+            make_protocol = partial(ProxyLayer, self, partial(self._connection, tls, is_admin), self._loop)
         accepting: asyncio.AbstractServer | SharedListener
         if self._is_ahead is None or is_admin:
             accepting = await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
@@ -141,8 +164,10 @@ class Server:
         if self._sweeper is None:
             self._sweep_regularly()
 
-    def _connection(self, tls: ServerTls | None, is_admin: bool) -> asyncio.Protocol:
-        connection = Connection(self, self._loop, is_admin=is_admin)
+    def _connection(
+        self, tls: ServerTls | None, is_admin: bool, proxied: ProxyHeader | None = None
+    ) -> asyncio.Protocol:
+        connection = Connection(self, self._loop, is_admin=is_admin, proxied=proxied)
         if tls is None:
             return connection
         return TlsLayer(tls.context, connection, self._loop, self.timeouts.handshake_s)
@@ -218,23 +243,39 @@ class Server:
             return None
         if len(self._connections) >= self.max_connections:
             return f"Too many connections: {self.max_connections} are open, the most allowed"
-        if connection.client:
-            if self._num_of_address[connection.client] >= self.max_connections_per_address:
-                self._num_refused_of_address_since_sweep += 1
-                limit = self.max_connections_per_address
-                return f"Too many connections from one address: {limit} are open, the most allowed"
-            self._num_of_address[connection.client] += 1
+        if connection.address and self._num_of_address[connection.address] >= self.max_connections_per_address:
+            self._num_refused_of_address_since_sweep += 1
+            limit = self.max_connections_per_address
+            return f"Too many connections from one address: {limit} are open, the most allowed"
         self._connections.add(connection)
+        self._count_address(connection, 1)
         return None
+
+    def _count_address(self, connection: Connection, num: int) -> None:
+        if connection.address and connection in self._connections:
+            self._num_of_address[connection.address] += num
+            if self._num_of_address[connection.address] <= 0:
+                del self._num_of_address[connection.address]
 
     def forget(self, connection: Connection) -> None:
         self._refused.discard(connection)
         self._admin_connections.discard(connection)
-        if connection in self._connections:
-            self._connections.discard(connection)
-            self._num_of_address[connection.client] -= 1
-            if self._num_of_address[connection.client] <= 0:
-                del self._num_of_address[connection.client]
+        self._count_address(connection, -1)
+        self._connections.discard(connection)
+
+    def await_header(self, layer: ProxyLayer) -> bool:
+        """As in `vecd.gateway.http.proxy_layer.ProxyHost`, and so is `end_awaiting`."""
+        if len(self._connections) + len(self._awaiting_header) >= self.max_connections:
+            self._num_refused_since_sweep += 1
+            return False
+        self._awaiting_header.add(layer)
+        return True
+
+    def end_awaiting(self, layer: ProxyLayer, why_refused: str | None = None) -> None:
+        if why_refused is not None and layer in self._awaiting_header:
+            self._num_without_header_since_sweep += 1
+            self._why_without_header = why_refused
+        self._awaiting_header.discard(layer)
 
     # --- deadlines ---
 
@@ -264,6 +305,15 @@ class Server:
                 self.num_plain_since_sweep,
             )
             self.num_plain_since_sweep = 0
+
+        if self._num_without_header_since_sweep:
+            log.warning(
+                "Connections closed without the PROXY protocol header that --proxy-protocol expects of a proxy in "
+                "--trusted-proxies: %d; the last one: %s",
+                self._num_without_header_since_sweep,
+                self._why_without_header,
+            )
+            self._num_without_header_since_sweep = 0
 
     def _reset_silent(self, connections: list[Connection], num_unsent_bytes: int) -> None:
         """Too much is unsent in all: reset the connections with most of it that have read nothing since the last sweep,
@@ -301,6 +351,8 @@ class Server:
         tasks = [connection.task for connection in connections if connection.task is not None]
         for connection in connections:
             connection.abort()
+        for layer in list(self._awaiting_header):
+            layer.abort()
         await asyncio.sleep(0)  # until the loop has called `connection_lost` of each
         if tasks:
             await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)

@@ -43,6 +43,7 @@ _SHORT = {
     "model": "model",
     "dialect": "api",
     "caller": "caller",
+    "client": "client",
     "request_id": "id",
     "trace_id": "trace",
 }
@@ -98,6 +99,7 @@ class AccessLog:
         self._rate = config.max_logged_requests_per_s
         self._others = Bucket(self._rate)
         self._is_json = config.log_format == JSON
+        self._shows_clients = bool(config.trusted_proxies)
         self._is_on = self._rate > 0 and log.isEnabledFor(logging.INFO)
 
     def on_finished(self, status: int, request: HttpRequest, now: float) -> None:
@@ -142,6 +144,8 @@ class AccessLog:
 
     def _write(self, level: int, status: int, request: HttpRequest, now: float) -> None:
         fields = describe(status, request, self._endpoints[request.timeline.endpoint], now)
+        if self._shows_clients:
+            fields["client"] = request.client or None
         line = f"{request.method} {fields['route']} {status}" if self._is_json else render(fields)
         log.log(level, "%s", line, extra={"fields": fields})
 

@@ -68,6 +68,8 @@ class _Finished(NamedTuple):
     trace: Trace
     finished_at: float
     """By `time.monotonic`."""
+    scheme: str = ""
+    """As in `HttpRequest`."""
     context: SpanContext = SpanContext(1, 1, False, _SAMPLED)
     """For OpenTelemetry's queue alone: the same for all, and sampled."""
 
@@ -119,7 +121,7 @@ class SpanSender(SpanExporter):
         self._num_added += 1
         finished = _Finished(
             status, request.method, request.request_id, request.is_admin, request.http_minor, request.timeline, trace,
-            now,
+            now, request.scheme,
         )  # fmt: skip
         # The queue is of whole requests: to make their spans here would take the event loop 50 µs for each request.
         self._processor.on_end(cast(ReadableSpan, finished))
@@ -210,7 +212,7 @@ class SpanSender(SpanExporter):
         has_tls = self._config.tls_cert is not None and not request.is_admin
         attributes: dict[str, Any] = {
             "http.request.method": request.method,
-            "url.scheme": "https" if has_tls else "http",
+            "url.scheme": request.scheme or ("https" if has_tls else "http"),
             "network.protocol.version": f"1.{request.http_minor}",
             "server.address": host,
             "vecd.request_id": request.request_id,

@@ -149,7 +149,7 @@ class GatewayConfig:
     max_connections: int
     """Open at a time, at all gateways."""
     max_connections_per_address: int
-    """Of these, from one address (IPv6: one /64). Connections by unix sockets have no address."""
+    """Of these, from one address (IPv6: one /64). Connections by unix sockets and of trusted proxies have none."""
     has_admin_listener: bool
     """/metrics, /info and /admin are served on a socket of their own, and not on the public one."""
     cors_origins: tuple[str, ...]
@@ -206,6 +206,10 @@ class GatewayConfig:
     """Another process keeps the public socket open: connections in its backlog when the gateway ends are left to the
     next gateway, not refused."""
     keeps_admin_listening: bool = False
+    trusted_proxies: str = ""
+    """As `vecd.gateway.http.forwarded.TrustedProxies` reads it; "": no peer is trusted."""
+    proxy_protocol: bool = False
+    """Each connection to the public listener begins with a PROXY header of a trusted proxy."""
     alias_defaults: tuple[AliasDefaults, ...] = ()
     """Of those `aliases` that have any."""
 

@@ -57,8 +57,10 @@ class HttpRequest:
     body: bytes = field(default=b"", repr=False)
     """Empty until the whole body was received."""
     client: str = field(default="", repr=False)
-    """The client's address, by `vecd.gateway.http.connection.client_of`: an IPv4 address, the /64 of an IPv6 address,
-    "" on a unix socket."""
+    """The caller's address, by `vecd.gateway.http.forwarded.client_of`: an IPv4 address, the /64 of an IPv6 address,
+    "" on a unix socket. Of the connection, or as trusted proxies say."""
+    scheme: str = field(default="", repr=False)
+    """"http" or "https", which the caller speaks to a trusted proxy; "": that of the listener."""
     is_admin: bool = False
     """It was received by the admin listener."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)

@@ -191,6 +191,7 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
 def _check_shared(settings: Settings) -> tuple[ApiKey, ...]:
     """The keys. Raises ConfigurationError for what the models share."""
     check_tls(settings.tls_cert, settings.tls_key)
+    check_proxies(settings)
     check_otel(settings.otlp_endpoint)
     return load_keys(settings)
 
@@ -286,6 +287,14 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
     problems = find_problems(str(cert), str(key))
     if problems:
         raise ConfigurationError([f"--tls-cert, --tls-key: {problem}" for problem in problems])
+
+
+def check_proxies(settings: Settings) -> None:
+    """Raises ConfigurationError for --proxy-protocol that no peer may send: a header of any peer could name anybody."""
+    if settings.proxy_protocol and not settings.trusted_proxies:
+        raise ConfigurationError(
+            ["--proxy-protocol: given without --trusted-proxies, the addresses of the proxies that may send it"]
+        )
 
 
 def check_ranges(path: Path | None) -> None:

@@ -35,6 +35,7 @@ from pydantic_settings import (
 )
 
 from vecd.client.suggestions import closest, flag_hints
+from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.memory_budget import read_memory_budget
 from vecd.launch.config.num_gateways import MAX_GATEWAYS
@@ -88,6 +89,12 @@ def _check_origins(origins: str) -> str:
     if "*" in names and len(names) > 1:
         raise ValueError("* allows every origin: name no other beside it")
     return origins
+
+
+def _check_proxies(names: str) -> str:
+    if names.strip():
+        TrustedProxies(names)
+    return names.strip()
 
 
 def _check_collector(url: str) -> str:
@@ -252,6 +259,17 @@ class Settings(BaseSettings):
     max_connections: _Positive = Field(8192, description="maximum open connections; more get 503")
     max_connections_per_address: _Positive | None = Field(
         None, description="maximum open connections of one address or IPv6 /64; default: half of --max-connections"
+    )
+    trusted_proxies: Annotated[str, AfterValidator(_check_proxies)] = Field(
+        "",
+        description="proxies whose headers Forwarded and X-Forwarded-For say who the caller is: addresses, networks, "
+        "and unix for peers on a unix socket, as 10.0.0.0/8,unix. A header of any other peer changes nothing. "
+        "Default: none",
+    )
+    proxy_protocol: bool = Field(
+        False,
+        description="expect the PROXY protocol, version 1 or 2, of --trusted-proxies at the beginning of each "
+        "connection to the public listener; any other connection is closed",
     )
     max_request_tokens: _Positive | None = Field(
         None, description="maximum tokens of all inputs of one request; default: no limit"

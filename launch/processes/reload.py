@@ -40,7 +40,7 @@ _MAX_GATEWAY_DEATHS = 3
 
 _FIXED_SETTINGS = (
     "host", "port", "uds", "tls_cert", "tls_key", "admin_host", "admin_port", "admin_uds", "gateways", "vector_cache",
-    "memory_budget",
+    "memory_budget", "proxy_protocol",
 )  # fmt: skip
 """What a reload cannot change: the sockets, which processes listen on them, the memory that these share, and the
 budget of memory. The content of the certificate's files it can."""

@@ -230,6 +230,7 @@ async def serving(
     tls: ServerTls | None = None,
     max_arriving_bytes: int | None = None,
     max_unsent_bytes: int | None = None,
+    proxy_protocol: bool = False,
     **options: Any,
 ) -> AsyncIterator[ModelInfo]:
     app = TinyApp()
@@ -238,7 +239,7 @@ async def serving(
     server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
     server.max_unsent_bytes = max_unsent_bytes or server.max_unsent_bytes
     model_info = ModelInfo(app, server, sock or listening(), admin)
-    await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls)
+    await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls, proxy_protocol=proxy_protocol)
     if admin is not None:
         await server.start(admin.sock, is_admin=True)
     try:

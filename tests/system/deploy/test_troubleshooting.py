@@ -417,6 +417,8 @@ def starts(folder: Path) -> Provoked:
     (folder / "tmp").mkdir()
     yield Row(2, "vecd: --…: must be"), start("--workers", "none")
     yield Row(2, "there is no such setting"), start(VECD_WORKRES="1")
+    yield Row(2, "is not a proxy"), start("--trusted-proxies", "10.0.0.1,proxy.local")
+    yield Row(2, "given without --trusted-proxies"), start("--proxy-protocol")
     yield Row(2, "the model takes at most"), start("--max-tokens", "100000")
     yield Row(3, "no such folder"), start("./nowhere")
     yield Row(3, "and the hub cannot be reached"), start("org/name")

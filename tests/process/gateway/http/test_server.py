@@ -31,8 +31,9 @@ from tests.support.tinyserver import (
     serving,
     until,
 )
-from vecd.gateway.http.connection import Connection, client_of
+from vecd.gateway.http.connection import Connection
 from vecd.gateway.http.contract import Timeouts
+from vecd.gateway.http.forwarded import client_of
 from vecd.gateway.http.http1 import ReadState, _Message
 from vecd.gateway.http.server import Server
 from vecd.gateway.types.messages import HttpRequest, Limits

@@ -13,7 +13,7 @@ class Holding:
 
     def __init__(self, arriving: BodyBudget, client: str) -> None:
         self.arriving = arriving
-        self.client = client
+        self.address = client
         self.num_held_bytes = 0
         self.num_given_up = 0
 
@@ -103,7 +103,7 @@ def test_it_never_is_more_than_the_limit_and_the_small_parts(steps):
         num_small_bytes = sum(size for size in sizes if size <= SMALL_PART_BYTES)
         assert arriving.num_bytes <= arriving.max_bytes + num_small_bytes
         for client in "abc":
-            of_client = [part.num_held_bytes for part in parts if part.client == client]
+            of_client = [part.num_held_bytes for part in parts if part.address == client]
             assert sum(of_client) <= arriving.max_bytes // 2 + len(of_client) * SMALL_PART_BYTES
     for part in parts:
         arriving.count(part, 0)

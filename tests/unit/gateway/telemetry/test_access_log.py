@@ -34,8 +34,9 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 NOW = 1000.0
 
 
-def settings(rate: float = 100.0, log_format: str = "text") -> GatewayConfig:
-    return cast(GatewayConfig, SimpleNamespace(max_logged_requests_per_s=rate, log_format=log_format))
+def settings(rate: float = 100.0, log_format: str = "text", trusted_proxies: str = "") -> GatewayConfig:
+    fields = {"max_logged_requests_per_s": rate, "log_format": log_format, "trusted_proxies": trusted_proxies}
+    return cast(GatewayConfig, SimpleNamespace(**fields))
 
 
 def request(endpoint: int = EMBEDDINGS, *, took_s: float = 0.01, traceparent: str = "") -> HttpRequest:
@@ -149,6 +150,20 @@ def test_a_line_names_the_model_where_several_are_served():
     assert said["model"] == "org/model"
     assert " encode=1.0 model=org/model api=openai " in render(said)
     assert said.keys() - describe(200, embedded(), EMBEDDING, NOW).keys() == {"model"}
+
+
+@pytest.mark.parametrize("client", ["203.0.113.9", ""])
+def test_a_line_has_the_client_where_proxies_are_trusted(make, client):
+    log = make()
+    sent = embedded()
+    sent.client = client
+    log.access.on_finished(200, sent, NOW)
+    log.access.change(settings(trusted_proxies="10.0.0.1"))
+    log.access.on_finished(200, sent, NOW)
+    before, after = log.fields()
+    assert "client" not in before
+    assert after == {**before, "client": client or None}
+    assert (f" caller=acme client={client} id=" in render(after)) is bool(client)
 
 
 def test_the_keys_are_always_the_same():

@@ -225,6 +225,16 @@ def test_every_origin_and_another_one_contradict_each_other():
     assert "no other beside it" in problem
 
 
+@pytest.mark.parametrize("names", ["", "10.0.0.1", "10.0.0.0/8, unix,2001:db8::/32", "::1"])
+def test_proxies_are_addresses_networks_and_unix(names):
+    assert load_settings(["--trusted-proxies", names]).trusted_proxies == names
+
+
+def test_a_name_that_is_no_proxy_is_one_problem_that_names_it():
+    [problem] = problems("--trusted-proxies", "10.0.0.1,proxy.local,10.0.0.1/8")
+    assert problem.startswith("--trusted-proxies: 'proxy.local' is not a proxy: an address as 10.0.0.2")
+
+
 def test_kubernetes_service_links_are_not_settings(monkeypatch):
     monkeypatch.setenv("VECD_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("VECD_PORT_8000_TCP", "tcp://10.0.0.1:8000")
