@@ -19,6 +19,7 @@ usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd se
        vecd top [--flags]              watch a running server (vecd top --help)
        vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
        vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
+       vecd check --fleet URL URL…     whether servers may be mixed behind one name
        vecd models [MODEL…] [--flags]  the models of a configuration, and what runs (vecd models --help)
        vecd key NAME                   make an API key, and its entry for --keys-file
        vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
