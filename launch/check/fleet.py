@@ -56,6 +56,7 @@ MAX_SCORE_DIFFERENCE = 0.01
 """Of the scores of one text, between 0 and 1 for most models."""
 _TRIES, _PAUSE_S = 3, 1.0
 _BUSY = (429, 503)
+_MAX_SHOWN_BYTES = 200
 # Without the tokens of a batch, which follow from the hardware.
 _LIMITS = ("max_inputs", "max_body_bytes", "max_requests", "max_wait_s", "max_priority", "overflow")
 _OF_MODEL = ("max_tokens", "capabilities", "dimensions", "pooling", "normalized", "prompt", "prompts", "matryoshka",
@@ -167,7 +168,9 @@ class _Questions:
                 row[list(each)] = list(each.values())
             return rows, False
         if first in ("classify", "token-classify"):
-            found = await self._post(f"{prefix}/predict", {"inputs": TEXTS})
+            # A list of texts may be a pair to a model that classifies texts.
+            inputs = [[text] for text in TEXTS] if first == "classify" else TEXTS
+            found = await self._post(f"{prefix}/predict", {"inputs": inputs})
             return [np.array(sorted(_numbers(text))) for text in found], True
         ranked = await self._post(f"{prefix}/rerank", {"model": model, "query": TEXTS[0], "documents": TEXTS[1:]})
         results = ranked["results"] if isinstance(ranked, dict) else ranked
@@ -199,7 +202,8 @@ class _Questions:
         if response.status in (401, 403):
             raise NodeFailed(f"answers {response.status} at {path}: give a key with --api-key or VECD_API_KEY")
         if response.status != 200:
-            raise NodeFailed(f"answers {response.status} at {path}")
+            said = response.body[:_MAX_SHOWN_BYTES].decode(errors="replace")
+            raise NodeFailed(f"answers {response.status} at {path}: {' '.join(said.split())}")
         return json.loads(response.body)
 
     async def _check_tls(self) -> None:

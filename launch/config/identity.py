@@ -54,7 +54,7 @@ def read_identity(plan: Plan) -> Digests | None:
     then nothing is known of what the workers have read, and a reload makes another plan.
 
     Raises OSError, ValueError, KeyError or ModelError for files that cannot be read. Side effect: the digests of the
-    weights are remembered in the cache directory, if it can be written. Takes 0.5 ms if they are, or else 0.5 s for
+    weights are remembered in the cache directory, if it can be written. Takes 0.8 ms if they are, or else 0.9 s for
     1 GB on a processor with SHA instructions: not for an event loop.
     """
     facts = _facts_of(plan)

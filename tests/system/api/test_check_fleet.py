@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import Server, exact_server
+from tests.support.serving import Server, exact_server, running_server
+from tests.support.sparse_checkpoints import save_splade
+from tests.system.dialects.test_classify import classifier
 
 NOWHERE = "unix:/tmp/there-is-no-such-server.sock"
 
@@ -57,6 +59,24 @@ def test_the_node_that_is_not_with_the_majority_is_named(fleet: list[Server], mi
         ended = check("--fleet", first.url, other.url, third.url, "--json")
         report = json.loads(ended.stdout)
         assert (ended.returncode, report["differing"]) == (1, [other.url])
+
+
+@pytest.mark.parametrize("about", ["rerank cls one", "classify cls sad glad", "token-classify none O B-PER"])
+def test_scores_of_a_server_that_has_two_addresses(about: str) -> None:
+    with classifier(about) as server:
+        assert_uniform(server)
+
+
+def test_sparse_vectors_of_a_server_that_has_two_addresses(minilm_folder: Path, tmp_path: Path) -> None:
+    folder = save_splade(tmp_path, "bert")
+    with running_server(str(folder), "--engine", "dummy", "--workers", "1") as server:
+        assert_uniform(server)
+
+
+def assert_uniform(server: Server) -> None:
+    ended = check("--fleet", server.url, f"http://localhost:{server.port}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "may be mixed" in ended.stdout
 
 
 def test_a_node_that_cannot_be_reached(fleet: list[Server]) -> None:
