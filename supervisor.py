@@ -316,6 +316,8 @@ class Supervisor:
             log.warning("%sthe model's identity is not known: %s", worker_pool.prefix, error)
             return
         if digests is None:
+            message = "%sthe model's files have changed since they were read: its identity is unknown until a reload"
+            log.warning(message, worker_pool.prefix)
             return
         worker_pool.identity = ModelIdentity(worker_pool.generation, digests.model, digests.by_alias)
         if self._loop is not None:  # before, no gateway can be told

@@ -84,6 +84,8 @@ class OperationsHandler:
         timeline.arrived_at = time.monotonic()
         if models is None:
             http.identity = context.identity
+        elif http.choice is not None and http.choice.is_made:
+            http.identity = models.as_named(context, http.choice.named).identity
         try:
             principal.check_quota()  # before the body is parsed
             demand = parse_demand(http.headers)

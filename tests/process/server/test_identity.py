@@ -1,6 +1,8 @@
 """The identity of models, as a server of several says it and as requests demand it."""
 
+import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +99,9 @@ def test_an_error_of_the_model_s_route_says_it_and_others_do_not(server: Server)
     own = identity(server)
     assert post(server, "/m/a/v1/embeddings", {"input": []}).headers["x-vecd-identity"] == own
     assert post(server, "/v1/embeddings", {"model": "a", "input": []}).headers["x-vecd-identity"] == own
+    for name in ("a", "short"):
+        response = httpx.post(f"{server.url}/m/{name}/v1/embeddings", content=b"{")
+        assert (response.status_code, response.headers["x-vecd-identity"]) == (400, identity(server, name))
     for path in ("/health", "/info", "/metrics", "/v1/models"):
         assert "x-vecd-identity" not in httpx.get(f"{server.url}{path}").headers
     assert httpx.get(f"{server.url}/m/a/v1/models").headers["x-vecd-identity"] == own
@@ -182,10 +187,10 @@ def test_a_reload_has_another_and_a_request_that_crosses_it_is_refused(
 
 def test_a_gateway_that_is_started_again_knows_it(server: Server) -> None:
     own = identity(server)
-    for process in server.gateways().values():
-        process.kill()
-    eventually(lambda: len(server.gateways()) == 2)
-    for gateway in range(2):
-        with server.client_of(gateway) as client:
-            response = client.post("/m/a/embed", json={"inputs": "text"}, headers={"if-vecd-identity": own})
-            assert (response.status_code, response.headers["x-vecd-identity"]) == (200, own)
+    with server.client_of(1) as other:
+        killed = other.get("/info").json()["gateways"][0]["pid"]
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: other.get("/info").json()["gateways"][0]["pid"] not in (0, killed), timeout_s=60)
+    with server.client_of(0) as client:
+        response = client.post("/m/a/embed", json={"inputs": "text"}, headers={"if-vecd-identity": own})
+        assert (response.status_code, response.headers["x-vecd-identity"]) == (200, own)
