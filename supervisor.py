@@ -23,6 +23,7 @@ import logging
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ from vecd.launch.base.exit_codes import (
 )
 from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
 from vecd.launch.check.machine import read_machine
+from vecd.launch.config.identity import read_identity
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
@@ -71,6 +73,7 @@ from vecd.shm.control import (
     InputDeaths,
     InputsCleared,
     Message,
+    ModelIdentity,
     ModelIs,
     Prepared,
     Progress,
@@ -178,6 +181,9 @@ class Supervisor:
         self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """What the fork servers of several models are forked from; a test's start no process."""
+        self._reads_identities = system is None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Set once there are gateways."""
         self._arguments = list(arguments)
         self._notifier = notifier
         self._inherited = inherited
@@ -224,6 +230,7 @@ class Supervisor:
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
                 self._on_gateways_changed, self._system, usable_cores(), self._vector_cache_fd, self._states,
             )  # fmt: skip
+            self._loop = asyncio.get_running_loop()
             self._residency = Residency(
                 self._worker_pools, self._states, self._gateway_pool, self._system.files, self._memory,
                 self._start_task, self._changed, self.on_model_changed, self._send_status,
@@ -294,7 +301,28 @@ class Supervisor:
         system = self._system
         if self._zygote is not None and not is_only_model:
             system = replace(system, fork_server=self._zygote.fork_server)
-        return WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
+        pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
+        if self._reads_identities:
+            # From the first moment, and beside the load: the first response of a warm start has it.
+            threading.Thread(target=self._read_identity, args=(pool,), name="identity", daemon=True).start()
+        return pool
+
+    def _read_identity(self, worker_pool: WorkerPool) -> None:
+        """Find out the identity of a pool's model, and have the gateways told. Called in a thread, which may be
+        reading files when the server ends."""
+        try:
+            digests = read_identity(worker_pool.plan)
+        except (OSError, KeyError, ValueError, ModelError) as error:
+            log.warning("%sthe model's identity is not known: %s", worker_pool.prefix, error)
+            return
+        if digests is None:
+            message = "%sthe model's files have changed since they were read: its identity is unknown until a reload"
+            log.warning(message, worker_pool.prefix)
+            return
+        worker_pool.identity = ModelIdentity(worker_pool.generation, digests.model, digests.by_alias)
+        if self._loop is not None:  # before, no gateway can be told
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._gateway_pool.reconcile)
 
     def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
         """For a reload; raises as `make_plans` and `make_book`."""

@@ -42,6 +42,7 @@ from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
+from vecd.gateway.types.identity import Identity
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.model_choice import ModelChoice
 from vecd.gateway.types.request import Overflow
@@ -53,6 +54,7 @@ from vecd.shm.control import (
     InputsCleared,
     Message,
     ModelBroken,
+    ModelIdentity,
     ModelIs,
     NewKeys,
     Prepare,
@@ -164,6 +166,7 @@ class Service:
             query_weights=read_query_weights(config.card, tokenizer.id_of),
         )
         self.is_draining = False
+        self.identity = Identity(defaults.alias for defaults in config.alias_defaults)
         self.api = Api(self._make_context(lambda: gateway.send(ReloadAsked())))
         self.num_handled = 0
         """Requests that are being handled."""
@@ -197,6 +200,7 @@ class Service:
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
             openapi=lambda request, principal: self.api.describe(request, principal),  # noqa: PLW0108 (it is made afterwards)
             on_reload=on_reload,
+            identity=self.identity,
         )
 
     def join(self, models: Models[Context] | None) -> None:
@@ -467,6 +471,10 @@ class Services:
                 service = self.all[message.generation]
                 slots = map_arena(fds[0], service.config.arena, writable=False)[self._gateway.shared_metrics.gateway]
                 service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
+                if (number_format := message.facts.get("dtype")) is not None:
+                    service.identity.add_format(number_format)
+            case ModelIdentity():
+                self.all[message.generation].identity.set_digests(message.digest, message.by_alias)
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for dispatcher in dispatchers:
@@ -643,7 +651,10 @@ def _reloading() -> Unavailable:
 def _by_alias(context: Context) -> list[Context]:
     """The model once more for each alias that has request defaults, as `Models` takes them."""
     info = context.model_info
-    return [replace(context, model_info=info.by_alias(defaults)) for defaults in info.alias_defaults]
+    return [
+        replace(context, model_info=info.by_alias(defaults), identity=context.identity.by_alias[defaults.alias])
+        for defaults in info.alias_defaults
+    ]
 
 
 def _is_of_model(config: GatewayConfig, other: GatewayConfig) -> bool:

@@ -20,6 +20,7 @@ usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd se
        vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
        vecd plan [--flags]             nodes, hours and bytes for many documents (vecd plan --help)
        vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
+       vecd check --fleet URL URL…     whether servers may be mixed behind one name
        vecd models [MODEL…] [--flags]  the models of a configuration, and what runs (vecd models --help)
        vecd key NAME                   make an API key, and its entry for --keys-file
        vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)

@@ -7,7 +7,7 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Withdrawn, Discard, ModelBroken, NewKeys,
-                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted, ModelIs
+                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted, ModelIs, ModelIdentity
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld,
                                ModelWanted, ModelDrained, ModelUsed, ModelAsked, KeepAlive
@@ -181,6 +181,18 @@ class ModelIs(Message):
     """Duration of the last load; 0 before the first."""
     num_unloads: dict[str, int] = field(default_factory=dict)
     """By reason, one of UNLOAD_REASONS; parkings, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity(Message):
+    """To every gateway, once it is known: the identity of this generation's model, without the number format, which the
+    workers say (`WorkerUp`)."""
+
+    generation: int
+    digest: str
+    """32 hexadecimal digits."""
+    by_alias: dict[str, str] = field(default_factory=dict)
+    """The same of each alias with request defaults."""
 
 
 UNLOAD_REASONS = ("idle", "memory", "operator", "client")

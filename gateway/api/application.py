@@ -19,6 +19,7 @@ from vecd.gateway.api.registry import ROUTES, render_error
 from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, public_table
 from vecd.gateway.types.config import ApiKey
 from vecd.gateway.types.errors import ApiError, NotFound
+from vecd.gateway.types.identity import HEADER
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.timeline import Durations
 
@@ -87,6 +88,8 @@ class Api:
         return render_error(error, path, self._public_table)
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        if request is not None and request.identity is not None and (identity := request.identity.text) is not None:
+            response.headers[HEADER] = identity
         self._cors.add_headers(response, request)
         if request is not None and _TIMING_HEADER in request.headers and request.timeline.is_embedded:
             response.headers["server-timing"] = _server_timing(request.timeline.durations(time.monotonic()))

@@ -22,6 +22,7 @@ from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.identity import Identity
 from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.request import Embedded, EmbedRequest, Inputs, Tokenizing
 from vecd.gateway.types.timeline import RequestTimeline
@@ -97,6 +98,8 @@ class Context:
     """The OpenAPI document of the listener that a request came by, as its sender may see it."""
     on_reload: Callable[[], None]
     """Requests that the supervisor reads its configuration again."""
+    identity: Identity
+    """Of the model, or of the alias that it is seen by."""
     models: "Models[Context] | None" = None
     """All served models, this one among them. None where it is the only one. Replaced when another begins to serve."""
 
@@ -108,6 +111,8 @@ class Context:
             state=self.residence.state.value,
             is_resident=self.residence.is_resident,
             expires_at=None if expires_in_s is None else time.time() + expires_in_s,
+            identity=self.identity.text,
+            identity_by_alias={alias: identity.text for alias, identity in self.identity.by_alias.items()},
         )
 
     def models_for(self, principal: Principal) -> "Models[Context] | None":

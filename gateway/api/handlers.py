@@ -15,6 +15,7 @@ from vecd.gateway.admission.principals import Principal
 from vecd.gateway.api.alias_defaults import fill_in, parse_with_defaults
 from vecd.gateway.api.bodies import INLINE_BYTES, parse_small
 from vecd.gateway.api.capabilities import add_others, check_model, is_able
+from vecd.gateway.api.conditions import check_after, check_before, parse_demand
 from vecd.gateway.api.context import Context
 from vecd.gateway.api.dialects.headers import parse_timeout_s
 from vecd.gateway.api.fields import REQUEST_ID
@@ -81,8 +82,13 @@ class OperationsHandler:
             return self._describe(context, models, first.operation, first.operation.describe, http)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
+        if models is None:
+            http.identity = context.identity
+        elif http.choice is not None and http.choice.is_made:
+            http.identity = models.as_named(context, http.choice.named).identity
         try:
             principal.check_quota()  # before the body is parsed
+            demand = parse_demand(http.headers)
             if len(self.claims) == 1 and models is None:
                 check_model(first.operation, context.model_info.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
@@ -107,10 +113,16 @@ class OperationsHandler:
             assert http.choice is not None
             http.choice.on_chosen(context.model_info.model)
         try:
+            if demand is not None:
+                await check_before(demand, context, http)
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
-                return work.render(embedded)
-            return await _respond(context, parsed, http, principal)
+                response = work.render(embedded)
+            else:
+                response = await _respond(context, parsed, http, principal)
+            if demand is not None:
+                check_after(demand, context)
+            return response
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name
             if parsed.field is not None and error.param == _INPUT:
@@ -152,12 +164,14 @@ class OperationsHandler:
     ) -> Response:
         path, choice = http.path, http.choice
         if models is None or choice is None or choice.is_made:
+            http.identity = context.identity
             return describe(context.describe_model(), path)
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
             context = models.choose(name, ())
             path = self._path_of_model.replace("*", models.own_name(context, name))
         elif operation.describe_all is not None:
             return operation.describe_all([model.describe_model() for model in models.all])
+        http.identity = context.identity
         return describe(context.describe_model(), path)
 
     def _choose(
@@ -187,7 +201,7 @@ class OperationsHandler:
                 raise
         elif models.have_defaults:
             context = models.as_named(context, choice.named)
-        http.timeline.model = context.model_info.model
+        http.timeline.model, http.identity = context.model_info.model, context.identity
         if choice.named:
             own = models.own_name(context, choice.named)
             if own not in context.model_info.names:  # it chooses a prompt, too, which the body then does not

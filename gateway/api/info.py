@@ -32,7 +32,7 @@ def describe_info(context: Context, *, shows_tenants: bool) -> dict[str, Any]:
     shared_metrics.publish()
     return {
         **describe_for_tei(context),
-        "model": describe_model(config),
+        "model": {**describe_model(config), **_identities(context)},
         "limits": {
             "max_inputs": config.max_inputs,
             "max_body_bytes": config.max_body_bytes,
@@ -60,6 +60,7 @@ def describe_one(context: Context) -> dict[str, Any]:
     config = context.config
     return {
         **describe_model(config),
+        **_identities(context),
         "aliases": config.aliases,
         "unavailable": context.why_unavailable(),
         **describe_residence(context),
@@ -105,6 +106,13 @@ def served_models(context: Context) -> list[ServedModel]:
     ]
 
 
+def known_identities(context: Context) -> dict[str, str]:
+    """By the names of all models, and of the aliases that have one of their own."""
+    identities = [(each.config.model, each.identity) for each in all_contexts(context)]
+    of_aliases = [one for _, identity in identities for one in identity.by_alias.items()]
+    return {name: identity.text for name, identity in (*identities, *of_aliases) if identity.text is not None}
+
+
 def links_of(context: Context) -> list[tuple[int, WorkerLink | None]]:
     """The indices of the model's workers; None for one that is not up."""
     by_worker = {link.incarnation.worker: link for link in context.links()}
@@ -130,6 +138,12 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
         "matryoshka": config.is_matryoshka,
         "matryoshka_dimensions": card.matryoshka_dims,
     }
+
+
+def _identities(context: Context) -> dict[str, Any]:
+    identity = context.identity
+    by_alias = {alias: each.text for alias, each in identity.by_alias.items()}
+    return {"identity": identity.text, **({"alias_identities": by_alias} if by_alias else {})}
 
 
 def _alias_defaults(config: GatewayConfig) -> dict[str, dict[str, Any]]:

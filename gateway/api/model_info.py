@@ -5,7 +5,7 @@ makes another. Pure. Read by dialects, made by `vecd.gateway.service`.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -111,6 +111,10 @@ class ModelInfo:
     """It has weights in memory that requests can be served from."""
     expires_at: float | None = None
     """When it is unloaded if no request comes, in seconds since 1970; None: it stays."""
+    identity: str | None = None
+    """As in `vecd.gateway.types.identity.Identity`."""
+    identity_by_alias: Mapping[str, str | None] = field(default_factory=dict)
+    """Of the aliases that have one of their own."""
     alias_defaults: tuple[AliasDefaults, ...] = ()
     """Of the aliases that have request defaults."""
     defaults: AliasDefaults | None = None

@@ -9,10 +9,13 @@ Source of the format: the OpenAPI Specification, version 3.1.
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from vecd.gateway.api.capabilities import is_able
+from vecd.gateway.api.conditions import CONDITION
+from vecd.gateway.api.conditions import HEADER as IDENTITY
 from vecd.gateway.api.dialects.headers import MAX_TIMEOUT_MS
 from vecd.gateway.api.handlers import Claim, OperationsHandler
 from vecd.gateway.api.model_info import ModelInfo
@@ -27,6 +30,7 @@ _STATUSES = {
     403: "The API key does not have the scope for this",
     404: "There is no such model",
     408: "The request did not arrive in time",
+    412: "The model has another identity than if-vecd-identity demands",
     413: "The body is too large",
     415: "The body's Content-Encoding is none of those understood",
     429: "Too much is waiting, or this API key has used up what it may",
@@ -37,10 +41,11 @@ _STATUSES = {
 _DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
 _NUM_TOKENS = {"truncate_prompt_tokens"}
 """Fields whose maximum is the number of tokens that the model takes."""
-_WITH_BODY = {408, 413, 415, 429, 500, 503}
+_WITH_BODY = {408, 412, 413, 415, 429, 500, 503}
 _WITH_KEY = {401, 403}
 
 _REQUEST_ID = {"x-request-id": {"description": "Of the request, as it is in the log", "schema": {"type": "string"}}}
+_NO_HEADERS: Mapping[str, Any] = MappingProxyType({})
 _RETRY_AFTER = {"retry-after": {"description": "Seconds, 1 to 60", "schema": {"type": "integer", "minimum": 1}}}
 _RETRY_AFTER_MS = {"retry-after-ms": {"description": "The same in milliseconds", "schema": {"type": "integer"}}}
 _WITH_RETRY_AFTER = {429: {**_RETRY_AFTER, **_RETRY_AFTER_MS}, 503: _RETRY_AFTER}
@@ -59,6 +64,13 @@ _PARAMETERS = (
     },
 )
 
+_CONDITION_PARAMETER = {
+    "name": CONDITION,
+    "in": "header",
+    "description": f"The identity that the model must have, as {IDENTITY} has it; without ;dtype in any number format",
+    "schema": {"type": "string", "pattern": "^[0-9a-f]{32}(;dtype=[a-z0-9_]{1,32})?$"},
+}
+_IDENTITY = {IDENTITY: {"description": "Of the model that has answered", "schema": {"type": "string"}}}
 _MODEL_PARAMETER = {"name": HEADER, "in": "header", "description": "The model, whatever the body names"}
 
 
@@ -215,11 +227,11 @@ def _operation(
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _any_of(schemas)}}}
     model = [{**_MODEL_PARAMETER, "schema": {"enum": [*names]}}] if names else []
     if any(operation.embed is not None for operation in operations):
-        described["parameters"] = [*_PARAMETERS, *model]
-    elif model:
-        described["parameters"] = model
+        described["parameters"] = [*_PARAMETERS, _CONDITION_PARAMETER, *model]
+    elif has_body or model:
+        described["parameters"] = [*([_CONDITION_PARAMETER] if has_body else []), *model]
     documented = [operation for operation in operations if operation.response]
-    responses = described["responses"] = {"200": _response(documented)} if documented else {}
+    responses = described["responses"] = {"200": _response(documented, _IDENTITY)} if documented else {}
     dialects = {claim.dialect.name: claim.dialect for claim in claims}
     left_out = (set() if has_body else _WITH_BODY) | (set() if needs_key else _WITH_KEY)
     texts = {status: text for status, text in _STATUSES.items() if status not in left_out}
@@ -231,14 +243,14 @@ def _operation(
     return described
 
 
-def _response(operations: Sequence[Operation]) -> dict[str, Any]:
+def _response(operations: Sequence[Operation], headers: Mapping[str, Any] = _NO_HEADERS) -> dict[str, Any]:
     by_media_type: dict[str, list[Schema]] = {}
     for operation in operations:
         by_media_type.setdefault(operation.media_type, []).append(operation.response)
     content: dict[str, Any] = {media: {"schema": _any_of(schemas)} for media, schemas in by_media_type.items()}
     for operation in operations:
         content.update({media_type: {} for media_type in operation.binary_media_types})
-    return {"description": "The answer", "headers": _REQUEST_ID, "content": content}
+    return {"description": "The answer", "headers": {**_REQUEST_ID, **headers}, "content": content}
 
 
 def _error(status: int, text: str, dialects: Sequence[str]) -> dict[str, Any]:

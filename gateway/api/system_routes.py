@@ -26,6 +26,7 @@ from vecd.gateway.api.info import (
     describe_info,
     describe_one,
     describe_residence,
+    known_identities,
     links_of,
     served_models,
     state_of,
@@ -136,6 +137,7 @@ async def metrics(context: Context, http: HttpRequest, principal: Principal) -> 
         models=served_models(context),
         worker_states={worker: state_of(link) for each in all_contexts(context) for worker, link in links_of(each)},
         usages=usages,
+        identities=known_identities(context),
         tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)

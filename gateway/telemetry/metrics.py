@@ -63,12 +63,14 @@ def render_metrics(
     models: Sequence[ServedModel] = (),
     worker_states: Mapping[int, str] = MappingProxyType({}),
     usages: Mapping[str, Usage] = MappingProxyType({}),
+    identities: Mapping[str, str] = MappingProxyType({}),
     tei_max_tokens: int | None = None,
 ) -> bytes:
     """The body of `/metrics`. `endpoints`: route and dialect, by the index that requests are counted under.
     `models`: all, if `model` is not the only one, or not loaded all the time. `worker_states`: of WORKER_STATES, by the
-    worker's index. `usages`: of processes, by name. `tei_max_tokens`: the
-    model's longest sequence, if the body is to have text-embeddings-inference's metrics, too.
+    worker's index. `usages`: of processes, by name. `identities`: those that are known, by the names of models and of
+    aliases that have one of their own. `tei_max_tokens`: the model's longest sequence, if the body is to have
+    text-embeddings-inference's metrics, too.
 
     Takes 2.5 ms, and reads only its arguments and the shared memory, so that a thread can call it. Before, the caller
     publishes the polled gauges, on the event loop.
@@ -82,6 +84,7 @@ def render_metrics(
         _Families(
             [
                 _info(version, names or [model]),
+                _identities(identities),
                 _requests(shared_metrics, endpoints, told_apart),
                 *_counters(shared_metrics, told_apart),
                 *_gauges(shared_metrics, told_apart, awaited),
@@ -127,6 +130,13 @@ def _info(version: str, models: Sequence[str]) -> Metric:
     info = InfoMetricFamily("vecd", "What is served, by which version")
     for model in models:
         info.add_metric([], {"version": version, "model": model})
+    return info
+
+
+def _identities(identities: Mapping[str, str]) -> Metric:
+    info = InfoMetricFamily("vecd_model_identity", "What decides a model's vectors: equal on servers that may be mixed")
+    for model, identity in identities.items():
+        info.add_metric([], {_MODEL: model, "identity": identity})
     return info
 
 

@@ -154,6 +154,13 @@ class RequestTimeout(ClientError):
     code = "request_timeout"
 
 
+class IdentityMismatch(ClientError):
+    """Raised by `vecd.gateway.api.conditions` for a request that demands another identity than the model's."""
+
+    status = 412
+    code = "identity_mismatch"
+
+
 class PayloadTooLarge(ClientError):
     """Raised while the body arrives, or is decompressed, before any of it is parsed."""
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from vecd.gateway.types.identity import Identity
 from vecd.gateway.types.model_choice import ModelChoice
 from vecd.gateway.types.timeline import RequestTimeline
 
@@ -66,6 +67,8 @@ class HttpRequest:
     timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)
     choice: ModelChoice | None = field(default=None, compare=False, repr=False)
     """None where one model is served."""
+    identity: Identity | None = field(default=None, compare=False, repr=False)
+    """That of the model that answers, once it is known which that is. The response names it."""
 
 
 @dataclass(slots=True)

@@ -56,10 +56,14 @@ _TIMEOUT_S = 600.0
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 the model can be served, 2 bad arguments or settings, 3 it cannot, or should not, 130 interrupted.
-    With --all it is 3 if one of the models cannot.
+    With --all it is 3 if one of the models cannot. Those of --fleet are `vecd.launch.check.fleet_command`'s.
 
     The report goes to standard output, stages and errors of usage to standard error.
     """
+    if any(argument.partition("=")[0] == "--fleet" for argument in argv):
+        from vecd.launch.check.fleet_command import main as check_fleet
+
+        return check_fleet(argv)
     try:
         parser = _parser()
         options, rest = parser.parse_known_args(argv)
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vecd check",
         usage="vecd check [MODEL] [--all] [--quick] [--json] [--remember] [--texts FILE] [--seconds S] "
-        "[flags of vecd serve]",
+        "[flags of vecd serve]\n       vecd check --fleet URL URL… [--json] [--api-key KEY]",
         description="Describe a model and how it would be served here, check its vectors, measure its speed, "
         "and recommend settings. MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
         "--cache-dir and every other flag, variable and file mean what they mean to vecd serve.",
@@ -96,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--all", action="store_true", help="check every configured model, with a table at the end")
+    add("--fleet", metavar="URL", nargs="+", help="compare running servers (vecd check --fleet --help)")
     add("--quick", action="store_true", help="do not measure speed")
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--remember", action="store_true", help="if the vectors are right, write the reference's beside the model")

@@ -88,6 +88,10 @@ class Plan:
         with those that have read them. Reads the file system: not for an event loop."""
         return _files_in(Path(self.card.folder)) != self.model_files
 
+    def has_read(self, path: Path) -> bool:
+        """Whether this file, one of `other_files`, is the one that the plan was made with. Reads the file system."""
+        return _versions([path]) <= self.other_files
+
     def close(self) -> None:
         """Close the tokenizer's descriptor, once no gateway is started with this plan any more. To be called once."""
         forget(self.gateway.card)

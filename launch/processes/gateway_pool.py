@@ -95,6 +95,8 @@ class Link:
     """By generation."""
     drained: set[int] = field(default_factory=set)
     """Generations that drain, of which nothing is at a worker any more."""
+    sent_identities: set[int] = field(default_factory=set)
+    """Generations whose model's identity it has been sent."""
     connected: set[Incarnation] = field(default_factory=set)
     """Workers that have replied to it."""
     is_killed: bool = False
@@ -350,9 +352,15 @@ class GatewayPool:
                     prepare = Prepare(generation, replace(worker_pool.plan.gateway, keys=self.keys).to_json())
                     send_or_kill(link.process, prepare, [worker_pool.zmq_listening(link.index)])
                 if generation in link.prepared:
+                    self._send_identity(worker_pool, link)
                     self._send_workers(worker_pool, link)
                     self._send_state(generation, link)
             self._activate(link)
+
+    def _send_identity(self, worker_pool: WorkerPool, link: Link) -> None:
+        if worker_pool.identity is not None and worker_pool.generation not in link.sent_identities:
+            link.sent_identities.add(worker_pool.generation)
+            send_or_kill(link.process, worker_pool.identity)
 
     def _send_workers(self, worker_pool: WorkerPool, link: Link) -> None:
         for worker in worker_pool.ready.values():
@@ -436,6 +444,7 @@ class GatewayPool:
                 link.retiring.discard(generation)
                 link.drained.discard(generation)
                 link.sent_states.pop(generation, None)
+                link.sent_identities.discard(generation)
                 send_or_kill(link.process, Discard(generation))
 
     def serves(self, generation: int) -> bool:

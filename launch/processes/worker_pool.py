@@ -23,7 +23,7 @@ from vecd.launch.processes.backoff import Backoff
 from vecd.launch.processes.children import Process, System
 from vecd.launch.processes.file_access import FilesHang
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart, WorkerReady
+from vecd.shm.control import ForkServerStart, ModelIdentity, WorkerReady
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.preload import modules_to_preload
 
@@ -107,6 +107,8 @@ class WorkerPool:
         """By the worker's index, which no worker of another model has."""
         self.broken: str | None = None
         """Why there is no use in waiting for a worker; None while there is."""
+        self.identity: ModelIdentity | None = None
+        """Of the model that it serves; None until it is known. Set by `vecd.supervisor`."""
         self._first_worker = plan.gateway.first_worker
         self._lives = lives
         self._observer = observer

@@ -213,6 +213,7 @@ def _describe(model_info: ModelInfo, name: str) -> dict[str, Any]:
         "max_model_len": model_info.max_tokens,
         "capabilities": model_info.capabilities,
         "state": model_info.state,
+        "identity": model_info.identity_by_alias.get(name, model_info.identity),
         **({} if seen.defaults is None else {"defaults": seen.defaults.given(), **dimensions}),
     }
 
@@ -265,6 +266,7 @@ _MODEL_RESPONSE = record(
     max_model_len=described(schemas.POSITIVE, "tokens, special ones included"),
     capabilities=described(list_of({"enum": [*CAPABILITIES]}, at_least=1), "what the model can do, as in GET /info"),
     state=described({"enum": [*ModelState]}, "a model that is not ready is loaded for a request, unless it has failed"),
+    identity=described(schemas.nullable("string"), "as in the header x-vecd-identity; null while it is not known"),
     dimensions=described(schemas.POSITIVE, "of vectors by an alias with `defaults`"),
     defaults=described({"type": "object"}, "of requests by this alias that do not say otherwise; only if it has any"),
 )

@@ -30,4 +30,4 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_golden_of_a_model_that_ranks(reranker):
-    goldens.check("reranker", reranker.url, {"id", "created"})
+    goldens.check("reranker", reranker.url, {"id", "created", "x-vecd-identity"})

@@ -414,6 +414,7 @@ def test_models_are_listed_by_all_their_names():
         "root": "org/e5",
         "max_model_len": 256,
         "state": "ready",
+        "identity": None,
     }
 
 

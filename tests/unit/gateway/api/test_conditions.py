@@ -1,0 +1,126 @@
+"""What a request demands of the model's identity, and when it is known."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from vecd.gateway.api.conditions import Demand, check_after, check_before, parse_demand
+from vecd.gateway.api.context import Context
+from vecd.gateway.types.errors import BadRequest, IdentityMismatch, NotReady
+from vecd.gateway.types.identity import Identity
+from vecd.gateway.types.messages import HttpRequest
+
+OWN, OTHER, OF_ALIAS = "a" * 32, "b" * 32, "c" * 32
+
+
+class Model:
+    """A context with the identity alone, and a model that is loaded when it is asked for."""
+
+    def __init__(self, *aliases: str, timeout_s: float = 30.0) -> None:
+        self.identity = Identity(aliases)
+        self.num_loads = 0
+        config = SimpleNamespace(request_timeout_s=timeout_s)
+        self.context = cast(
+            Context,
+            SimpleNamespace(identity=self.identity, config=config, embedder=self, started_at=time.monotonic()),
+        )
+
+    async def load(self, timeout_s: float | None, arrived_at: float) -> None:
+        self.num_loads += 1
+        self.identity.add_format("float32")
+
+    def check(self, text: str, **headers: str) -> Coroutine[Any, Any, None]:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = HttpRequest(
+            method="POST", path="/embed", query=b"", headers=names, http_minor=1, keep_alive=True, request_id="r"
+        )
+        request.timeline.arrived_at = time.monotonic()
+        return check_before(demand(text), self.context, request)
+
+
+def demand(text: str) -> Demand:
+    found = parse_demand({"if-vecd-identity": text})
+    assert found is not None
+    assert str(found) == text
+    return found
+
+
+def test_without_the_header_nothing_is_demanded() -> None:
+    assert parse_demand({"x-vecd-identity": OWN}) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["", OWN[1:], f"{OWN}a", f"{OWN};dtype=", f"{OWN};float32", f"{OWN}; dtype=int8", "Ä"]
+)
+def test_a_malformed_one_is_refused(value: str) -> None:
+    with pytest.raises(BadRequest, match="header if-vecd-identity: must be an identity"):
+        parse_demand({"if-vecd-identity": value})
+
+
+def test_the_text_is_there_once_both_parts_are_known() -> None:
+    identity = Identity(["short"])
+    identity.set_digests(OWN, {"short": OF_ALIAS})
+    assert (identity.text, identity.describe()) == (None, OWN)
+    identity.add_format("int8")
+    assert (identity.text, identity.by_alias["short"].text) == (f"{OWN};dtype=int8", f"{OF_ALIAS};dtype=int8")
+
+
+def test_workers_with_two_formats_have_no_identity_from_then_on() -> None:
+    model = Model()
+    model.identity.set_digests(OWN, {})
+    for number_format in ("float32", "bfloat16", "float32"):
+        model.identity.add_format(number_format)
+    assert model.identity.text is None
+    assert model.identity.describe() == f"{OWN};dtype=bfloat16+float32"
+    check_after(demand(OWN), model.context)
+    with pytest.raises(IdentityMismatch, match="bfloat16\\+float32"):
+        check_after(demand(f"{OWN};dtype=float32"), model.context)
+
+
+async def test_it_is_compared_before_anything_is_loaded() -> None:
+    model = Model()
+    model.identity.set_digests(OWN, {})
+    await model.check(OWN)
+    with pytest.raises(IdentityMismatch, match=f"{OTHER};dtype=float32 is demanded, and the model here is {OWN}$"):
+        await model.check(f"{OTHER};dtype=float32")
+    assert model.num_loads == 0
+    await model.check(f"{OWN};dtype=float32")
+    assert model.num_loads == 1
+    with pytest.raises(IdentityMismatch, match=f"{OWN};dtype=float32$"):
+        await model.check(f"{OWN};dtype=int8")
+    assert model.num_loads == 1
+
+
+async def test_a_request_waits_until_it_is_known() -> None:
+    model = Model()
+    waiting = [asyncio.ensure_future(model.check(OWN)), asyncio.ensure_future(model.check(OTHER))]
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting)
+    model.identity.set_digests(OWN, {})
+    await waiting[0]
+    with pytest.raises(IdentityMismatch):
+        await waiting[1]
+
+
+async def test_it_waits_until_its_deadline_at_most() -> None:
+    for model, headers in ((Model(timeout_s=0.01), {}), (Model(), {"x_vecd_timeout_ms": "10"})):
+        with pytest.raises(NotReady) as refused:
+            await model.check(OWN, **headers)
+        assert refused.value.status == 503
+        assert refused.value.code == "not_ready"
+        assert "retry-after" in refused.value.headers
+
+
+def test_a_format_that_is_found_out_meanwhile_is_compared_at_the_end() -> None:
+    model = Model()
+    model.identity.set_digests(OWN, {})
+    with pytest.raises(NotReady):
+        check_after(demand(f"{OWN};dtype=float32"), model.context)
+    model.identity.add_format("bfloat16")
+    check_after(demand(f"{OWN};dtype=bfloat16"), model.context)
+    with pytest.raises(IdentityMismatch):
+        check_after(demand(f"{OWN};dtype=float32"), model.context)
