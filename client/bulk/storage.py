@@ -88,12 +88,15 @@ def expand(path: str) -> list[str]:
     unfinished run, is left out. A link to a folder below a folder of this machine is not followed. A URL of http(s) is
     a single file, as HTTP lists nothing.
 
-    Raises EmbedError when there is no file, or the store fails.
+    Raises EmbedError when there is no file, or the store denies it; RunEnded when the store fails in a way that may
+    pass, or stalls.
     """
     try:
         found = _attempt(path, lambda moved: _expand_remote(path, moved)) if is_remote(path) else _expand_local(path)
     except RunEnded as error:
-        raise EmbedError(str(error)) from error
+        if isinstance(error.__cause__, Exception) and _is_final(error.__cause__):
+            raise EmbedError(str(error)) from error
+        raise
     except OSError as error:
         raise EmbedError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
     if not found:

@@ -205,6 +205,7 @@ def test_the_job_s_command_embeds_every_input_once(data: Path, server: Server) -
 # --- Spark ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 def test_spark_embeds_every_row_once_and_goes_on_behind_the_groups_that_are_complete(
     tmp_path: Path, server: Server
@@ -225,7 +226,7 @@ def test_spark_embeds_every_row_once_and_goes_on_behind_the_groups_that_are_comp
         "SPARK_LOCAL_IP": "127.0.0.1", "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path),
     }  # fmt: skip
     for groups in (["000000", "000001"], ["000001"]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stderr
         assert re.findall(r"group=(\d+): complete", done.stdout) == groups
         files = sorted(out.glob("group=*/*.parquet"))

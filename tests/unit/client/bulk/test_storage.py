@@ -198,6 +198,13 @@ def test_a_folder_below_that_may_not_be_listed_is_not_left_out(monkeypatch: pyte
             storage.expand(f"broken://{pattern}")
 
 
+def test_a_listing_that_fails_for_now_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(BrokenStore(), *NAMES)
+    breaks(monkeypatch, "ls", HttpError(503, "SlowDown"))
+    with pytest.raises(RunEnded, match=r"SlowDown \(tried 3 times\)"):
+        storage.expand("broken://in")
+
+
 # --- copies ---------------------------------------------------------------------------------------------------
 
 
