@@ -30,7 +30,8 @@ _NUMBER_HEADERS = {
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
 """OpenSSL's reasons for a first message that is not one of TLS."""
 _TLS_CHECK_S = 2.0
-_MODEL_HEADER = b"x-vecd-model"
+_TEXT_HEADERS = {b"x-vecd-model": "model", b"x-vecd-identity": "identity"}
+"""By header, the field of `ServerResponse` that takes its text."""
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
 
@@ -148,6 +149,8 @@ class ServerResponse(NamedTuple):
     """Name of the model, if a header said so."""
     retry_after_s: int | None = None
     """The Retry-After header, if it is a number of seconds."""
+    identity: str | None = None
+    """Identity of the model, "<32 hex>;dtype=<format>", if a header said so."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -246,8 +249,8 @@ class ClientConnection(asyncio.Protocol):
             self._is_framed = True
         elif name in _NUMBER_HEADERS and value.isdigit():
             self._fields[_NUMBER_HEADERS[name]] = int(value)
-        elif name == _MODEL_HEADER:
-            self._fields["model"] = value.decode("latin-1")
+        elif name in _TEXT_HEADERS:
+            self._fields[_TEXT_HEADERS[name]] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._ends_with_connection = not self._is_framed

@@ -1,33 +1,33 @@
 """`vecd embed`: rows of files in, vectors out, each exactly once, even if the run is killed meanwhile.
 
-Owns the order of things: flags, inputs, the lock of the output, the journal, the server, the run, the final files, and
-the last line on the screen. Talks only HTTP. Called as `vecd embed` or `python -m vecd.client.bulk.command`.
+Owns the order of things: flags, the server, one output or a folder of them, and the exit code. Talks only HTTP. Called
+as `vecd embed` or `python -m vecd.client.bulk.command`.
 
-Exit codes: 0 OUT is complete; 1 the run ended before, and can be resumed, or OUT lacks vectors of rows and --on-bad-row
-was not given; 2 nothing was begun: flags, inputs or an unfinished run do not fit; 130 and 143 interrupted, and can be
-resumed.
+Exit codes: 0 OUT is complete, or all outputs are; 1 the run ended before, and can be resumed, or OUT lacks vectors of
+rows and --on-bad-row was not given; 2 nothing was begun: flags, inputs or an unfinished run do not fit; 130 and 143
+interrupted, and can be resumed.
 """
 
 import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from typing import Any
 
 import uvloop
 
-from vecd.client.bulk.errors import EmbedError, FieldMissing, RunEnded
-from vecd.client.bulk.inputs import InputSource, check_readable, find_inputs
-from vecd.client.bulk.journal import Commit, Journal
+from vecd.client.bulk.errors import EmbedError, RunEnded
+from vecd.client.bulk.folder import OutputFolder
+from vecd.client.bulk.inputs import check_readable, find_inputs
+from vecd.client.bulk.one_output import OneOutput
 from vecd.client.bulk.options import EmbedOptions, parse_options
-from vecd.client.bulk.output import OutputFiles, journal_path
-from vecd.client.bulk.progress import in_words
-from vecd.client.bulk.run import EmbedRun
+from vecd.client.bulk.output import OutputFiles
 from vecd.client.bulk.server_process import start_server
 from vecd.client.bulk.service import EmbeddingService
+from vecd.client.bulk.tasks import until_interrupted
 from vecd.client.connection import parse_target
+from vecd.client.shared_server import shared_server
 from vecd.client.status_line import StatusLine
 
 EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.quiet:
         line.silence()
     try:
-        return _embed(options, line)
+        return (_embed_one if options.output_dir is None else _embed_many)(options, line)
     except EmbedError as error:
         line.say(str(error))
         return EXIT_NOT_BEGUN
@@ -68,92 +68,76 @@ def _describe(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
-def _embed(options: EmbedOptions, line: StatusLine) -> int:
+def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
+    """One output of all inputs."""
     inputs = find_inputs(options.files, options.format)
     for each in inputs:
-        if options.pair_with is not None and each.format == "txt":
-            raise EmbedError(f"{each.name}: --pair-with names a field, and lines of text have none")
-        if each.path == os.path.abspath(options.out):
+        if each.path == os.path.abspath(options.path):
             raise EmbedError(f"{each.name} is input and output")
     check_readable(inputs, options)
-    with closing(OutputFiles(options)) as output:
-        journal = _find_journal(options, inputs, output)
-        if not journal.commit.is_complete:
-            return _embed_by_server(options, inputs, output, journal, line)
-        output.open(journal.model["dim"], journal.model.get("columns"))
-        return _finish(options, output, journal.commit, line, "the run before was complete")
+    with closing(OutputFiles(options)) as files:
+        output = OneOutput(options, inputs, files)
+        if not output.is_complete:
+            number, error = _run(options, line, lambda service: output.embed(service, line))
+            if number or error is not None:
+                num_rows = output.commit.position.row
+                done = (
+                    f"{num_rows:,} rows are done, the same command goes on behind them"
+                    if num_rows
+                    else "no row is done"
+                )
+                line.say(f"{'interrupted' if error is None else _describe(error)}; {done}")
+                return 128 + number if number else EXIT_ENDED
+        how = output.finish()
+        output.forget()
+        line.say(f"{options.path}: {how}")
+        if not (rejected := output.describe_rejected(str(options.path))):
+            return EXIT_OK
+        line.say(rejected)
+        return EXIT_OK if options.accepts_bad_rows else EXIT_BAD_ROWS
 
 
-def _find_journal(options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles) -> Journal:
-    """That of the run to resume, or a new one. Raises EmbedError when something else is in the place of the output."""
-    path = journal_path(options.out)
-    new = Journal(options.journal_fields(), options.on_bad_row, [asdict(each) for each in inputs])
-    if options.restart:
-        path.unlink(missing_ok=True)
-        return new
-    old = Journal.load(path)
-    if old is not None:
-        if not old.commit.position.row and not old.commit.is_complete:
-            return new  # nothing was done: the run begins anew, whatever has changed
-        old.check_same(new)
-        return replace(old, on_bad_row=options.on_bad_row)
-    if options.out.exists():
-        raise EmbedError(f"{options.out} exists; --restart replaces it")
-    if not output.is_new:
-        raise EmbedError(f"{options.out}.part exists, and nothing tells what it is; --restart replaces it")
-    return new
+def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
+    """One output for each input."""
+    folder = OutputFolder(options, line)
+    number, error = 0, None
+    if left := folder.find_left():
+        number, error = _run(options, line, lambda service: folder.run(service, left))
+    if number or error is not None:
+        line.say("interrupted" if error is None else _describe(error))
+    folder.tell_end()
+    if number:
+        return 128 + number
+    return EXIT_OK if folder.is_complete else EXIT_ENDED
 
 
-def _embed_by_server(
-    options: EmbedOptions, inputs: Sequence[InputSource], output: OutputFiles, journal: Journal, line: StatusLine
-) -> int:
-    began_at, error = time.monotonic(), None
+def _run(
+    options: EmbedOptions, line: StatusLine, work: Callable[[EmbeddingService], Coroutine[Any, Any, None]]
+) -> tuple[int, Exception | None]:
+    """Await `work` with the server of the run. Returns the signal that has interrupted it, or 0, and why else it has
+    ended before its time. Raises EmbedError."""
+    number, error = 0, None
     with ExitStack() as stack:
         if options.target is not None:
             service = EmbeddingService(options.target, options)
         else:
-            serving = start_server(options.model, options.serve_flags, lambda text: line.show(lambda: text))
+            start = shared_server if options.shares_server else start_server
+            serving = start(options.model, options.serve_flags, lambda text: line.show(lambda: text))
             url, why_gone = stack.enter_context(serving)
             service = EmbeddingService(parse_target(url), options, why_gone)
-        run = EmbedRun(options, inputs, output, journal, service, line)
         try:
-            uvloop.run(run.run())
-        except FieldMissing:  # no row had a vector
-            journal_path(options.out).unlink(missing_ok=True)
-            output.discard()
-            raise
+            number = uvloop.run(until_interrupted(_with_service(service, work)))
         except (RunEnded, OSError) as ended:
             error = ended
     line.clear()
-    num_rows = run.commit.position.row
-    if run.signal_number or error is not None:
-        why = _describe(error) if error is not None and not run.signal_number else "interrupted"
-        done = f"{num_rows:,} rows are done, the same command goes on behind them" if num_rows else "no row is done"
-        line.say(f"{why}; {done}")
-        return 128 + run.signal_number if run.signal_number else EXIT_ENDED
-    took_s = time.monotonic() - began_at
-    num_rows -= journal.commit.position.row
-    how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
-    return _finish(options, output, run.commit, line, how)
+    return number, error
 
 
-def _finish(options: EmbedOptions, output: OutputFiles, commit: Commit, line: StatusLine, how: str) -> int:
-    """Make the final files, and write the last line."""
-    output.finish(commit.lengths, commit.num_written)
-    journal_path(options.out).unlink(missing_ok=True)
-    line.say(f"{options.out}: {commit.num_written:,} rows ({how})")
-    if not commit.num_rejected:
-        return EXIT_OK
-    is_one = commit.num_rejected == 1
-    rows, verb = ("1 row", "is") if is_one else (f"{commit.num_rejected:,} rows", "are")
-    if options.on_bad_row == "skip":
-        effect = f"{'it' if is_one else 'they'} {verb} left out"
-    else:
-        blank = "NaN" if options.output_format == "npy" else "null"
-        what = "results are" if output.has_columns else f"vector{'' if is_one else 's'} {verb}"
-        effect = f"{'its' if is_one else 'their'} {what} {blank}"
-    line.say(f"{rows} could not be embedded; {effect}. The reasons are in {options.out}.rejected.jsonl")
-    return EXIT_OK if options.accepts_bad_rows else EXIT_BAD_ROWS
+async def _with_service(
+    service: EmbeddingService, work: Callable[[EmbeddingService], Coroutine[Any, Any, None]]
+) -> None:
+    with closing(service):
+        await work(service)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Owns open files, formats by suffix, the sizes of batches, and the identity that 
 `vecd.client.bulk.run` and `vecd.client.bulk.command`.
 """
 
+import dataclasses
 import gzip
 import hashlib
 import itertools
@@ -15,13 +16,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vecd.client.bulk.errors import EmbedError
-from vecd.client.bulk.options import INPUT_FORMATS, EmbedOptions
+from vecd.client.bulk.options import INPUT_FORMATS, STDIN, EmbedOptions
 from vecd.client.bulk.rows import InputRow, Position, read_rows
 from vecd.client.bulk.throughput import ThroughputEstimate
 
-STDIN = "-"
 _OTHER_SUFFIXES = {"text": "txt", "ndjson": "jsonl", "pq": "parquet"}
 _HEAD_BYTES = 1 << 16
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -29,7 +30,7 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """One input as it was found. Its fields are in the journal."""
+    """One input as it was found."""
 
     path: str
     """Absolute, or "-"."""
@@ -41,11 +42,22 @@ class InputSource:
     """0 for a stream, as the fields below are empty."""
     mtime_ns: int = 0
     head: str = ""
-    """Digest of its first 64 KiB."""
+    """Digest of its first 64 KiB, of a copy that of all its bytes."""
+    url: str = ""
+    """Of what the file at `path` is a copy, or ""."""
+
+    @property
+    def origin(self) -> str:
+        return self.url or self.path
 
     @property
     def name(self) -> str:
-        return "standard input" if self.path == STDIN else os.path.relpath(self.path)
+        return "standard input" if self.path == STDIN else self.url or os.path.relpath(self.path)
+
+    def journal_fields(self) -> dict[str, Any]:
+        """By which a resumed run recognizes it. A copy has a path and a time of its own."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "url"}
+        return {**fields, "path": self.url, "mtime_ns": 0} if self.url else fields
 
 
 @dataclass(slots=True)
@@ -69,12 +81,29 @@ class RowBatch:
 
 def find_inputs(paths: Sequence[str], format_given: str | None) -> list[InputSource]:
     """Raises EmbedError for the first that cannot be read, or has no format."""
+    if not paths:
+        raise EmbedError("no input is named; -: standard input")
     if paths.count(STDIN) > 1:
         raise EmbedError("standard input, -, is named twice")
     inputs = [_find(path, format_given) for path in paths]
     if sum(each.is_stream for each in inputs) and len(inputs) > 1:
         raise EmbedError("an input that is no file, as - is, must be the only one")
     return inputs
+
+
+def copied_from(url: str, copy: InputSource) -> InputSource:
+    """A remote input, of which there is a copy. Raises OSError."""
+    with open(copy.path, "rb") as file:
+        return replace(copy, url=url, head=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def known_format(name: str, format_given: str | None) -> tuple[str, bool]:
+    """The format of a file by its name, "" if that has no known suffix and none is given; and whether it is packed."""
+    suffixes = [suffix[1:].lower() for suffix in Path(name).suffixes[-2:]]
+    is_gzip = bool(suffixes) and suffixes[-1] == "gz"
+    suffix = "".join((suffixes[:-1] if is_gzip else suffixes)[-1:])
+    format = format_given or _OTHER_SUFFIXES.get(suffix, suffix)
+    return format if format in INPUT_FORMATS else "", is_gzip
 
 
 def _find(path: str, format_given: str | None) -> InputSource:
@@ -84,11 +113,8 @@ def _find(path: str, format_given: str | None) -> InputSource:
         if sys.stdin is None:  # so Python marks a descriptor that was closed at the start
             raise EmbedError("standard input is closed")
         return InputSource(STDIN, format_given or "txt", is_stream=True, is_gzip=False)
-    suffixes = [suffix[1:].lower() for suffix in Path(path).suffixes[-2:]]
-    is_gzip = bool(suffixes) and suffixes[-1] == "gz"
-    suffix = "".join((suffixes[:-1] if is_gzip else suffixes)[-1:])
-    format = format_given or _OTHER_SUFFIXES.get(suffix, suffix)
-    if format not in INPUT_FORMATS:
+    format, is_gzip = known_format(path, format_given)
+    if not format:
         raise EmbedError(f"{path}: no format has this suffix, say which with --format ({', '.join(INPUT_FORMATS)})")
     if is_gzip and format == "parquet":
         raise EmbedError(f"{path}: parquet is compressed within; unpack the file")
@@ -115,6 +141,9 @@ def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None
     Raises EmbedError when a file has another format, no row of a file has a field of texts, or no row of any file has
     one of the fields to keep.
     """
+    for each in inputs:
+        if options.pair_with is not None and each.format == "txt":
+            raise EmbedError(f"{each.name}: --pair-with names a field, and lines of text have none")
     num_rows, never_kept = 0, set(options.keep)
     for each in inputs:
         if each.is_stream:

@@ -44,7 +44,7 @@ class Journal:
     """The settings that change rows or vectors. A resumed run must have the same."""
     on_bad_row: str
     inputs: list[dict[str, Any]]
-    """The fields of each `vecd.client.bulk.inputs.InputSource`."""
+    """The `journal_fields` of each `vecd.client.bulk.inputs.InputSource`."""
     model: dict[str, Any] = field(default_factory=dict)
     """The fields of `vecd.client.bulk.service.ModelFingerprint`; empty before the run has met its server."""
     commit: Commit = field(default_factory=Commit)

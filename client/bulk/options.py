@@ -4,16 +4,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from vecd.client.connection import Target
 from vecd.client.options import TlsOptions, flag, number, parse, whole
 from vecd.missing import not_installed
 
+STDIN = "-"
 INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
 OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
 _VECTORS = ("dense", "sparse", "multi-vector")
@@ -29,10 +30,12 @@ _COLUMNS = {
 _REQUEST_FIELDS = ("overflow", "dimensions", "input_type", "prompt_name", "prompt")
 _SERVED_HERE = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
 """Flags of `vecd serve` that this command sets itself."""
+_MAX_DIGITS = 9
 _seconds = number("seconds", 86_400)
 _rows = partial(flag, group="rows")
 _server = partial(flag, group="server")
 _vectors = partial(flag, group="vectors")
+_many = partial(flag, group="many outputs")
 _run = partial(flag, group="run")
 _results = partial(flag, group="results")
 
@@ -53,19 +56,58 @@ def _result_names(value: str) -> tuple[str, ...]:
     return tuple(name for name in RESULTS if name in names)
 
 
+class ShardNumber(NamedTuple):
+    """Which inputs are those of a run."""
+
+    run: int
+    """Of the runs that share them, from 0."""
+    num_runs: int
+
+
+_ALL = ShardNumber(0, 1)
+
+
+def _shard(value: str) -> ShardNumber:
+    run, slash, num_runs = value.partition("/")
+    parts = [run, num_runs]
+    if not slash or not all(part.isascii() and part.isdecimal() and len(part) <= _MAX_DIGITS for part in parts):
+        raise ValueError(f"{value!r} is not I/N, as 0/40")
+    if int(run) >= int(num_runs):
+        raise ValueError(f"{value!r} is out of range: I is from 0 to N-1")
+    return ShardNumber(int(run), int(num_runs))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(TlsOptions):
     """Immutable. Raises ValueError when flags do not go together, or the output cannot be there."""
 
-    files: list[str] = flag(
-        ".txt .jsonl .csv .tsv, each also with .gz; .parquet; -: standard input",
-        default=dataclasses.MISSING,
+    files: Sequence[str] = flag(
+        ".txt .jsonl .csv .tsv, each also with .gz; .parquet; -: standard input. With --output-dir also folders, globs "
+        "and URLs",
+        default=(),
         names=("files",),
-        nargs="+",
-        metavar="FILE",
+        nargs="*",
+        metavar="INPUT",
     )
-    out: Path = flag(
-        ".npy, .jsonl or .parquet", default=dataclasses.MISSING, read=Path, names=("-o", "--output"), metavar="OUT"
+    out: Path | None = flag(
+        "one output for all inputs: .npy, .jsonl or .parquet", read=Path, names=("-o", "--output"), metavar="OUT"
+    )
+    output_dir: str | None = _many(
+        "one output for each input, in this folder or place of an object store", metavar="DIR"
+    )
+    manifest: str | None = _many(
+        "a file that names the inputs: a path or URL a line, and behind a tab the name of its output", metavar="FILE"
+    )
+    shard: ShardNumber = _many(
+        "of N runs that share the inputs, this is the one with the number I, from 0: every N-th input",
+        default=_ALL,
+        read=_shard,
+        metavar="I/N",
+    )
+    work_dir: Path | None = _many(
+        "for copies of remote inputs, and for unfinished remote outputs (the user's cache folder)",
+        read=Path,
+        metavar="DIR",
     )
     format: str | None = _rows("of the inputs, instead of what their suffixes say (-: txt)", choices=INPUT_FORMATS)
     field: str = _rows("the field with the text, in formats that have fields (text)", default="text", metavar="NAME")
@@ -89,6 +131,14 @@ class EmbedOptions(TlsOptions):
         "of a running server, http://host:port, https://host:port or unix:/path; without it, one is started for the run"
     )
     model: str | None = _server("folder or hub id of the model of the server that is started (the bundled one)")
+    share_server: bool = _server(
+        "the server that is started is one for all runs of this user on this host with the same flags, and ends after "
+        "the last of them (the default with --output-dir)",
+        default=False,
+    )
+    no_share_server: bool = _server(
+        "the server that is started is for this run alone (the default with -o)", default=False
+    )
     api_key: str | None = _server(
         "sent as a bearer token; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
     )
@@ -131,6 +181,21 @@ class EmbedOptions(TlsOptions):
     """Whether an output without the vectors of some rows is what --on-bad-row asked for."""
 
     def __post_init__(self) -> None:
+        if not self.on_bad_row:
+            object.__setattr__(self, "on_bad_row", "blank")
+            object.__setattr__(self, "accepts_bad_rows", False)
+        self._check_server()
+        self._check_output()
+        if self.keep and self.output_format == "npy":
+            raise ValueError("--keep: .npy holds vectors and nothing else; .jsonl and .parquet hold fields, too")
+        self.check_results(self.results)
+        uses_parquet = "parquet" in (self.format, self.output_format) or any(
+            path.endswith((".parquet", ".pq")) for path in self.files
+        )
+        if uses_parquet and find_spec("pyarrow") is None:
+            raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
+
+    def _check_server(self) -> None:
         if self.url is not None:
             _ = self.target
             if self.model is not None or self.serve_flags:
@@ -142,9 +207,27 @@ class EmbedOptions(TlsOptions):
                 raise ValueError(
                     f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
                 )
-        if not self.on_bad_row:
-            object.__setattr__(self, "on_bad_row", "blank")
-            object.__setattr__(self, "accepts_bad_rows", False)
+        if self.share_server and (self.no_share_server or self.url is not None):
+            other = "--no-share-server" if self.no_share_server else "--url"
+            raise ValueError(f"--share-server and {other} exclude each other")
+
+    def _check_output(self) -> None:
+        """Side effects: sets `output_format`."""
+        if (self.out is None) == (self.output_dir is None):
+            raise ValueError(
+                "say where to: either -o OUT, one output for all inputs, or --output-dir DIR, one for each"
+            )
+        if self.output_dir is not None:
+            object.__setattr__(self, "output_format", self.output_format or "npy")
+            if not self.files and self.manifest is None:
+                raise ValueError("no input is named, and no --manifest")
+            if STDIN in self.files:
+                raise ValueError("standard input, -, has no name for its output: take -o")
+            return
+        assert self.out is not None
+        for name in ("manifest", "work_dir", "shard"):
+            if getattr(self, name) not in (None, _ALL):
+                raise ValueError(f"--{name.replace('_', '-')} is for many outputs: take --output-dir instead of -o")
         if not self.output_format:
             object.__setattr__(self, "output_format", self.out.suffix[1:].lower())
         if self.output_format not in OUTPUT_FORMATS:
@@ -155,14 +238,23 @@ class EmbedOptions(TlsOptions):
             raise ValueError(f"-o: {self.out} is in no folder that exists")
         if self.out.is_dir():
             raise ValueError(f"-o: {self.out} is a folder")
-        if self.keep and self.output_format == "npy":
-            raise ValueError("--keep: .npy holds vectors and nothing else; .jsonl and .parquet hold fields, too")
-        self.check_results(self.results)
-        uses_parquet = "parquet" in (self.format, self.output_format) or any(
-            path.endswith((".parquet", ".pq")) for path in self.files
-        )
-        if uses_parquet and find_spec("pyarrow") is None:
-            raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
+
+    def of_output(self, source: str, out: Path) -> Self:
+        """Those of one of many outputs."""
+        found = replace(self, files=[source], out=out, output_dir=None, manifest=None, work_dir=None, shard=_ALL)
+        object.__setattr__(found, "accepts_bad_rows", self.accepts_bad_rows)
+        return found
+
+    @property
+    def path(self) -> Path:
+        """Of the one output."""
+        assert self.out is not None
+        return self.out
+
+    @property
+    def shares_server(self) -> bool:
+        """Whether the server that is started is one for several runs."""
+        return self.share_server or (self.output_dir is not None and not self.no_share_server)
 
     @cached_property
     def target(self) -> Target | None:
@@ -232,7 +324,7 @@ def parse_options(argv: Sequence[str]) -> EmbedOptions:
         EmbedOptions,
         argv[:place],
         prog="vecd embed",
-        usage="vecd embed FILE... -o OUT [--flags] [-- flags of vecd serve]",
+        usage="vecd embed INPUT... (-o OUT | --output-dir DIR) [--flags] [-- flags of vecd serve]",
         description="Embed the rows of files. The same command again resumes a run that was ended, or killed.",
         serve_flags=tuple(argv[place + 1 :]),
     )

@@ -26,7 +26,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.errors import EmbedError, OutputLocked
 from vecd.client.bulk.inputs import RowBatch
 from vecd.client.bulk.journal import sync_folder
 from vecd.client.bulk.options import EmbedOptions
@@ -104,12 +104,12 @@ class OutputFiles:
     """The files of one output, locked. `open` and `begin`, then `append` and `sync`, and `finish` in the end."""
 
     def __init__(self, options: EmbedOptions) -> None:
-        """Raises EmbedError when another run has them open, OSError when they cannot be created."""
+        """Raises OutputLocked when another run has them open, OSError when they cannot be created."""
         self._options = options
-        self._main = OutputFile(_beside(options.out, ".part"))
+        self._main = OutputFile(_beside(options.path, ".part"))
         if not self._main.lock():
             self._main.close()
-            raise EmbedError(f"{options.out} is being made by another vecd embed")
+            raise OutputLocked(f"{options.path} is being made by another vecd embed")
         self._files = [self._main]
         self._columns: Mapping[str, str] = {}
 
@@ -133,7 +133,7 @@ class OutputFiles:
         which are as in `vecd.client.bulk.kinds`. Side effects: creates them."""
         self._dim, self._columns = dim, columns or {}
         suffixes = _SUFFIXES[self._options.output_format]
-        self._files += [OutputFile(_beside(self._options.out, suffix)) for suffix in suffixes]
+        self._files += [OutputFile(_beside(self._options.path, suffix)) for suffix in suffixes]
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Continue behind `lengths` bytes of each file, or begin with no rows if there are none.
@@ -191,7 +191,7 @@ class OutputFiles:
 
     def _describe_rejected(self, batch: RowBatch, index: int, reason: str) -> bytes:
         row = batch.rows[index]
-        line = {"row": batch.first_row + index, "file": batch.source.path, "line": row.line, "reason": reason}
+        line = {"row": batch.first_row + index, "file": batch.source.origin, "line": row.line, "reason": reason}
         return _json_line({**line, "kept": self._kept(batch, index)} if self._options.keep else line)
 
     def _kept(self, batch: RowBatch, index: int) -> dict[str, Any]:
@@ -209,8 +209,8 @@ class OutputFiles:
         """
         if self._main.num_bytes >= lengths[0]:
             self._place(lengths, num_rows)
-        elif not self._options.out.exists():
-            raise EmbedError(f"{self._options.out} was complete, and is gone: --restart begins anew")
+        elif not self._options.path.exists():
+            raise EmbedError(f"{self._options.path} was complete, and is gone: --restart begins anew")
         for file in self._files:
             file.path.unlink(missing_ok=True)
 
@@ -228,8 +228,8 @@ class OutputFiles:
                 file.path.rename(target)
             elif is_wanted is False and file not in placed:
                 target.unlink(missing_ok=True)  # of an earlier output
-        final.rename(self._options.out)
-        sync_folder(self._options.out)
+        final.rename(self._options.path)
+        sync_folder(self._options.path)
 
     def _make_final(self, num_rows: int) -> Path:
         """Returns the file that is to be renamed to OUT."""
@@ -239,7 +239,7 @@ class OutputFiles:
             return self._main.path
         from vecd.client.bulk.parquet import write_parquet, write_records
 
-        target = OutputFile(_beside(options.out, ".parquet.part"))
+        target = OutputFile(_beside(options.path, ".parquet.part"))
         try:
             if self._columns:
                 write_records(self._main.path, target.path, options.keep, self._columns, options.dtype)
@@ -264,7 +264,7 @@ class OutputFiles:
     def close(self) -> None:
         """Unlock. May be repeated. Side effects: removes the files of a run that never began."""
         for file in reversed(self._files):
-            if self.is_new and not journal_path(self._options.out).exists():
+            if self.is_new and not journal_path(self._options.path).exists():
                 with suppress(OSError):
                     file.path.unlink(missing_ok=True)
             file.close()
@@ -285,6 +285,11 @@ def _json_line(value: Any) -> bytes:
 
 def _beside(out: Path, suffix: str) -> Path:
     return out.with_name(out.name + suffix)
+
+
+def beside_final(out: Path) -> list[Path]:
+    """The files that a complete output may have beside it."""
+    return [_beside(out, suffix) for suffix in (".rows.npy", ".rejected.jsonl")]
 
 
 def journal_path(out: Path) -> Path:

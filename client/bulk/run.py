@@ -1,27 +1,26 @@
-"""One run of `vecd embed`: rows in, vectors out in the same order, and a commit every few seconds.
+"""One output of `vecd embed`: rows in, vectors out in the same order, and a commit every few seconds.
 
-Owns the order, the commits, and the signals meanwhile. Batches are under way concurrently, and are written in the order
+Owns the order and the commits. Batches are under way concurrently, and are written in the order
 of the input, so that the output is always complete up to some row. Rows count as done after a commit: the server has
 shown that their vectors are of the model of the beginning of the run, and the rows and the journal are on the disk.
-Called by `vecd.client.bulk.command`.
+Called by `vecd.client.bulk.command` and `vecd.client.bulk.folder`.
 """
 
 import asyncio
-import signal
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 
-from vecd.client.bulk.errors import EmbedError, FieldMissing, ModelChanged, RunEnded
+from vecd.client.bulk.errors import EmbedError, FieldMissing, ModelChanged, OtherIdentity, RunEnded
 from vecd.client.bulk.inputs import InputSource, RowBatch, check_unchanged, read_batches
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, journal_path
 from vecd.client.bulk.progress import Course, Moment, WaitMessages
 from vecd.client.bulk.service import EmbeddingService, Results
+from vecd.client.bulk.tasks import in_thread
 from vecd.client.status_line import StatusLine
 
 _FIRST_COMMIT_S, _COMMIT_S = 0.25, 0.5
@@ -34,7 +33,6 @@ _TELL_S = 0.1
 _LAST_COMMIT_S = 10.0
 _BYTES_PER_CHAR = 6
 """Most bytes of a character in JSON."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EmbedRun:
@@ -48,18 +46,18 @@ class EmbedRun:
         journal: Journal,
         service: EmbeddingService,
         line: StatusLine,
+        label: str = "",
     ) -> None:
-        """`journal`: that of the run to resume, or a new one."""
+        """`journal`: that of the run to resume, or a new one. `label`: what its lines begin with."""
         self.commit = journal.commit
         """The last one: what is done."""
-        self.signal_number = 0
-        """The signal that has interrupted the run, or 0."""
         self._options = options
         self._inputs = inputs
         self._output = output
         self._journal = journal
         self._service = service
         self._line = line
+        self._label = label
         self._messages = WaitMessages(str(service.target), options.retry_for)
         self._written = self.commit
         """The next commit: what has been written since."""
@@ -74,26 +72,17 @@ class EmbedRun:
         self._disk = ThreadPoolExecutor(1, "commit")
 
     async def run(self) -> None:
-        """Embed all rows, or those until a signal. Commits what is done, however the run ends.
+        """Embed all rows. Commits what is done, however the run ends, also when it is cancelled.
 
         Raises EmbedError when the server has another model than the unfinished run or the files of that are gone,
-        FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left. Side
-        effects: SIGINT and SIGTERM end the run in order, a second one at once.
+        FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number, task)
         telling = asyncio.create_task(self._keep_telling())
         try:
-            with closing(self._service):
-                await self._embed_all(await self._begin())
-        except asyncio.CancelledError:
-            if not self.signal_number:
-                raise
+            await self._embed_all(await self._begin())
         finally:
             telling.cancel()
-            _restore_signals()
+            self._disk.shutdown(wait=False)
 
     async def _keep_telling(self) -> None:
         """Say what the server is waited for, from the first failure on."""
@@ -102,27 +91,30 @@ class EmbedRun:
                 self._line.say(message)
             await asyncio.sleep(_TELL_S)
 
-    def _interrupt(self, number: int, task: "asyncio.Task[None]") -> None:
-        self.signal_number = number
-        _restore_signals()
-        task.cancel()
-
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
-        self._line.show(lambda: f"waiting for {self._service.target}")
+        self._line.show(lambda: f"{self._label}waiting for {self._service.target}")
         options = self._options
-        model, max_texts, max_bytes = await self._service.connect()
-        if is_new := not self.commit.lengths:
+        is_new, service = not self.commit.lengths, self._service
+        if wants_its_own := not is_new and service.identity is None:
+            service.identity = self._journal.model.get("identity")
+        try:
+            model, max_texts, max_bytes = await service.connect()
+        except OtherIdentity as error:
+            if not wants_its_own:
+                raise
+            raise EmbedError(f"the unfinished run had another model: {error}. --restart begins anew") from error
+        if is_new:
             self._journal = replace(self._journal, model=asdict(model))
         elif why := model.why_other(self._journal.model):
             raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
         if model.columns:
-            self._line.say(f"writes {self._service.what}: {', '.join(model.columns)}")
+            self._line.say(f"{self._label}writes {self._service.what}: {', '.join(model.columns)}")
         self._output.open(model.dim, model.columns)
         if is_new:  # the journal comes before the first byte: files without one are not this command's to cut off
-            self._journal.save(journal_path(options.out))
+            self._journal.save(journal_path(options.path))
         else:
-            self._line.say(f"goes on behind row {self.commit.position.row:,}")
+            self._line.say(f"{self._label}goes on behind row {self.commit.position.row:,}")
         self._output.begin(self.commit.lengths)
         self.commit = self._written = replace(self.commit, lengths=self._output.lengths)
         self._commit_due_at = time.monotonic() + self._commit_s
@@ -229,7 +221,7 @@ class EmbedRun:
         trouble = self._service.trouble
         num_in_flight = sum(len(batch.rows) for batch in self._pending.values())
         progress = self._course.describe(time.monotonic(), num_in_flight)
-        return progress + (f", waiting: {trouble}" if trouble else "")
+        return self._label + progress + (f", waiting: {trouble}" if trouble else "")
 
     # --- commits ------------------------------------------------------------------------------------------
 
@@ -247,29 +239,9 @@ class EmbedRun:
 
     def _save(self, commit: Commit) -> None:
         self._output.sync()
-        replace(self._journal, commit=commit).save(journal_path(self._options.out))
-
-
-def _restore_signals() -> None:
-    """Restore what signals do by default. uvloop would keep the handlers after its end."""
-    for number in _SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)
+        replace(self._journal, commit=commit).save(journal_path(self._options.path))
 
 
 async def _next_batch(batches: Iterator[RowBatch]) -> RowBatch | None:
-    """Read in a thread, as a pipe may block while responses have to be received and committed. None is the end.
-
-    The thread is a daemon: a process that ends does not wait for a pipe.
-    """
-    found: Future[RowBatch | None] = Future()
-
-    found.set_running_or_notify_cancel()
-
-    def read() -> None:
-        try:
-            found.set_result(next(batches, None))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=read, name="reader", daemon=True).start()
-    return await asyncio.wrap_future(found)
+    """Read in a thread, as a pipe may block while responses have to be received and committed. None is the end."""
+    return await in_thread(lambda: next(batches, None), "reader")

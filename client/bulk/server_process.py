@@ -1,6 +1,7 @@
 """The server that `vecd embed` starts for one run. It stops at the end of the run, and with this process.
 
-Owns the process. Knows `vecd serve` by its command line alone. Called by `vecd.client.bulk.command`.
+Owns the process. Knows `vecd serve` by its command line alone. Called by `vecd.client.bulk.command`; its parts
+also by `vecd.client.shared_server`.
 """
 
 import ctypes
@@ -40,39 +41,49 @@ def start_server(
     server stops.
     """
     reader, writer = os.pipe()
-    command = [
-        # As `launch/base/programs.py` writes it: in the binary, sys.executable is the binary, and takes the same words.
-        sys.executable, "-P", "-m", "vecd", "serve", *([model] if model else []), *flags,
-        "--port", "0", "--ready-fd", str(writer), "--drain-grace", "0",
-    ]  # fmt: skip
     with tempfile.TemporaryFile() as log, os.fdopen(reader, "rb", buffering=0) as ready:
-        process = subprocess.Popen(
-            command,
-            pass_fds=[writer],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C is for this process, which then stops the server in its own time
-            env={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
-            preexec_fn=partial(_stop_with_parent, os.getpid()),  # noqa: PLW1509 (takes no lock)
-        )
+        process = spawn_server([*([model] if model else []), *flags, "--port", "0"], log, writer)
         os.close(writer)
 
         def why_gone() -> str | None:
             if process.poll() is None:
                 return None
-            return f"the server that was started here has ended with {process.returncode}: {_last_lines(log)}"
+            return f"the server that was started here has ended with {process.returncode}: {last_lines(log)}"
 
         try:
             yield _await_ready(process, ready, log, on_wait), why_gone
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop_server(process)
+
+
+def spawn_server(arguments: Sequence[str], log: IO[bytes], ready_fd: int, *fds: int) -> "subprocess.Popen[bytes]":
+    """`vecd serve` with these arguments, which writes its address to `ready_fd`, and inherits `fds`, too.
+
+    It stops when the thread that calls this ends, for whatever reason. Raises OSError.
+    """
+    # As `launch/base/programs.py` writes it: in the binary, sys.executable is the binary, and takes the same words.
+    command = [sys.executable, "-P", "-m", "vecd", "serve", *arguments]
+    return subprocess.Popen(
+        [*command, "--ready-fd", str(ready_fd), "--drain-grace", "0"],
+        pass_fds=[ready_fd, *fds],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is for this process, which then stops the server in its own time
+        env={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+        preexec_fn=partial(_stop_with_parent, os.getpid()),  # noqa: PLW1509 (takes no lock)
+    )
+
+
+def stop_server(process: "subprocess.Popen[bytes]") -> None:
+    """Have it drain, and wait for its end."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _stop_with_parent(parent_pid: int) -> None:
@@ -86,17 +97,18 @@ def _await_ready(
 ) -> str:
     started_at = time.monotonic()
     while not select.select([ready], [], [], 0.25)[0]:
-        said = _last_lines(log).rpartition("\n")[2]
+        said = last_lines(log).rpartition("\n")[2]
         on_wait(f"starting a server, {time.monotonic() - started_at:.0f} s: {said}")
     line = ready.readline()
     if not line:  # the other end was closed, by its death
         process.wait(_STOP_TIMEOUT_S)
-        raise EmbedError(f"the server did not start: {_last_lines(log)}")
+        raise EmbedError(f"the server did not start: {last_lines(log)}")
     url: str = orjson.loads(line)["url"]
     return url
 
 
-def _last_lines(log: IO[bytes]) -> str:
+def last_lines(log: IO[bytes]) -> str:
+    """The end of what a server has written."""
     size = os.fstat(log.fileno()).st_size
     tail = os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
     return tail.decode(errors="replace").strip()

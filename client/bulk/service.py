@@ -9,6 +9,8 @@ and the comparison of models. Reads and writes no file. Called by `vecd.client.b
 - Failed because of its texts, perhaps (500, no response in time): repeated, then halved. A single row that fails is
   rejected only if the server embeds the probe right after it. If not, the server is ill, and the request is repeated.
 - Not allowed, or not found (401, 403, 404, …): the run ends.
+- Of another identity (412, or a response that says so): the request is repeated, as a proxy may pick another node. If
+  all responses are such for some seconds, and none was right between them, there is no other node: the run ends.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.client.bulk.errors import EmbedError, ModelChanged, RunEnded
+from vecd.client.bulk.errors import EmbedError, ModelChanged, OtherIdentity, ServerLost
 from vecd.client.bulk.kinds import DenseVectors, Found, Item, Record, ResultKind, choose_results, make_kind
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.rows import InputRow
@@ -44,10 +46,16 @@ _FIRST_RESPONSE_S, _RESPONSE_S = 2.0, 10.0
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
+_MAX_INFO_TRIES = 16
 _MAX_FAILURES = 3
 """Failures after which the texts of a request are suspected."""
 _REFUSED = (400, 413, 422)
 _BUSY = (408, 425, 429, 502, 503, 504)
+_OTHER_IDENTITY = 412
+_FIRST_NODE_PAUSE_S, _MAX_NODE_PAUSE_S = 0.02, 1.0
+"""Before another node is tried. The wrong one has computed nothing."""
+_ONLY_NODE_S = 15.0
+"""Of nothing but responses of another identity: there is one server, and it has another model for good."""
 _PROBE_PRIORITY = "interactive"
 """One short text. Behind the run's own texts, a commit that needs it would come a second of work later."""
 _MIN_COSINE = 0.998
@@ -71,12 +79,16 @@ class ModelFingerprint:
     """Whether the numbers of `probe` are scores, not those of a vector."""
     columns: dict[str, str] = field(default_factory=dict)
     """As in `vecd.client.bulk.kinds.ResultKind`."""
+    identity: str | None = None
+    """Of files, settings and number format, as the server says; None if it does not say."""
 
     def why_other(self, journaled: Mapping[str, Any]) -> str:
         """How it differs from the model in a journal; "" when it does not. Names may differ: a folder may have been
         renamed."""
         if (columns := journaled.get("columns", {})) != self.columns:
             return f"its results are {_described(self.columns)}, not {_described(columns)}"
+        if (identity := journaled.get("identity")) not in (None, self.identity):
+            return f"its identity is {self.identity or 'not known'}, not {identity}"
         if self.dim != journaled["dim"]:
             return f"{self.dim} dimensions, not {journaled['dim']}"
         for name, value in self.facts.items():
@@ -114,7 +126,7 @@ class Results:
     """Why a row has none, by its index."""
     num_tokens: int = field(default=0, kw_only=True)
     is_verified: bool = field(default=True, kw_only=True)
-    """Whether the probe has gone along with all texts."""
+    """Whether the probe has gone along with all texts, or all responses were of the identity of the run."""
 
     def put(self, indices: Sequence[int], found: Found) -> None:
         raise NotImplementedError
@@ -147,6 +159,7 @@ class Served(NamedTuple):
     """What a request has brought."""
 
     model: str | None
+    identity: str | None
     found: Found
     num_tokens: int
 
@@ -158,6 +171,12 @@ class EmbeddingService:
         self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None] = lambda: None
     ) -> None:
         """`why_gone` returns why the server will not come back, or None."""
+        self.identity: str | None = None
+        """What each response has to be of. Set by `connect`, to that of the first response, unless it is set before."""
+        self._other_since: float | None = None
+        """When the first of the responses of another identity came, since one was right."""
+        self._has_nodes = False
+        """Whether some responses are of another identity, and later ones are right."""
         self._trouble = ""
         """Why the last request was not served, or ""."""
         self.estimate = ThroughputEstimate(options.concurrency)
@@ -203,7 +222,7 @@ class EmbeddingService:
     async def connect(self) -> tuple[ModelFingerprint, int | None, int | None]:
         """Find out which model the server has, and the most texts and bytes of a request; None if it does not say.
 
-        Raises RunEnded, EmbedError when the model or a flag does not go with the results that are to be written.
+        Raises ServerLost, EmbedError when the model or a flag does not go with the results that are to be written.
         """
         info = await self._info()
         self._choose_kind(info)
@@ -214,21 +233,31 @@ class EmbeddingService:
             if type(self._kind) is not tried:
                 served = await self._until_served(self._kind.probes, is_probe=True)
         served = self._required(served)
+        self.identity = self.identity or served.identity
+        for _ in range(_MAX_INFO_TRIES):
+            if not self._is_of_other(info):
+                break
+            info = await self._info()
         self._kind.learn(served.found)
         model, limits = info.get("model") or {}, info.get("limits") or {}
-        facts = {name: model[name] for name in _FACTS if name in model}
+        facts = {name: model[name] for name in _FACTS if name in model and not self._is_of_other(info)}
         facts.setdefault("max_tokens", info.get("max_input_length"))
         if facts["max_tokens"] and self._options.overflow != "chunk":
             self.estimate.set_max_tokens(facts["max_tokens"])
         probe = self._kind.probe_of(served.found)
         self._model = ModelFingerprint(
-            served.model or "", len(probe), facts, probe, self._kind.are_scores, self._kind.columns
+            served.model or "", len(probe), facts, probe, self._kind.are_scores, self._kind.columns, self.identity
         )
         self._num_probe_tokens = served.num_tokens
         return self._model, info.get("max_client_batch_size"), limits.get("max_body_bytes")
 
+    def _is_of_other(self, info: Mapping[str, Any]) -> bool:
+        """Whether a proxy got this /info from a node that serves another model."""
+        identity = (info.get("model") or {}).get("identity")
+        return None not in (identity, self.identity) and identity != self.identity
+
     async def check_same_model(self) -> None:
-        """Raises ModelChanged when the server's results are not those of the model at `connect`; RunEnded."""
+        """Raises ModelChanged when the server's results are not those of the model at `connect`; ServerLost."""
         self._check_probe(self._required(await self._until_served(self._kind.probes, is_probe=True)).found)
 
     def _check_probe(self, found: Found) -> None:
@@ -237,7 +266,7 @@ class EmbeddingService:
 
     def _required(self, served: Served | str) -> Served:
         if isinstance(served, str):
-            raise RunEnded(f"{self.target} refuses: {served}")
+            raise ServerLost(f"{self.target} refuses: {served}")
         return served
 
     def _choose_kind(self, info: Mapping[str, Any]) -> None:
@@ -261,7 +290,7 @@ class EmbeddingService:
     # --- texts --------------------------------------------------------------------------------------------
 
     async def embed(self, rows: Sequence[InputRow]) -> Results:
-        """The results of `rows`. Raises ModelChanged when they are of another model than at `connect`; RunEnded."""
+        """The results of `rows`. Raises ModelChanged when they are of another model than at `connect`; ServerLost."""
         reasons = {index: row.reason for index, row in enumerate(rows) if row.text is None}
         results: Results
         if isinstance(self._kind, DenseVectors):
@@ -280,13 +309,13 @@ class EmbeddingService:
         served = await self._until_served([*items, *self._kind.probes] if has_probe else items)
         if not isinstance(served, str):
             if isinstance(served.found, np.ndarray) and served.found.shape[1] != dim:
-                raise RunEnded(
+                raise ServerLost(
                     "the server has another model than this run began with: its vectors have "
                     f"{served.found.shape[1]} dimensions, not {dim}"
                 )
             if has_probe:
                 self._check_probe(served.found[len(items) :])
-            results.is_verified &= has_probe
+            results.is_verified &= has_probe or self.identity is not None
             results.put(indices, served.found[: len(items)])
             results.num_tokens += served.num_tokens - has_probe * self._num_probe_tokens
         elif len(items) == 1:
@@ -301,6 +330,8 @@ class EmbeddingService:
 
     def _render(self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         key = self._options.api_key
+        if body is not None and self.identity is not None:
+            headers = {**(headers or {}), "if-vecd-identity": self.identity}
         return render_request(self.target, path, body, api_key=key, user_agent="vecd-embed", headers=headers)
 
     def _read(self, response: ServerResponse, num_items: int) -> Served | str:
@@ -308,7 +339,7 @@ class EmbeddingService:
         if response.status != 200:
             return _message(response)
         try:
-            return Served(response.model, *self._kind.read(response, num_items))
+            return Served(response.model, response.identity, *self._kind.read(response, num_items))
         except ValueError as error:
             return str(error)
         except (LookupError, TypeError, AttributeError) as error:
@@ -319,29 +350,36 @@ class EmbeddingService:
     async def _until_served(self, items: Sequence[Item], *, is_probe: bool = False) -> Served | str:
         """Repeat the request until there are results, or the texts are found to be at fault: then, what is wrong.
 
-        `is_probe`: the texts are those of the probe, so failures are never their fault. Raises RunEnded.
+        `is_probe`: the texts are those of the probe, so failures are never their fault. Raises ServerLost.
         """
         request = self._render_items(items, _PROBE_PRIORITY if is_probe else self._options.priority)
         cost = sum(self.estimate.cost(text) for item in items for text in item)
         began_at, pause_s, num_failures = time.monotonic(), _FIRST_PAUSE_S, 0
+        node_pause_s = _FIRST_NODE_PAUSE_S
         while True:
-            retry_after_s = None
+            retry_after_s, sent_at = None, time.monotonic()
             try:
                 response = await self._measured_exchange(request, 0.0 if is_probe else cost)
+                if self._is_other(response):
+                    self._trouble = self._note_other(response)
+                    await self._pause(began_at, node_pause_s, None)
+                    node_pause_s = min(2 * node_pause_s, _MAX_NODE_PAUSE_S)
+                    continue
                 served = self._read(response, len(items))
                 if not isinstance(served, str) or response.status in _REFUSED:
                     self._trouble = ""
                     self._response_due_s = _RESPONSE_S
                     self._served_at = time.monotonic()
+                    self._note_right(sent_at)
                     return served
                 why = served
                 if response.status not in _BUSY and response.status != 200 and response.status < 500:
-                    raise RunEnded(f"{self.target} answers {response.status}: {why}")
+                    raise ServerLost(f"{self.target} answers {response.status}: {why}")
                 num_failures += response.status not in _BUSY
                 why = why if response.status == 200 else f"status {response.status}: {why}"
                 retry_after_s = response.retry_after_s
             except TlsMismatch as error:
-                raise RunEnded(f"{self.target}: {error}") from error
+                raise ServerLost(f"{self.target}: {error}") from error
             except (OSError, BadResponse) as error:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 num_failures += isinstance(error, TimeoutError | BadResponse)
@@ -352,6 +390,26 @@ class EmbeddingService:
             await self._pause(began_at, pause_s, retry_after_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
+    def _is_other(self, response: ServerResponse) -> bool:
+        """Whether it is of another identity than the first one, or of none."""
+        if self.identity is None:
+            return False
+        return response.status == _OTHER_IDENTITY or (response.status == 200 and response.identity != self.identity)
+
+    def _note_other(self, response: ServerResponse) -> str:
+        """Why it is of no use. Raises OtherIdentity when there seems to be no other node."""
+        why = f"its identity is {response.identity or 'not known'}, and this run began with {self.identity}"
+        now = time.monotonic()
+        self._other_since = self._other_since or now
+        if not self._has_nodes and now - self._other_since >= min(_ONLY_NODE_S, self._options.retry_for):
+            raise OtherIdentity(f"{self.target} has another model: {why}")
+        return why
+
+    def _note_right(self, sent_at: float) -> None:
+        """A request that was sent after a response of another identity has got one of the right identity."""
+        if self._other_since is not None and sent_at > self._other_since:
+            self._has_nodes, self._other_since = True, None
+
     async def _serves_probe(self) -> bool:
         probes = self._kind.probes
         try:
@@ -361,13 +419,13 @@ class EmbeddingService:
             return False
 
     async def _pause(self, began_at: float, pause_s: float, retry_after_s: float | None) -> None:
-        """Wait before the next try. Raises RunEnded when no request has been served for too long."""
+        """Wait before the next try. Raises ServerLost when no request has been served for too long."""
         if (gone := self._why_gone()) is not None:
-            raise RunEnded(gone)
+            raise ServerLost(gone)
         retry_for_s = self._options.retry_for
         silent_s = time.monotonic() - max(self._served_at, began_at)
         if silent_s >= retry_for_s:
-            raise RunEnded(f"{self.target} has served nothing for {silent_s:.0f} s: {self._trouble}")
+            raise ServerLost(f"{self.target} has served nothing for {silent_s:.0f} s: {self._trouble}")
         # Spread, so that requests that failed together do not come back together.
         pause_s *= random.uniform(0.75, 1.25)
         if retry_after_s is not None:
@@ -414,7 +472,9 @@ class EmbeddingService:
         finally:
             self._num_exchanges -= 1
         self._silent_since = time.monotonic()
-        if connection.is_open:
+        if response.status == _OTHER_IDENTITY:  # another connection may lead to another node
+            connection.close()
+        elif connection.is_open:
             self._idle.append(connection)
         return response
 

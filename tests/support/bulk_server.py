@@ -68,6 +68,9 @@ class BulkServer:
         self.capabilities: tuple[str, ...] = ()
         """In /info; empty: there is nothing of them, and vectors are dense."""
         self.dim = DIM
+        self.nodes: list[tuple[str | None, str]] = []
+        """Identity and model of the nodes that requests go to in turn; empty: a server that knows no identities."""
+        self._num_routed = 0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         server = self
@@ -86,14 +89,19 @@ class BulkServer:
                 server.headers.append(dict(self.headers.items()))
                 texts = _items_of(body)
                 failure = server.fail(texts)
-                if failure is None and (self.path != "/v1/embeddings" or "output" in body):
+                identity, model = server.next_node()
+                has_identity = {} if identity is None else {"x-vecd-identity": identity}
+                if identity is not None and self.headers.get("if-vecd-identity", identity) != identity:
+                    self._answer(412, orjson.dumps({"error": {"message": "identity_mismatch"}}), has_identity)
+                elif failure is None and (self.path != "/v1/embeddings" or "output" in body):
                     self._answer(200, orjson.dumps(server.results(self.path, body, texts)), {})
                 elif failure is None:
                     rows = np.array(
-                        [vector_of(text, server.model)[: server.dim] for text in texts],
+                        [vector_of(text, model)[: server.dim] for text in texts],
                         body.get("output_dtype", "float32"),
                     )
                     told = {"x-vecd-tokens": str(len(texts)), "x-vecd-dimensions": str(server.dim), "x-vecd-model": "m"}
+                    told |= has_identity
                     self._answer(200, rows.tobytes(), told)
                 elif failure[0] == 0:
                     self.close_connection = True
@@ -126,6 +134,13 @@ class BulkServer:
     def texts(self) -> list[str]:
         """All that it was asked for, probes left out."""
         return [text for body in self.bodies for text in _items_of(body) if text != PROBE]
+
+    def next_node(self) -> tuple[str | None, str]:
+        """Identity and model of the node that gets a request."""
+        if not self.nodes:
+            return None, self.model
+        self._num_routed += 1
+        return self.nodes[self._num_routed % len(self.nodes)]
 
     def results(self, path: str, body: dict[str, Any], items: list[str]) -> Any:
         """The response in the shape of a route that has no dense vectors alone."""

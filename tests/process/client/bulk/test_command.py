@@ -219,7 +219,7 @@ def test_fields_that_lines_of_text_do_not_have_are_null(embed: Run, tmp_path: Pa
 # --- trouble ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [0, 429, 503, 500])
+@pytest.mark.parametrize("status", [0, 429, 502, 503, 504, 500])
 def test_trouble_that_passes(embed: Run, server: BulkServer, status: int) -> None:
     troubles = [2]
 

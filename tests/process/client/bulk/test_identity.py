@@ -1,0 +1,131 @@
+"""Whose results a run takes: one server that changes, and nodes behind a proxy that picks any."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.support.bulk_server import BulkServer, vectors_of
+from vecd.client.bulk import run as run_module
+from vecd.client.bulk import service as service_module
+from vecd.client.bulk.command import main
+
+TEXTS = [f"text {n}" for n in range(60)]
+RIGHT, OTHER = (f"{digit * 32};dtype=float32" for digit in "ab")
+NODE, OTHER_NODE = (RIGHT, "made-up"), (OTHER, "another")
+HALF_SIZE = (f"{'a' * 32};dtype=bfloat16", "another")
+
+
+@pytest.fixture
+def server() -> Iterator[BulkServer]:
+    with BulkServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def commit_at_once_and_wait_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "_FIRST_COMMIT_S", 0.0)
+    monkeypatch.setattr(run_module, "_COMMIT_S", 0.0)
+    monkeypatch.setattr(service_module, "_ONLY_NODE_S", 0.2)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS))
+    return path
+
+
+def embed(server: BulkServer, source: Path, *flags: str) -> int:
+    where = flags or ("-o", str(source.with_name("v.npy")))
+    return main([str(source), *where, "--url", server.url, "--batch-texts", "4", "--concurrency", "2"])
+
+
+def check(path: Path) -> None:
+    np.testing.assert_array_equal(np.load(path), vectors_of(TEXTS))
+
+
+@pytest.mark.parametrize("wrong", [OTHER_NODE, HALF_SIZE, (None, "another")])
+def test_a_proxy_with_a_node_of_another_identity(
+    server: BulkServer, source: Path, wrong: tuple[str | None, str]
+) -> None:
+    """Also one in another number format, and one so old that it knows no identities."""
+    server.nodes = [wrong, NODE]
+    assert embed(server, source) == 0
+    check(source.with_name("v.npy"))
+    demanded = [headers.get("if-vecd-identity") for headers in server.headers]
+    assert demanded[0] is None
+    assert set(demanded[1:]) == {RIGHT}
+
+
+def test_a_run_of_one_row_each_needs_no_other_proof(server: BulkServer, source: Path) -> None:
+    server.nodes = [NODE]
+    assert main([str(source), "-o", str(source.with_name("v.npy")), "--url", server.url, "--batch-texts", "1"]) == 0
+    check(source.with_name("v.npy"))
+    assert sum(body["input"] == ["probe"] for body in server.bodies) == 1
+
+
+def change_node_at(server: BulkServer, text: str) -> None:
+    """With this text the request goes to the other one, as all later ones do."""
+
+    def fail(texts: list[str]) -> None:
+        if text in texts:
+            server.nodes = [OTHER_NODE]
+
+    server.nodes, server.fail = [NODE], fail
+
+
+def test_a_server_that_changes_ends_the_run_which_goes_on_with_the_first_identity(
+    server: BulkServer, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_node_at(server, "text 30")
+    assert embed(server, source) == 1
+    told = capsys.readouterr().err
+    assert f"{server.url} has another model: its identity is {OTHER}, and this run began with {RIGHT}; " in told
+    assert "rows are done, the same command goes on behind them" in told
+    journal = orjson.loads(source.with_name("v.npy.journal").read_bytes())
+    assert journal["model"]["identity"] == RIGHT
+    assert journal["commit"]["position"]["row"] >= 20, "what came before is right, and committed"
+
+    server.fail = lambda texts: None
+    assert embed(server, source) == 2
+    assert "the unfinished run had another model: " in capsys.readouterr().err
+    server.nodes = [OTHER_NODE, NODE]
+    assert embed(server, source) == 0
+    check(source.with_name("v.npy"))
+
+
+def test_a_folder_has_one_identity(server: BulkServer, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = source.with_name("out")
+    other = source.with_name("b.txt")
+    other.write_text(source.read_text())
+    server.nodes = [NODE]
+    assert embed(server, source, "--output-dir", str(out)) == 0
+    assert orjson.loads((out / ".vecd-identity.json").read_bytes()) == {"identity": RIGHT}
+    server.nodes = [OTHER_NODE]
+    for flags in ([], ["--restart"]):
+        assert embed(server, other, "--output-dir", str(out), *flags) == 2
+        told = capsys.readouterr().err
+        assert f"its identity is {OTHER}, and this run began with {RIGHT}" in told
+        assert "name another folder" in told
+    assert sorted(path.name for path in out.iterdir()) == [".vecd-identity.json", "a.npy"]
+    server.nodes = [OTHER_NODE, NODE]
+    assert embed(server, other, "--output-dir", str(out)) == 0
+    check(out / "b.npy")
+
+
+def test_a_server_that_changes_ends_a_run_of_many(
+    server: BulkServer, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The outputs that come later would fare no better."""
+    for name in ("b", "c"):
+        source.with_name(f"{name}.txt").write_text(source.read_text())
+    change_node_at(server, "text 30")
+    assert embed(server, source.parent, "--output-dir", str(source.with_name("out"))) == 1
+    assert "0 of 3 outputs complete: 0 made, 0 were there, 0 failed, 3 left" in capsys.readouterr().err
+    server.nodes, server.fail = [NODE], lambda texts: None
+    assert embed(server, source.parent, "--output-dir", str(source.with_name("out"))) == 0
+    for name in ("a", "b", "c"):
+        check(source.with_name("out") / f"{name}.npy")

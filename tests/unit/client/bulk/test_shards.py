@@ -1,0 +1,137 @@
+from pathlib import Path
+
+import pytest
+
+from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.options import EmbedOptions, parse_options
+from vecd.client.bulk.shards import list_shards, output_name, read_lines
+
+
+def options_of(*argv: str, out: str = "/out") -> EmbedOptions:
+    return parse_options([*argv, "--output-dir", out])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With data in two folders, and what is no data."""
+    for name in ("a.txt", "b.jsonl.gz", "sub/a.txt", "sub/c.v2.csv", "_SUCCESS", ".hidden.txt", "notes.md", "_t/x.txt"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one\n")
+    return tmp_path / "data"
+
+
+def outputs(options: EmbedOptions, manifest: Path | None = None) -> list[tuple[str, str]]:
+    return [(source, out) for source, out in list_shards(options, manifest)]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "expected"),
+    [
+        ("a.txt", (), "a.npy"),
+        ("a.b.jsonl.gz", (), "a.b.npy"),
+        ("sub/a.PQ", ("--output-format", "parquet"), "sub/a.parquet"),
+        ("a.log", ("--format", "txt"), "a.log.npy"),
+        ("a.gz", ("--format", "txt"), "a.npy"),
+        ("part-0.5", ("--format", "txt", "--output-format", "jsonl"), "part-0.5.jsonl"),
+    ],
+)
+def test_outputs_are_named_by_their_inputs(name: str, flags: tuple[str, ...], expected: str) -> None:
+    assert output_name(name, options_of("x", *flags)) == expected
+
+
+def test_a_folder_keeps_its_folders_and_leaves_out_what_is_no_data(folder: Path) -> None:
+    names = {"a.txt": "a", "b.jsonl.gz": "b", "sub/a.txt": "sub/a", "sub/c.v2.csv": "sub/c.v2"}
+    assert outputs(options_of(str(folder))) == [(f"{folder}/{name}", f"/out/{out}.npy") for name, out in names.items()]
+
+
+def test_a_glob_keeps_the_folders_behind_its_first_sign(folder: Path) -> None:
+    found = outputs(options_of(f"{folder}/*/a.txt", f"{folder}/a.txt", f"{folder}/b*"))
+    assert [out for _, out in found] == ["/out/a.npy", "/out/b.npy", "/out/sub/a.npy"]
+
+
+def test_outputs_below_the_inputs_are_no_inputs(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "a.jsonl").write_text("{}\n")
+    found = outputs(options_of(str(folder), "--output-format", "jsonl", out=str(folder / "out")))
+    assert not [source for source, _ in found if "/out/" in source]
+    assert len(found) == 4
+
+
+def test_an_input_that_is_named_twice_is_one(folder: Path) -> None:
+    assert len(outputs(options_of(str(folder), f"{folder}/a.txt", f"{folder}/../data/a.txt"))) == 4
+
+
+def test_two_inputs_with_one_output_are_both_named(folder: Path) -> None:
+    with pytest.raises(EmbedError, match=f"{folder}/a.txt and {folder}/sub/a.txt have one output, /out/a.npy"):
+        outputs(options_of(f"{folder}/a.txt", f"{folder}/sub/a.txt", "--shard", "1/2"))
+
+
+def test_no_output_is_an_input(folder: Path) -> None:
+    (folder / "c.jsonl").write_text("{}\n")
+    with pytest.raises(EmbedError, match=r"c\.jsonl is input and output"):
+        outputs(options_of(f"{folder}/c.jsonl", "--output-format", "jsonl", out=str(folder)))
+
+
+def test_shards_have_each_input_once(folder: Path) -> None:
+    whole = outputs(options_of(str(folder)))
+    parts = [outputs(options_of(str(folder), "--shard", f"{run}/3")) for run in range(3)]
+    assert parts == [whole[0::3], whole[1::3], whole[2::3]]
+    assert sorted(shard for part in parts for shard in part) == whole
+
+
+@pytest.mark.parametrize("value", ["3/3", "0/0", "-1/3", "1", "1/", "/3", "a/b", "1/2/3", "1/99999999999", "²/3"])
+def test_shards_out_of_range_are_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        options_of("a.txt", f"--shard={value}")
+    assert exit.value.code == 2
+    assert f"--shard: {value!r} is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("a.txt",), "either -o OUT"),
+        (("a.txt", "-o", "/tmp/v.npy", "--output-dir", "out"), "either -o OUT"),
+        (("a.txt", "-o", "/tmp/v.npy", "--shard", "0/2"), "--shard is for many outputs"),
+        (("a.txt", "-o", "/tmp/v.npy", "--manifest", "m"), "--manifest is for many outputs"),
+        (("--output-dir", "out"), "no input is named"),
+        (("-", "--output-dir", "out"), "standard input, -, has no name"),
+        (("a", "--output-dir", "out", "--share-server", "--url", "http://h:1"), "--share-server and --url"),
+    ],
+)
+def test_flags_that_do_not_go_together(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_a_manifest_names_inputs_and_outputs() -> None:
+    lines = [b"\xef\xbb\xbf# all of it", b"", b"/d/a.txt\r", b"s3://bucket/x/b.parquet\tone/b", b"/d/c.csv\tc.npy"]
+    assert list(read_lines(lines, options_of("--manifest", "m"))) == [
+        ("/d/a.txt", "a.npy"), ("s3://bucket/x/b.parquet", "one/b.npy"), ("/d/c.csv", "c.npy"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"\xff.txt", "not UTF-8"),
+        (b"\tout.npy", "the path is empty"),
+        (b"a.txt\tb\tc", "3 fields"),
+        (b"a.txt\t", "'' is no name of an output"),
+        (b"a.txt\t/etc/x", "'/etc/x' is no name of an output"),
+        (b"a.txt\t../x", "'../x' is no name of an output"),
+        (b"a.txt\ts3://b/x", "'s3://b/x' is no name of an output"),
+        (b"a\x00.txt", "a character that no path has"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(line: bytes, why: str) -> None:
+    with pytest.raises(EmbedError, match=f"m, line 2: .*{why}"):
+        list(read_lines([b"a.txt", line, b"b.txt"], options_of("--manifest", "m")))
+
+
+def test_the_settings_of_an_output_are_those_of_all() -> None:
+    blank = options_of("a.txt", "--on-bad-row", "blank", "--dtype", "float16").of_output("a.txt", Path("/tmp/a.npy"))
+    assert (blank.accepts_bad_rows, blank.dtype, blank.path) == (True, "float16", Path("/tmp/a.npy"))
+    assert not options_of("a.txt").of_output("a.txt", Path("/tmp/a.npy")).accepts_bad_rows
