@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import yaml
 
 from tests.support.serving import Server, running_server
 from tests.system.deploy.test_containers import image_variables, pod
-from vecd.client.bulk.options import EmbedOptions
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "deploy" / "bulk"
@@ -31,10 +29,6 @@ NUM_SHARDS = 2
 TIMEOUT_S = 120
 TEXTS = {f"part-{n}": [f"text {n}.{m}" for m in range(20 + n)] for n in range(3)} | {"deep/er": ["one", "", "three"]}
 """By name of an input, its lines. An empty one is a bad row."""
-# `vecd embed` has these flags once it writes folders.
-needs_folders = pytest.mark.skipif(
-    "output_dir" not in {each.name for each in fields(EmbedOptions)}, reason="vecd embed writes no folders yet"
-)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +106,6 @@ def test_the_slurm_script_is_a_script_with_directives_that_begin_at_0() -> None:
         subprocess.run([shellcheck, script], check=True, timeout=60)
 
 
-@needs_folders
 def test_tasks_of_the_array_embed_every_input_once(data: Path, programs: Path, server: Server) -> None:
     words = (str(data / "manifest.txt"), str(data / "out"))
     for index in range(NUM_SHARDS):
@@ -125,7 +118,6 @@ def test_tasks_of_the_array_embed_every_input_once(data: Path, programs: Path, s
     assert not (data / "scontrol").exists()
 
 
-@needs_folders
 def test_one_task_alone_keeps_its_shard(data: Path, programs: Path) -> None:
     """As by `sbatch --array=1`, where Slurm's own count is 1."""
     words = (str(data / "manifest.txt"), str(data / "out"))
@@ -182,7 +174,6 @@ def test_its_pods_have_the_rights_and_places_of_the_deployment_s() -> None:
     assert {"/cache", "/tmp"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-@needs_folders
 def test_the_job_s_command_embeds_every_input_once(data: Path, server: Server) -> None:
     """With the variables of the image, whose own address must not be the server's."""
     [container] = job()["spec"]["template"]["spec"]["containers"]
