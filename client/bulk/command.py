@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except EmbedError as error:
         line.say(str(error))
         return EXIT_NOT_BEGUN
-    except (RunEnded, OSError) as error:  # the output cannot be created or finished, or a store fails
+    except (RunEnded, OSError) as error:  # an output cannot be looked for, created or finished
         line.say(_describe(error))
         return EXIT_ENDED
     except KeyboardInterrupt:  # before or after the run, or a second one

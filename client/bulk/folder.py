@@ -171,7 +171,7 @@ def _read_inputs(options: EmbedOptions, source: str, path: str) -> list[InputSou
         inputs = find_inputs([path], options.format)
     else:
         copy = Path(path)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         fetch(source, copy)
         inputs = [copied_from(source, each) for each in find_inputs([path], options.format)]
     check_readable(inputs, options)

@@ -14,7 +14,7 @@ from tests.support.serving import eventually
 from vecd.client.bulk import folder as folder_module
 from vecd.client.bulk import folder_identity
 from vecd.client.bulk.command import main
-from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.errors import EmbedError, RunEnded
 
 IDENTITY = f"{'a' * 32};dtype=float32"
 
@@ -246,7 +246,22 @@ def test_remote_inputs_and_outputs(
         np.load(_written(tmp_path, store.objects["mem://out/b.npy"])), vectors_of(data.lines["b"])
     )
     assert "mem://out/.vecd-identity.json" in store.objects
+    manifest.write_text("mem://in/a.txt\n")
+    assert data.embed(server, "--manifest", str(manifest), "--work-dir", str(work)) == 0
+    data.check("a")
     assert [path.name for path in work.rglob("*") if path.is_file()] == []
+
+
+def test_a_store_that_does_not_answer_ends_the_run(
+    data: Data, server: BulkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exists(url: str) -> bool:
+        raise RunEnded(f"{url}: no byte moved for 60 s, given up")
+
+    monkeypatch.setattr(folder_module, "exists", exists)
+    assert main([str(data.inputs), "--output-dir", "mem://out", "--url", server.url]) == 1
+    assert "mem://out/a.npy: no byte moved for 60 s, given up" in capsys.readouterr().err
+    assert not server.bodies
 
 
 def _written(folder: Path, content: bytes) -> Path:
