@@ -17,7 +17,7 @@ _USAGE = """\
 usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd serve --help)
        vecd bench [--flags]            measure a running server (vecd bench --help)
        vecd top [--flags]              watch a running server (vecd top --help)
-       vecd embed FILE... -o OUT       files of texts to files of vectors (vecd embed --help)
+       vecd embed FILE... -o OUT       files of texts to files of vectors, or --output-dir (vecd embed --help)
        vecd plan [--flags]             nodes, hours and bytes for many documents (vecd plan --help)
        vecd check [MODEL] [--flags]    what a model is, how it is best served here (vecd check --help)
        vecd check --fleet URL URL…     whether servers may be mixed behind one name
