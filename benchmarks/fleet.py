@@ -4,7 +4,7 @@ Owns two figures, each measured in turns of a round, as the median of the rounds
 
 - `hop`: the proxy's processor time per request ÷ that of the gateways behind it in the same turn, for HAProxy and
   Envoy.
-- `scaling`: requests per second of 1, 2 and 4 nodes of 10 ms a text each behind HAProxy, ÷ N times that of one node in
+- `scaling`: requests per second of 1, 2 and 4 nodes of 20 ms a text each behind HAProxy, ÷ N times that of one node in
   the same round. It shows routing and balancing alone: these nodes sleep, where others would share a machine's cores.
 
     python -m benchmarks.fleet                                  both, in 5 minutes
@@ -38,8 +38,8 @@ from vecd.client.connection import parse_target
 _HOP_CLIENTS, _HOP_NODES = 32, 2
 _HOP_SHARES: dict[type[Proxy], Target | None] = {HAProxy: at_most(0.4), Envoy: None}
 _NODES = (1, 2, 4)
-_CLIENTS_PER_NODE = 16
-_MS_PER_TEXT = 10
+_CLIENTS_PER_NODE = 32
+_MS_PER_TEXT = 20
 _SCALING = at_least(0.97)
 _NUM_TEXTS = 4096
 
