@@ -6,6 +6,8 @@ import pytest
 from vecd.client.bench.plot import PlotUnavailable, Point, draw_latency, require_matplotlib
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+if HAS_MATPLOTLIB:
+    import matplotlib.font_manager  # noqa: F401 (where it was never imported, it starts fc-list, which no unit test may)
 needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is the extra vecd[plot]")
 POINTS = [Point(100, 2, 5, "1 client"), Point(900, 3.5, 9, "4 clients"), Point(1000, 15, 80, "16 clients")]
 NOTHING = Point(0, None, None)
