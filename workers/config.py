@@ -43,6 +43,8 @@ class WorkerConfig:
     """Token ids of a pair of texts, and of one that a reranker has to give a lower score; None: nothing is checked."""
     accept_unordered: bool = False
     """Whether a model that gives these the wrong order is served with a warning."""
+    dummy_ms_per_text: float = 0.0
+    """Milliseconds that the dummy engine sleeps for each sequence of a batch."""
     measures_short_texts: bool = False
     """Whether the first load measures the speed with short texts, for the number of gateways; takes half a second."""
 

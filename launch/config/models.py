@@ -35,7 +35,7 @@ _SETTINGS_OF_MODEL = (
     "revision", "kind", "dtype", "engine", "device", "workers", "threads_per_worker", "max_tokens", "max_batch_tokens",
     "max_requests", "max_wait", "max_request_tokens", "max_inputs", "max_priority", "token_ids", "overflow",
     "max_embed_len", "matryoshka", "quantization_ranges", "literal_special_tokens", "unverified", "accept_unordered",
-    "batch_timeout", "load", "keep_alive", "pinned",
+    "batch_timeout", "load", "keep_alive", "pinned", "dummy_ms_per_text",
 )  # fmt: skip
 """The settings that a table may have. All others are of what the models share: sockets, gateways, keys, logs."""
 _KEYS = (*_SOURCE_KEYS, "aliases", "prompts", "default_prompt", "weight", *_SETTINGS_OF_MODEL)

@@ -220,6 +220,10 @@ def _plan_model(
         )
     if settings.max_embed_len is not None and settings.overflow != "chunk":
         raise ConfigurationError(["--max-embed-len: given without --overflow chunk; it limits what that splits"])
+    if settings.dummy_ms_per_text and settings.engine != "dummy":
+        raise ConfigurationError(
+            [f"--dummy-ms-per-text: {settings.dummy_ms_per_text:g} given without --engine dummy, whose time it is"]
+        )
     own_engine = "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
     devices = _devices_on_processor(settings, own_engine) if own_engine else _devices(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean", "fused")):

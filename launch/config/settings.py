@@ -212,6 +212,11 @@ class Settings(BaseSettings):
         description="implementation of the forward pass; auto: the fastest one whose vectors agree with the reference "
         "model's. dummy: no model, made-up vectors, for tests",
     )
+    dummy_ms_per_text: Annotated[float, Field(ge=0, le=60_000)] = Field(
+        0.0,
+        description="with --engine dummy: milliseconds that a worker sleeps for each sequence of a batch, so that a "
+        "server without a model takes as long as one with it",
+    )
     unverified: bool = Field(
         False,
         description="also serve a model whose reference vectors are not known and cannot be computed (without torch, "

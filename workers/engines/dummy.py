@@ -27,6 +27,7 @@ t[0] … t[i]:
 OOPSLA 2014.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +47,11 @@ _LEAST_WEIGHT = 15 / 16
 class DummyEngine:
     """An engine whose rows are as wide as those of a model."""
 
-    def __init__(self, model: ModelSizes) -> None:
+    def __init__(self, model: ModelSizes, s_per_text: float = 0.0) -> None:
+        """`s_per_text`: seconds that a batch takes for each of its sequences. They are slept, so that several servers
+        fit on a few cores."""
         self._model = model
+        self._s_per_text = s_per_text
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "dummy"}
         self.warnings = ["the dummy engine runs no model: its vectors are made up, for tests alone"]
         self.num_padding_tokens = 0
@@ -71,6 +75,8 @@ class DummyEngine:
         return COMPLETE
 
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
+        if self._s_per_text:
+            time.sleep(self._s_per_text * batch.lengths.size)
         if batch.outputs is None:
             dim = self._model.dim
             rows[: batch.lengths.size, :dim] = dummy_vectors(batch, dim)

@@ -75,7 +75,7 @@ def _load(
 ) -> Engine:
     if config.is_dummy:
         report("making a dummy engine")
-        return DummyEngine(config.card)
+        return DummyEngine(config.card, config.dummy_ms_per_text / 1000)
     if config.card.is_static:
         return _load_static(config, report)
     if config.device.startswith("cuda"):

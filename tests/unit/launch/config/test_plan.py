@@ -98,6 +98,14 @@ def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path
         make_plan(load_settings(flags))
 
 
+def test_the_dummy_engine_alone_can_be_slowed_down(minilm_folder: Path) -> None:
+    flags = [str(minilm_folder), "--device", "cpu", "--dummy-ms-per-text", "2.5"]
+    made = make_plan(load_settings([*flags, "--engine", "dummy", "--workers", "1"]))
+    assert [worker.dummy_ms_per_text for worker in made.workers] == [2.5]
+    with pytest.raises(ConfigurationError, match="--dummy-ms-per-text: 2.5 given without --engine dummy"):
+        make_plan(load_settings(flags))
+
+
 @pytest.mark.parametrize(("flags", "shared"), [([], "tenant"), (["--share-computed", "all"], "all")])
 def test_computed_rows_stay_within_a_tenant_unless_all_share_them(
     flags: list[str], shared: str, minilm_folder: Path

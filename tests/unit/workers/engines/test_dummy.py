@@ -1,9 +1,11 @@
 """The engine without a model: its definition, and what the rest of the server's tests rely on."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,6 +104,17 @@ def test_vectors_depend_on_their_own_sequence_alone(ids: list[int], other: list[
 @given(ids_strategy)
 def test_vectors_have_length_one(ids: list[int]) -> None:
     assert abs(np.linalg.norm(dummy_vectors(batch_of(ids), 384)) - 1) < 1e-6
+
+
+def test_a_batch_takes_its_time_for_each_sequence_and_has_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    batch, rows, slow = batch_of([1, 2], [3], [4]), np.zeros((3, 8), np.float32), np.zeros((3, 8), np.float32)
+    DummyEngine(card(8)).embed(batch, rows)
+    assert slept_s == []
+    DummyEngine(card(8), s_per_text=0.01).embed(batch, slow)
+    assert slept_s == pytest.approx([0.03])
+    np.testing.assert_array_equal(slow, rows)
 
 
 def test_rows_behind_the_batch_are_left_alone() -> None:
