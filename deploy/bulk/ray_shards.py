@@ -35,7 +35,9 @@ class ShardRefused(Exception):
 
 
 # 0 CPUs: the node's are vecd's. The resource alone says where a shard may run, and how many at a time.
-@ray.remote(num_cpus=0, resources={"vecd": 1}, max_retries=NUM_RETRIES, retry_exceptions=[ShardLeft])
+@ray.remote(  # type: ignore[untyped-decorator]
+    num_cpus=0, resources={"vecd": 1}, max_retries=NUM_RETRIES, retry_exceptions=[ShardLeft]
+)
 def embed_shard(shard: str, arguments: list[str]) -> str:
     """Run one shard to its end, on whatever node has room. The last line of what vecd said."""
     command = shlex.split(os.environ.get("VECD_COMMAND", "")) or [sys.executable, "-P", "-m", "vecd"]

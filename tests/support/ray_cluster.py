@@ -120,8 +120,7 @@ class RayCluster:
             "VECD_COMMAND": f"{sys.executable} -P -m vecd",
             **extra,
         }
-        [self.head] = self._start(
-            1,
+        self.head = self._start(
             *("--head", f"--port={self.port}", f"--temp-dir={folder / 'r'}", "--include-dashboard=false"),
             *("--num-cpus=2", f"--ray-client-server-port={free_port()}"),
         )
@@ -129,7 +128,8 @@ class RayCluster:
     def add_nodes(self, num_nodes: int = 1) -> None:
         """Nodes for one vecd each. They take 5 to 12 s."""
         flags = (f"--address=127.0.0.2:{self.port}", "--num-cpus=2", "--resources", json.dumps({"vecd": 1}))
-        self.nodes += self._start(num_nodes, *flags)
+        for _ in range(num_nodes):  # of several that start at the same time, Ray gives most up
+            self.nodes.append(self._start(*flags))
 
     def driver(self, *arguments: str, log: str = "driver") -> "subprocess.Popen[bytes]":
         """A program that runs in Ray's environment, with its output in `<log>.log` of the cluster's folder."""
@@ -149,23 +149,15 @@ class RayCluster:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _start(self, num_nodes: int, *flags: str) -> list[Node]:
-        nodes = [self._begin_node(flags) for _ in range(num_nodes)]
-        try:
-            return [self._await_node(node, flags) for node in nodes]
-        except AssertionError:
-            for each in nodes:
-                each.kill()
-            raise
-
-    def _await_node(self, node: Node, flags: tuple[str, ...], num_tries: int = 2) -> Node:
-        """The node, or another: on a busy machine Ray gives up after 30 s."""
+    def _start(self, *flags: str, num_tries: int = 2) -> Node:
+        """A node that is ready. On a busy machine Ray gives up after 30 s; then another is tried."""
+        node = self._begin_node(flags)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while "Ray runtime started" not in node.log:
             if node.process.poll() is not None or time.monotonic() > deadline:
                 node.kill()
                 assert num_tries > 1, f"a Ray node did not start: {node.log}"
-                return self._await_node(self._begin_node(flags), flags, num_tries - 1)
+                return self._start(*flags, num_tries=num_tries - 1)
             time.sleep(0.1)
         return node
 
