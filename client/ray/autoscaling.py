@@ -39,7 +39,7 @@ class QueueAgePolicy:
         target, metrics = context.target_num_replicas, context.aggregated_metrics or {}
         ages = list(metrics.get(QUEUE_AGE, {}).values())
         # While one starts or ends, its effect is not seen yet.
-        if context.current_num_replicas != target or len(ages) < target:
+        if context.current_num_replicas != target or not ages or len(ages) < target:
             return target
         # The mean: one slow node is not a full fleet.
         if sum(ages) / len(ages) > self._max_age_s:

@@ -59,6 +59,11 @@ class NodeServer:
         self._thread = threading.Thread(target=self._live, name="vecd", daemon=True)
         self._thread.start()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the supervisor, once there is one."""
+        return None if self._process is None else self._process.pid
+
     def await_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Raises RuntimeError when the server ends before, TimeoutError when it takes longer. Its log is this
         process's stderr."""
