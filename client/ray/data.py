@@ -23,6 +23,8 @@ _ROWS_PER_BLOCK = 1000
 _TEXTS_PER_REQUEST, _NUM_CONNECTIONS = 64, 4
 _CONNECT_TIMEOUT_S, _TIMEOUT_S = 10.0, 300.0
 _BUSY, _FIRST_PAUSE_S, _MAX_PAUSE_S = (429, 503), 0.2, 10.0
+_MAX_BROKEN = 8
+"""With the pauses between them, half a minute."""
 
 
 class Embedder:
@@ -60,11 +62,10 @@ class Embedder:
         todo = iter(enumerate(parts))
 
         async def work() -> None:
-            connection = await connect(self._target, _CONNECT_TIMEOUT_S)
-            try:
-                for index, part in todo:
-                    found[index] = await self._request(connection, part)
-            finally:
+            connections: list[ClientConnection] = []
+            for index, part in todo:
+                found[index] = await self._request(connections, part)
+            for connection in connections:
                 connection.close()
 
         async with asyncio.TaskGroup() as group:
@@ -72,14 +73,29 @@ class Embedder:
                 group.create_task(work())
         return np.concatenate(found)
 
-    async def _request(self, connection: ClientConnection, texts: list[str]) -> NDArray[np.float32]:
+    async def _request(self, connections: list[ClientConnection], texts: list[str]) -> NDArray[np.float32]:
+        """Repeated while vecd is busy. A connection that breaks is no error of the batch: either vecd has a new gateway
+        in a moment, or this process ends with vecd."""
         body = json.dumps({**self._fields, "input": texts, "encoding_format": "base64"}).encode()
         request = render_request(
             self._target, "/v1/embeddings", body, api_key=os.environ.get("VECD_API_KEY"), user_agent="vecd-ray"
         )
-        pause_s = _FIRST_PAUSE_S
-        while (response := await connection.exchange(request, _TIMEOUT_S)).status in _BUSY:
-            await asyncio.sleep(min(max(pause_s, response.retry_after_s or 0), _MAX_PAUSE_S))
+        pause_s, num_broken = _FIRST_PAUSE_S, 0
+        while True:
+            retry_after_s = None
+            try:
+                connection = connections.pop() if connections else await connect(self._target, _CONNECT_TIMEOUT_S)
+                response = await connection.exchange(request, _TIMEOUT_S)
+                if connection.is_open:
+                    connections.append(connection)
+                if response.status not in _BUSY:
+                    break
+                retry_after_s = response.retry_after_s
+            except (OSError, BadResponse):
+                num_broken += 1
+                if num_broken == _MAX_BROKEN:
+                    raise
+            await asyncio.sleep(min(max(pause_s, retry_after_s or 0), _MAX_PAUSE_S))
             pause_s *= 2
         if response.status != 200:
             raise ValueError(f"vecd answers {response.status}: {response.body[:300].decode(errors='replace')}")

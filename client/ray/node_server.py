@@ -60,9 +60,10 @@ class NodeServer:
         self._thread.start()
 
     @property
-    def pid(self) -> int | None:
-        """Of the supervisor, once there is one."""
-        return None if self._process is None else self._process.pid
+    def pid(self) -> int:
+        """Of the supervisor, behind `await_ready`."""
+        assert self._process is not None
+        return self._process.pid
 
     def await_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Raises RuntimeError when the server ends before, TimeoutError when it takes longer. Its log is this

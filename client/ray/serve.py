@@ -8,7 +8,7 @@ import asyncio
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -26,14 +26,16 @@ _MAX_ONGOING_REQUESTS = 10_000
 """vecd refuses what would wait too long, and Ray's default of 5 would starve its batches."""
 _HEALTH_TIMEOUT_S = 3.0
 _STOP_TIMEOUT_S = 60.0
-_LOOK_BACK_S = 5.0
+_REPORT_INTERVAL_S, _LOOK_BACK_S = 1.0, 5.0
+"""Serve's defaults of 10 and 30 s see an overload late. The interval is deprecated in favour of the variable that
+`environment` sets, but Ray 2.60 still goes by it alone."""
 
 
 @serve.ingress()
 class Vecd:
     """A replica, and its node's vecd. Either ends with the other."""
 
-    async def __init__(self, model: str | None, flags: Sequence[str]) -> None:
+    async def __init__(self, model: str | None, flags: Sequence[str]) -> None:  # type: ignore[misc]  # Serve awaits it
         """Raises RuntimeError when the node's Ray was started without the environment, or vecd does not start."""
         if absent := missing():
             raise RuntimeError(
@@ -95,6 +97,7 @@ def app(
                 max_replicas=max_replicas,
                 upscale_delay_s=upscale_delay_s,
                 downscale_delay_s=downscale_delay_s,
+                metrics_interval_s=_REPORT_INTERVAL_S,
                 look_back_period_s=_LOOK_BACK_S,
                 policy=policy,
             )
@@ -119,7 +122,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
 
     Raises ValueError for an unknown name, which Serve itself passes over in silence.
     """
-    readers = {
+    readers: dict[str, Callable[[Any], Any]] = {
         "model": str,
         "flags": lambda value: shlex.split(value) if isinstance(value, str) else list(value),
         **dict.fromkeys(("min_replicas", "max_replicas"), int),

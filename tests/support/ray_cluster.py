@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.serving import cache_folder
+from vecd.client.ray.environment import environment
 from vecd.workers.process.kernel import die_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -194,13 +195,19 @@ class RayCluster:
         assert not left, left
 
 
+def _serve_environment(folder: Path) -> dict[str, str]:
+    """vecd's, with files and ports that are this cluster's alone."""
+    ports = ("HAPROXY_METRICS_PORT", "HAPROXY_STATS_PORT", "FALLBACK_PROXY_HTTP_PORT", "FALLBACK_PROXY_GRPC_PORT")
+    return {**environment(folder), **{f"RAY_SERVE_{name}": str(free_port()) for name in ports}}
+
+
 @contextmanager
-def ray_cluster(num_nodes: int, **extra: str) -> Iterator[RayCluster]:
-    """A cluster with this many nodes, and these variables in its environment."""
+def ray_cluster(num_nodes: int, *, with_serve: bool = False) -> Iterator[RayCluster]:
+    """A cluster with this many nodes. `with_serve`: in the environment that Ray Serve needs."""
     # Not pytest's folder, whose path is too long for Ray's sockets.
     folder = Path(tempfile.mkdtemp(prefix="vr-"))
     try:
-        cluster = RayCluster(folder, extra)
+        cluster = RayCluster(folder, _serve_environment(folder / "h") if with_serve else {})
         try:
             cluster.add_nodes(num_nodes)
             yield cluster

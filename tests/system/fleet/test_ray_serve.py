@@ -17,7 +17,6 @@ import pytest
 
 from tests.support.ray_cluster import Node, RayCluster, free_port, ray_cluster
 from tests.support.serving import eventually, running_server
-from vecd.client.ray.environment import environment
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("VECD_FLEET"), reason="make test-fleet starts Ray"),
@@ -81,10 +80,7 @@ def expected() -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    ports = ("METRICS_PORT", "STATS_PORT")
-    variables = {f"RAY_SERVE_HAPROXY_{name}": str(free_port()) for name in ports}
-    variables["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(free_port())
-    with ray_cluster(2, **environment(), **variables) as cluster:
+    with ray_cluster(2, with_serve=True) as cluster:
         yield Served(cluster)
 
 
