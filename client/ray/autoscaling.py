@@ -13,7 +13,7 @@ UTILIZATION = "vecd_utilization"
 """Seconds of computing per second and worker, 0 to 1."""
 
 
-class Context(Protocol):
+class ScalingContext(Protocol):
     """What is read of Ray's `AutoscalingContext`."""
 
     current_num_replicas: int
@@ -31,11 +31,11 @@ class QueueAgePolicy:
     def __init__(self, max_age_s: float = 0.5, max_utilization: float = 0.5) -> None:
         self._max_age_s, self._max_utilization = max_age_s, max_utilization
 
-    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+    def __call__(self, context: ScalingContext) -> tuple[int, dict[str, Any]]:
         """The number of replicas that is wanted, and Serve's state unchanged."""
         return self._desired(context), context.policy_state
 
-    def _desired(self, context: Context) -> int:
+    def _desired(self, context: ScalingContext) -> int:
         target, metrics = context.target_num_replicas, context.aggregated_metrics or {}
         ages = list(metrics.get(QUEUE_AGE, {}).values())
         # While one starts or ends, its effect is not seen yet.

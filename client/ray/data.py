@@ -27,8 +27,8 @@ _MAX_BROKEN = 8
 """With the pauses between them, half a minute."""
 
 
-class Embedder:
-    """An actor for `map_batches(Embedder, batch_format="numpy", …)`: adds a column of vectors to batches of texts.
+class RayEmbedder:
+    """An actor for `map_batches(RayEmbedder, batch_format="numpy", …)`: adds a column of vectors to batches of texts.
 
     It starts a `vecd serve` that lives as long as the actor. When vecd dies the actor does, and Ray runs the batch
     again on another one, where `max_restarts` and `max_task_retries` say so: `embed_dataset` sets both.
@@ -117,12 +117,12 @@ def embed_dataset(
 ) -> "ray.data.Dataset":
     """The dataset with a column of vectors, computed by an actor on each of `num_nodes` nodes that offer {"vecd": 1}.
 
-    `options` are those of `Embedder`. Nothing is computed before the result is written or read.
+    `options` are those of `RayEmbedder`. Nothing is computed before the result is written or read.
     """
     # Work is handed out by block, and small files become one block: one actor would do all, and a death redo all.
     blocks = dataset.repartition(target_num_rows_per_block=rows_per_block)
     return blocks.map_batches(
-        Embedder,
+        RayEmbedder,
         fn_constructor_kwargs={"model": model, "flags": list(flags), **options},
         batch_format="numpy",
         batch_size=rows_per_block,
