@@ -64,7 +64,7 @@ def free_port() -> int:
         return port
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """A node's processes: `ray start`, and all that come of it."""
 
