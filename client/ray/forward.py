@@ -101,12 +101,11 @@ async def _exchange(connection: "_Connection", scope: Message, receive: Receive,
         is_more = message.get("more_body", False)
     path = scope.get("raw_path") or scope["path"].encode()
     query = scope.get("query_string", b"")
-    connection.begin(
-        scope["method"].encode(), path + b"?" + query if query else path, scope["headers"], body, is_more=is_more
-    )
-    rest = asyncio.create_task(_send_rest(connection, receive)) if is_more else None
-    has_begun = False
+    target = path + b"?" + query if query else path
+    rest, has_begun = None, False
     try:
+        connection.begin(scope["method"].encode(), target, scope["headers"], body, is_more=is_more)
+        rest = asyncio.create_task(_send_rest(connection, receive)) if is_more else None
         status, headers = await connection.head()
         held, num_held = [], 0
         async for part in connection.parts():
@@ -124,7 +123,7 @@ async def _exchange(connection: "_Connection", scope: Message, receive: Receive,
             await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if has_begun else b"".join(held)})
         return rest is None or rest.done()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # uvloop's RuntimeError: the transport is closed
         if has_begun:
             raise  # the caller must not take what it has for the whole
         await _refuse(send, error)
@@ -146,7 +145,7 @@ async def _send_rest(connection: "_Connection", receive: Receive) -> None:
         await connection.write_part(message.get("body", b""), is_last=not is_more)
 
 
-async def _refuse(send: Send, error: OSError) -> None:
+async def _refuse(send: Send, error: Exception) -> None:
     why = f"this node's server gave no response: {error or type(error).__name__}"
     body = json.dumps({"error": {"message": why, "type": "server_error", "param": None, "code": "node_unavailable"}})
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]

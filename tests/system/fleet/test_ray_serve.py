@@ -116,7 +116,7 @@ class Load:
                     continue
                 self.slowest_s = max(self.slowest_s, time.monotonic() - began_at)
                 if answer.status_code != 200:
-                    self.failures[f"{answer.status_code} {answer.text[:200]}"] += 1
+                    self.failures[f"{answer.status_code} {answer.text[:200]} {sorted(answer.headers)}"] += 1
                 elif answer.json()["data"][0]["embedding"] != expected[n]:
                     self.failures["a wrong vector"] += 1
                 else:
