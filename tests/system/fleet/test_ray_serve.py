@@ -31,7 +31,7 @@ _DEPLOY = """
 import json, sys
 from ray import serve
 from vecd.client.ray.serve import build
-serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+serve.start(proxy_location="HeadOnly", http_options={"host": "0.0.0.0", "port": int(sys.argv[1])})
 serve.run(build(json.loads(sys.argv[2])), name="vecd")
 """
 
