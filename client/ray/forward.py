@@ -1,0 +1,302 @@
+"""An ASGI application that passes every request to a server on a unix socket, and its response back, as bytes.
+
+Owns the connections to that server, which are kept alive, and the headers that belong to one connection alone. Reads no
+body, and sends nothing twice: a request without a response gets 503, which the proxy in front repeats on another node.
+Called by `vecd.client.ray.serve`; imports no Ray.
+
+A response is held until it is complete, up to 256 KiB: until its first byte has gone out, the proxy can still repeat
+the request. Larger bodies, of requests and of responses, are passed on as they come.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, cast
+
+import httptools
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+HELD_BYTES = 1 << 18
+_OF_ONE_CONNECTION = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+)
+_WRITTEN_ANEW = (b"date", b"x-request-id")
+"""Headers of a response that Ray Serve writes itself; the id is that of the request, which vecd takes over."""
+_CONNECT_TIMEOUT_S = 5.0
+_REQUEST_TARGET = b"%s %s HTTP/1.1\r\n"
+
+
+class Broken(ConnectionError):
+    """Raised when the server closes, or sends what is not HTTP, before its response is complete."""
+
+
+class Forwarder:
+    """The application. It answers from the event loop that first calls it."""
+
+    def __init__(self, path: str) -> None:
+        """`path`: of the server's unix socket."""
+        self._path = path
+        self._idle: list[_Connection] = []
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            while (message := await receive())["type"] == "lifespan.startup":
+                await send({"type": "lifespan.startup.complete"})
+            await send({"type": f"{message['type']}.complete"})
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        try:
+            connection = await self._take()
+        except OSError as error:
+            await _refuse(send, error)
+            return
+        try:
+            is_reusable = await _exchange(connection, scope, receive, send)
+        except BaseException:  # the caller has gone, too
+            connection.close()
+            raise
+        if is_reusable and connection.is_open:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a GET. Raises OSError."""
+        connection = await self._take()
+        try:
+            connection.begin(b"GET", path.encode(), [(b"host", b"localhost")], b"")
+            status, _ = await connection.head()
+            body = b"".join([part async for part in connection.parts()])
+        except BaseException:
+            connection.close()
+            raise
+        if connection.is_open:
+            self._idle.append(connection)
+        return status, body
+
+    async def _take(self) -> "_Connection":
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:
+                return connection
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, connection = await loop.create_unix_connection(_Connection, self._path)
+        return connection
+
+
+async def _exchange(connection: "_Connection", scope: Message, receive: Receive, send: Send) -> bool:
+    """Pass one request and its response. Whether the connection can serve another."""
+    body, is_more = b"", True
+    while is_more and len(body) < HELD_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return False
+        body += message.get("body", b"")
+        is_more = message.get("more_body", False)
+    path = scope.get("raw_path") or scope["path"].encode()
+    query = scope.get("query_string", b"")
+    target = path + b"?" + query if query else path
+    rest, has_begun = None, False
+    try:
+        connection.begin(scope["method"].encode(), target, scope["headers"], body, is_more=is_more)
+        rest = asyncio.create_task(_send_rest(connection, receive)) if is_more else None
+        status, headers = await connection.head()
+        held, num_held = [], 0
+        async for part in connection.parts():
+            if not has_begun:
+                held.append(part)
+                num_held += len(part)
+                if num_held <= HELD_BYTES:
+                    continue
+                has_begun = True
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+            else:
+                held = [part]
+            await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
+        if not has_begun:
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if has_begun else b"".join(held)})
+        return rest is None or rest.done()
+    except (OSError, RuntimeError) as error:  # uvloop's RuntimeError: the transport is closed
+        if has_begun:
+            raise  # the caller must not take what it has for the whole
+        await _refuse(send, error)
+        return False
+    finally:
+        if rest is not None:
+            rest.cancel()
+
+
+async def _send_rest(connection: "_Connection", receive: Receive) -> None:
+    """The parts of a body that has not come as a whole."""
+    is_more = True
+    while is_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            connection.close()
+            return
+        is_more = message.get("more_body", False)
+        await connection.write_part(message.get("body", b""), is_last=not is_more)
+
+
+async def _refuse(send: Send, error: Exception) -> None:
+    why = f"this node's server gave no response: {error or type(error).__name__}"
+    body = json.dumps({"error": {"message": why, "type": "server_error", "param": None, "code": "node_unavailable"}})
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body.encode()})
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]], *also_left_out: bytes) -> Headers:
+    """The headers that are not of one connection, which includes those that `connection` names."""
+    headers = list(headers)
+    named = {
+        token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
+    }
+    left_out = _OF_ONE_CONNECTION | named | set(also_left_out)
+    return [(name, value) for name, value in headers if name.lower() not in left_out]
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpResponseParser(self)
+        self._loop = asyncio.get_running_loop()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._news: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._headers: Headers = []
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+        self._has_head = self._is_complete = self._is_framed = self._has_no_body = self._is_chunked = False
+
+    # --- called by the application ------------------------------------------------------------------------------
+
+    def begin(self, method: bytes, target: bytes, headers: Headers, body: bytes, *, is_more: bool = False) -> None:
+        """Send a request; with `is_more`, the rest of its body comes through `write_part`."""
+        self._reset()
+        self._has_no_body = method == b"HEAD"
+        # The body has come as a whole or is cut anew, and nobody here waits for a leave to send it.
+        passed_on = _passed_on(headers, b"expect")
+        has_length = any(name == b"content-length" for name, _ in passed_on)
+        self._is_chunked = is_more and not has_length
+        if self._is_chunked:
+            passed_on.append((b"transfer-encoding", b"chunked"))
+        elif body and not has_length:
+            passed_on.append((b"content-length", b"%d" % len(body)))
+        head = _REQUEST_TARGET % (method, target) + b"".join(b"%s: %s\r\n" % header for header in passed_on) + b"\r\n"
+        self._transport.write(head + (self._framed(body) if body else b""))
+
+    async def write_part(self, part: bytes, *, is_last: bool) -> None:
+        await self._writable.wait()
+        if self.is_open:
+            end = b"0\r\n\r\n" if is_last and self._is_chunked else b""
+            self._transport.write((self._framed(part) if part else b"") + end)
+
+    def _framed(self, part: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(part), part) if self._is_chunked else part
+
+    async def head(self) -> tuple[int, Headers]:
+        """Status and headers, without those of this connection. Raises Broken."""
+        while not self._has_head:
+            await self._wait()
+        return self._parser.get_status_code(), _passed_on(self._headers, *_WRITTEN_ANEW)
+
+    async def parts(self) -> Any:
+        """The body as it comes: an asynchronous iterator over bytes. Raises Broken."""
+        while True:
+            if self._parts:
+                part = b"".join(self._parts)
+                self._parts.clear()
+                self._num_bytes = 0
+                self._transport.resume_reading()
+                yield part
+            elif self._is_complete:
+                return
+            else:
+                await self._wait()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._error is not None or not self.is_open:
+            raise self._error or Broken("the connection is closed")
+        self._news = self._loop.create_future()
+        await self._news
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    # --- called by the event loop -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._error = Broken(f"not HTTP: {error}")
+            self.close()
+        if self._num_bytes > HELD_BYTES:
+            self._transport.pause_reading()
+        self._tell()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self._has_head and not self._is_framed and exc is None:
+            self._is_complete = True  # its end is that of the connection
+        self._error = self._error or Broken(str(exc) if exc else "closed before the response was complete")
+        self._writable.set()
+        self._tell()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # --- called by the parser -----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._is_framed |= name in (b"content-length", b"transfer-encoding")
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() < 200:  # an interim response
+            return
+        self._has_head = True
+        if self._has_no_body:
+            # The parser would wait for the body that the length announces.
+            self._is_complete, self.is_open = True, False
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._num_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() >= 200:
+            self._is_complete = True
+            if not self._parser.should_keep_alive():
+                self.is_open = False
