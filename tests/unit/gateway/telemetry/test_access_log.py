@@ -328,7 +328,8 @@ def test_at_level_debug_probes_are_logged_too(make):
 
 def test_what_counts_as_a_probe():
     assert sorted({endpoint.route for endpoint in ENDPOINTS if endpoint.is_probe}) == [
-        "/", "/health", "/live", "/metrics", "/ping", "/stats",
+        "/", "/health", "/live", "/metrics", "/ping", "/stats", "/v2/health/live", "/v2/health/ready",
+        "/v2/models/*/ready",
     ]  # fmt: skip
     assert Endpoint("/", "tei") in ENDPOINTS  # POST, which embeds
     assert not Endpoint("/", "tei").is_probe
