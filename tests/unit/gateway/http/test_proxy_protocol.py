@@ -145,6 +145,6 @@ def test_it_reads_the_same_in_one_piece_and_byte_by_byte(data):
         assert not (whole.is_local and whole.peername is not None)
 
 
-@given(st.binary(min_size=5000, max_size=6000), st.sampled_from([b"", b"PROXY ", SIGNATURE]))
+@given(st.binary(min_size=1, max_size=40), st.sampled_from([b"", b"PROXY ", SIGNATURE]))
 def test_what_never_ends_is_refused(rest, start):
-    assert read_whole(start + rest) is not None
+    assert read_whole(start + rest * 5000) is not None
