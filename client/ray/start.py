@@ -1,7 +1,7 @@
 """`python -m vecd.client.ray.start --head …`: `ray start` in the environment of `vecd.client.ray.environment`.
 
-Variables that are set already win, so that each can be changed. `--print` writes the variables instead, as NAME=VALUE
-lines for `env`, an image or a pod. Never returns: the process becomes `ray`. Called from the command line.
+Variables that are set already win, so that each can be changed. `--print` writes the variables instead, as
+lines of `export` for `eval` in a shell. Never returns: the process becomes `ray`. Called from the command line.
 """
 
 import os
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     variables = environment()
     if arguments == ["--print"]:
-        print("\n".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items()))
         return 0
     # Beside this Python first: an environment's programs are not always on the PATH.
     ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or shutil.which("ray")

@@ -1,6 +1,7 @@
 """The environment of Ray Serve, as `python -m vecd.client.ray.start` has it."""
 
 import os
+import shlex
 import stat
 
 from vecd.client.ray import start
@@ -19,9 +20,11 @@ def test_files_of_haproxy_lie_in_the_folder_that_is_named(tmp_path):
     assert all(value.startswith(str(tmp_path)) for value in added.values())
 
 
-def test_printed_for_env(capsys):
+def test_printed_for_a_shell(capsys):
     assert start.main(["--print"]) == 0
-    assert "RAY_SERVE_ENABLE_HA_PROXY=1" in capsys.readouterr().out.splitlines()
+    words = shlex.split(capsys.readouterr().out)
+    assert words[::2] == ["export"] * len(environment())
+    assert words[1::2] == [f"{name}={value}" for name, value in environment().items()]
 
 
 def test_ray_is_started_with_them_but_what_is_set_wins(monkeypatch, tmp_path):
