@@ -31,8 +31,9 @@ def environment(haproxy_folder: str | Path | None = None) -> dict[str, str]:
         # What was in flight on a node that dies is sent to another one: embedding twice does no harm. Ray's default
         # repeats connect failures alone. 503 is what vecd answers while it starts or drains. Never 500 (an input may be
         # the cause) and never 429 (the share of a caller is used up everywhere).
-        # The lines behind it are in no variable of Ray's, which writes this one into the file as it stands. Without them
-        # a request is repeated only if all of it came in one packet: HAProxy keeps no copy of one that is still coming.
+        # What the lines behind it set is in no variable of Ray's, which writes this one into the file as it stands.
+        # Without them a request is repeated only if all of it came in one packet: HAProxy keeps no copy of one that is
+        # still coming.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response 503\n"
         "    option http-buffer-request\n    timeout http-request 60s",
         "RAY_SERVE_HAPROXY_RETRIES": "3",
