@@ -59,11 +59,11 @@ test-fleet: $(VENV)/.fleet
 SOAK_TESTS := tests/system/soak tests/system/hostile tests/system/faults tests/system/api/test_scheduling.py tests/system/dialects/test_fuzz_openai.py \
 	tests/system/vectors/test_served_heads.py tests/system/api/test_check_kinds.py \
 	tests/system/api/test_vectors.py tests/process/server/test_without_torch.py \
-	tests/process/gateway/dispatch/test_fuzz_wire.py tests/unit/gateway/tokenization/test_split_points.py
+	tests/process/gateway/dispatch/test_fuzz_wire.py tests/unit/gateway/tokenization/test_split_points.py tests/system/fleet
 SOAK_RESULTS := $(CURDIR)/build/soak.jsonl
-soak: $(VENV)/.test
+soak: $(VENV)/.test $(VENV)/.fleet
 	mkdir -p build
-	VECD_SOAK=1 VECD_SOAK_RESULTS=$(SOAK_RESULTS) $(BIN)/python -m pytest -o timeout=1800 \
+	VECD_FLEET=1 VECD_SOAK=1 VECD_SOAK_RESULTS=$(SOAK_RESULTS) $(BIN)/python -m pytest -o timeout=1800 \
 		$(or $(TESTS),$(SOAK_TESTS)); status=$$?; \
 	$(BIN)/python -m tests.support.soak.report $(SOAK_RESULTS) docs/reliability.md; exit $$status
 
