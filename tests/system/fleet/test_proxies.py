@@ -34,6 +34,7 @@ from tests.support.soak.form import record
 from tests.support.soak.questions import Tenant
 from tests.support.soak.tenants import make_weightless_tenants, weightless_reference
 from tests.system.fleet.test_haproxy import answers_off_the_route, answers_on_the_route
+from vecd import Client
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VECD_FLEET"), reason="make test-fleet has it")
 
@@ -164,6 +165,21 @@ def test_a_bulk_run_loses_nothing(proxy: Proxy, minilm_folder: Path, tmp_path: P
     code, output = asyncio.run(trial())
     assert code == 0, output
     np.testing.assert_array_equal(np.load(tmp_path / "lines.npy"), weightless_reference(minilm_folder, lines))
+
+
+def test_the_client_for_python_loses_nothing(proxy: Proxy, minilm_folder: Path):
+    """As `vecd embed`, it repeats for itself."""
+    lines = [f"line {n} {'word ' * 1600}" for n in range(600)]
+
+    async def trial() -> np.ndarray:
+        with Client(proxy.url) as client:
+            work = asyncio.create_task(asyncio.to_thread(client.embed, lines))
+            await asyncio.sleep(1)
+            assert not work.done()
+            await kill_in_turns(proxy, duration_s=2, interval_s=1)
+            return await asyncio.wait_for(work, 100)
+
+    np.testing.assert_array_equal(asyncio.run(trial()), weightless_reference(minilm_folder, lines))
 
 
 def test_what_is_not_for_callers_is_off_the_route(proxy: Proxy):
