@@ -12,6 +12,8 @@
 # make bench-cores   measure one client, a busy machine, 64 clients, the cache and the gateway:  make bench-cores MODEL=bert-base SECTIONS=single
 # make bench-rerank   measure rerank against other servers, and beside interactive requests:  make bench-rerank SECTIONS=rerank
 # make bench-models   measure several models in one server:  make bench-models PART=one AGAINST=../before
+# make bench-client   measure vecd.Client beside the openai client
+# make bench-fleet   measure what a proxy costs, and how a fleet scales
 # make bench-tuning   measure what some flags are worth here: the table of docs/tuning.md
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +23,7 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd test-fleet fleet soak check format bench bench-engine bench-cores bench-rerank bench-models bench-tuning constraints binary binary-lean test-binary clean
+.PHONY: serve test test-fast test-clients test-browser test-systemd test-fleet fleet soak check format bench bench-engine bench-cores bench-rerank bench-models bench-client bench-fleet bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
@@ -93,6 +95,12 @@ bench-rerank: $(VENV)/.bench
 
 bench-models: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.models $(if $(PART),--part $(PART)) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
+
+bench-client: $(VENV)/.test
+	$(BIN)/python -m benchmarks.client $(ARGS)
+
+bench-fleet: $(VENV)/.fleet
+	$(BIN)/python -m benchmarks.fleet $(ARGS)
 
 bench-tuning: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tuning $(ARGS)
