@@ -11,6 +11,7 @@ measurement. With everything around it this costs 9 µs of CPU per request, syst
 
 import asyncio
 import errno
+import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RE
 _TLS_CHECK_S = 2.0
 _TEXT_HEADERS = {b"x-vecd-model": "model", b"x-vecd-identity": "identity"}
 """By header, the field of `ServerResponse` that takes its text."""
+_CREDENTIALS = re.compile(r"(?!unix:(?!//))([^/?#]*//)?[^/?#]*@")
+"""What an address begins with that has a user in front of its host."""
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
 
@@ -75,6 +78,7 @@ def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) ->
     `ca`: a PEM file of the certificates to trust, instead of the system's. `insecure`: trust any certificate. Raises
     ValueError with a line that says what is wrong.
     """
+    refuse_credentials(url)
     parts = urlsplit(url)
     if (ca is not None or insecure) and parts.scheme != "https":
         raise ValueError(f"--ca and --insecure mean something only with https://, not with {url!r}")
@@ -99,6 +103,16 @@ def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) ->
     if insecure:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     return Target(parts.hostname, port or 443, None, tls)
+
+
+def refuse_credentials(url: str) -> None:
+    """Raises ValueError, which does not quote `url`, when that has a user or a password: they would not be sent, and
+    be written wherever the address is."""
+    if _CREDENTIALS.match(url):
+        raise ValueError(
+            "the address has a user or a password in front of its host, which is never sent: leave it out, and give an "
+            "API key as api_key=, --api-key or the variable VECD_API_KEY"
+        )
 
 
 def render_request(

@@ -5,6 +5,7 @@ Owns connections of asyncio and the tasks of a call that is cut into several req
 """
 
 import asyncio
+import math
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from functools import update_wrapper
@@ -14,7 +15,7 @@ from vecd.client.connection import BadResponse, ConnectionClosed, Target, TlsMis
 from vecd.client.sdk import calls
 from vecd.client.sdk.endpoint import ClientBase
 from vecd.client.sdk.errors import VecdError
-from vecd.client.sdk.exchanges import CONNECT_S, ClientCall, Pause, Piece, Send, Steps
+from vecd.client.sdk.exchanges import CONNECT_S, SILENCE_S, ClientCall, Pause, Piece, Send, Steps
 from vecd.client.sdk.http1 import ResponseReader
 
 P = ParamSpec("P")
@@ -31,9 +32,10 @@ def _coroutine(
 
 
 class AsyncClient(ClientBase):
-    """A server that runs somewhere. Any number of tasks may share it. It is pickled as its arguments."""
+    """A server that runs somewhere. Any number of tasks may share it, in several event loops and threads, too: each
+    loop has connections of its own. It is pickled as its arguments."""
 
-    _idle: "list[_Connection]"
+    _idle: "dict[asyncio.AbstractEventLoop, list[_Connection]]"
 
     embed = _coroutine(calls.embed)
     encode = _coroutine(calls.encode)
@@ -50,10 +52,10 @@ class AsyncClient(ClientBase):
     similarity = staticmethod(calls.similarity)
 
     async def close(self) -> None:
-        """Close the idle connections. The client can be used again."""
-        for connection in self._idle:
+        """Close the idle connections of this event loop. The client can be used again."""
+        self._forget_ended()
+        for connection in self._idle.pop(asyncio.get_running_loop(), []):
             connection.close()
-        self._idle = []
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -62,13 +64,16 @@ class AsyncClient(ClientBase):
         await self.close()
 
     def _forget_connections(self) -> None:
-        self._idle = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = {}
+
+    def _forget_ended(self) -> None:
+        """The connections of a loop have ended with it, and their transports can do nothing any more."""
+        for loop in list(self._idle):
+            if loop.is_closed():
+                self._idle.pop(loop, None)
 
     async def _run(self, steps: Steps[T]) -> T:
-        if self._loop is not asyncio.get_running_loop():  # the connections of another loop ended with it
-            self._forget_connections()
-            self._loop = asyncio.get_running_loop()
+        self._forget_ended()
         call = ClientCall(self)
         try:
             pieces = next(steps)
@@ -118,10 +123,10 @@ class AsyncClient(ClientBase):
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
             return
-        async with asyncio.timeout(step.timeout_s):
-            while self._idle:
+        async with asyncio.timeout(None if math.isinf(step.timeout_s) else step.timeout_s):
+            while idle := self._idle.get(asyncio.get_running_loop()):
                 try:
-                    await self._exchange(self._idle.pop(), step)
+                    await self._exchange(idle.pop(), step)
                     return
                 except ConnectionError:
                     if step.reader.has_bytes:
@@ -136,7 +141,7 @@ class AsyncClient(ClientBase):
             connection.close()
             raise
         if step.reader.keeps_alive:
-            self._idle.append(connection)
+            self._idle.setdefault(asyncio.get_running_loop(), []).append(connection)
         else:
             connection.close()
 
@@ -147,7 +152,9 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport
         self._reader: ResponseReader | None = None
-        self._answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._answered: asyncio.Future[None] = self._loop.create_future()
+        self._silence: asyncio.Timeout
         self._lost: Exception | None = None
         self._unused = memoryview(bytearray(1))
 
@@ -155,11 +162,12 @@ class _Connection(asyncio.BufferedProtocol):
         """Raises OSError, BadResponse."""
         if self._lost is not None:
             raise self._lost
-        self._answered = asyncio.get_running_loop().create_future()
+        self._answered = self._loop.create_future()
         self._reader = reader
         self._transport.write(request)
         try:
-            await self._answered
+            async with asyncio.timeout(SILENCE_S) as self._silence:
+                await self._answered
         finally:
             self._reader = None  # the memory is the caller's again
 
@@ -187,6 +195,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._lost = ConnectionClosed("bytes without a request")
             self._transport.abort()
             return
+        self._silence.reschedule(self._loop.time() + SILENCE_S)
         try:
             if self._reader.received(nbytes):
                 self._settle(None)

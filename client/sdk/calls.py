@@ -18,7 +18,7 @@ from vecd.client.sdk.cutting import Cut, cut, write
 from vecd.client.sdk.endpoint import ClientBase, RequestLimits
 from vecd.client.sdk.errors import AuthenticationError, BadRequest, NotFound, PermissionDenied, ServerError
 from vecd.client.sdk.exchanges import Piece, Steps
-from vecd.client.sdk.http1 import ResponseHead
+from vecd.client.sdk.http1 import ResponseHead, number_of
 from vecd.client.sdk.results import Entity, Info, Label, RankedDocument, SparseVector, Token
 
 if TYPE_CHECKING:
@@ -199,10 +199,10 @@ class _Rows(Piece):
         memory[:] = body
 
     def _memory(self, head: ResponseHead) -> memoryview:
-        dim = head.headers.get("x-vecd-dimensions", "")
-        if not dim.isdigit():
-            raise BadResponse("it has no header x-vecd-dimensions")
-        return self._matrix.get(int(dim))[self._part.start : self._part.end].data.cast("B")
+        dim = number_of(head.headers.get("x-vecd-dimensions", ""))
+        if dim is None:
+            raise BadResponse("it has no header x-vecd-dimensions with a number")
+        return self._matrix.get(dim)[self._part.start : self._part.end].data.cast("B")
 
 
 # --- other results --------------------------------------------------------------------------------------------

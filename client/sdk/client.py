@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import update_wrapper
 from typing import Concatenate, ParamSpec, TypeVar
@@ -20,7 +20,7 @@ from vecd.client.connection import Target, TlsMismatch
 from vecd.client.sdk import calls
 from vecd.client.sdk.endpoint import ClientBase
 from vecd.client.sdk.errors import VecdError
-from vecd.client.sdk.exchanges import CONNECT_S, ClientCall, Pause, Piece, Send, Steps
+from vecd.client.sdk.exchanges import CONNECT_S, SILENCE_S, ClientCall, Pause, Piece, Send, Steps
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class _BlockingCall:
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="vecd-client") as threads:
             try:
-                for done in [threads.submit(self._answer, piece) for piece in pieces]:
+                for done in wait([threads.submit(self._answer, piece) for piece in pieces], None, FIRST_EXCEPTION).done:
                     done.result()
             except BaseException:  # Ctrl-C, too: the threads must end first
                 self._end()
@@ -225,7 +225,7 @@ class _Connection:
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no whole answer in time")
-        self._socket.settimeout(left_s)
+        self._socket.settimeout(min(left_s, SILENCE_S))
 
     def interrupt(self) -> None:
         """End what another thread does with it."""

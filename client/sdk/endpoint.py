@@ -8,7 +8,7 @@ import os
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from vecd.client.connection import parse_target, render_request
+from vecd.client.connection import parse_target, refuse_credentials, render_request
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST = "first"
@@ -81,6 +81,7 @@ class ClientBase:
 
     def _point_to(self, url: str) -> None:
         """Raises ValueError."""
+        refuse_credentials(url)
         self._arguments["url"] = url
         parts, ca = urlsplit(url), self._arguments["ca"]
         self._prefix = ""
@@ -102,7 +103,7 @@ class ClientBase:
 
     @property
     def identity(self) -> str | None:
-        """The model, its revision and its number format, as the last answer said; None before it, or if it did not."""
+        """The model, its revision and its number format, as the last results said; None before them."""
         return self._identity
 
     @property

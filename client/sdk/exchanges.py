@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
@@ -37,7 +38,7 @@ from vecd.client.sdk.http1 import ResponseHead, ResponseReader
 SILENCE_S = 300.0
 """Without a byte for so long a connection counts as broken. The server's own limit, --request-timeout, is the same."""
 CONNECT_S = 10.0
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S, _MAX_DOUBLINGS = 0.1, 10.0, 10
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_ERRORS = 3
 """Tries of a request that the server fails to answer. A text may be the reason, so it is not tried for long."""
@@ -74,7 +75,8 @@ Steps: TypeAlias = Generator[Sequence[Piece], None, Result]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `request`, and feed `reader` until it is complete. Nothing that comes may take longer than `timeout_s`."""
+    """Send `request`, and feed `reader` until it is complete: for `timeout_s`, which may be infinite, and while no
+    SILENCE_S pass without a byte."""
 
     request: bytes
     reader: ResponseReader
@@ -102,21 +104,27 @@ class ClientCall:
         self._served_at = clock()
         self._deadline = self._served_at + (math.inf if endpoint.timeout is None else endpoint.timeout)
         self._identity: str | None = None
-        """Of the first answer: all vectors of one call are of one model."""
+        """Of the first answer that had one: all vectors of one call are of one model."""
+        self._identity_lock = Lock()
+        """The first answers of a call may come at the same time, in several threads."""
 
     def attempts(self, piece: Piece) -> Generator[Send | Pause, None, None]:
         """Returns when `piece` has its answer. Raises VecdError."""
         failing_since, num_failures, num_errors = math.inf, 0, 0
         while True:
             reader = ResponseReader(lambda head: piece.place(head) if head.status == 200 else None)
-            pause_s = min(_FIRST_PAUSE_S * 2**num_failures, _MAX_PAUSE_S) * (0.5 + self._spread() / 2)
+            pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_failures, _MAX_DOUBLINGS), _MAX_PAUSE_S) * (
+                0.5 + self._spread() / 2
+            )
             is_told = False
             cause: Exception | None = None
             try:
                 yield self._send(piece, reader)
                 assert reader.head is not None
                 if reader.head.status == 200:
-                    self._check_identity(reader.head)
+                    if piece.body is not None:  # the head of /info has none, and it has no results
+                        with self._identity_lock:
+                            self._check_identity(reader.head)
                     piece.finish(reader.head, reader.body)
                     self._served_at = self._clock()
                     return
@@ -154,7 +162,7 @@ class ClientCall:
         identity = self._identity or self._endpoint.demanded_identity
         timeout_s = None if math.isinf(left_s) else left_s
         request = self._endpoint.render(piece.path, piece.body, identity, timeout_s)
-        return Send(request, reader, min(left_s, SILENCE_S))
+        return Send(request, reader, left_s)
 
     def _timeout(self, error: Exception | None) -> Timeout:
         last = f"; the last failure: {error}" if error is not None else ""
@@ -166,8 +174,9 @@ class ClientCall:
         demanded = self._endpoint.demanded_identity
         if demanded is not None and not _is_same(found, demanded):
             raise _mismatch(f"the server's model is {found or 'not known'}, and {demanded} was demanded", head)
-        if self._identity is not None and found is not None and found != self._identity:
-            raise _mismatch(f"two models have answered one call: {self._identity} and {found}", head)
+        if self._identity is not None and found != self._identity:
+            other = found or "one without an identity"
+            raise _mismatch(f"two models have answered one call: {self._identity} and {other}", head)
         if found is not None:
             self._identity = found
             self._endpoint.on_identity(found)

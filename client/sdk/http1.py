@@ -15,6 +15,7 @@ _SCRATCH_BYTES = 8192
 _MAX_HEAD_BYTES = 1 << 20
 _MAX_BODY_BYTES = 1 << 32
 """A server that sends without end must not take all memory."""
+_MAX_DIGITS = 18
 
 
 class ResponseHead(NamedTuple):
@@ -167,6 +168,8 @@ class _Chunks:
                 continue
             try:
                 size = int(line.partition(b";")[0], 16)
+                if size < 0:
+                    raise ValueError
             except ValueError:
                 raise BadResponse(f"{line[:20]!r} is no size of a chunk") from None
             self._left = size + 2 if size else 0
@@ -177,15 +180,21 @@ class _Chunks:
 def _parse_head(data: bytes) -> ResponseHead:
     line, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = line.partition(" ")
-    status = rest[:3]
-    if not version.startswith("HTTP/1.") or not status.isdigit():
+    status = number_of(rest[:3])
+    if not version.startswith("HTTP/1.") or status is None:
         raise BadResponse(f"not HTTP: {line[:40]!r}")
     headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines)}
     if version == "HTTP/1.0":
         headers.setdefault("connection", "close")
-    length = headers.get("content-length", "0" if status in ("204", "304") else "")
+    length = headers.get("content-length", "0" if status in (204, 304) else "")
     if "transfer-encoding" in headers:
         length = ""
-    if length and not length.isdigit():
+    num_bytes = number_of(length)
+    if length and num_bytes is None:
         raise BadResponse(f"{length[:40]!r} is no length")
-    return ResponseHead(int(status), headers, int(length) if length else None)
+    return ResponseHead(status, headers, num_bytes)
+
+
+def number_of(text: str) -> int | None:
+    """The number that `text` is in ASCII digits; None if it is something else, or beyond all that a header counts."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None

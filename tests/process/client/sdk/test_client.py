@@ -1,6 +1,7 @@
 """`vecd.Client` and `vecd.AsyncClient` against a real server with the dummy engine, and a socket that fails as told."""
 
 import asyncio
+import http.server
 import multiprocessing
 import os
 import pickle
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def test_an_async_client_outlives_its_loop(client: vecd.Client) -> None:
     other = vecd.AsyncClient(client.url, timeout=60)
     for _ in range(2):
         assert asyncio.run(other.embed("a")).shape == (1, 384)
+
+
+def test_an_async_client_is_closed_in_another_loop(client: vecd.Client) -> None:
+    other = vecd.AsyncClient(client.url, timeout=60)
+    asyncio.run(other.embed("a"))
+    asyncio.run(other.close())
+    assert not other._idle
+    assert asyncio.run(other.embed("a")).shape == (1, 384)
+
+
+def test_loops_of_several_threads_share_no_connection(client: vecd.Client) -> None:
+    other = vecd.AsyncClient(client.url, timeout=60)
+    with asyncio.Runner() as first, ThreadPoolExecutor(1) as thread, asyncio.Runner() as second:
+        expected = first.run(other.embed("a"))
+        (kept,) = other._idle[first.get_loop()]
+        found = thread.submit(second.run, other.embed("a")).result()
+        assert (found == expected).all()
+        assert other._idle[first.get_loop()] == [kept]
+        (theirs,) = other._idle[second.get_loop()]
+        assert theirs._loop is second.get_loop()
+        first.run(other.close())
+        assert other._idle == {second.get_loop(): [theirs]}
+        assert (first.run(other.embed("a")) == expected).all()
+        thread.submit(second.run, other.close()).result()
 
 
 def test_threads_may_share_a_client(client: vecd.Client) -> None:
@@ -174,6 +199,21 @@ def test_numpy_and_torch_are_not_loaded_for_a_client() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_the_identity_of_a_server_is_demanded(client: vecd.Client) -> None:
+    own = client.info()["model"]["identity"]
+    client.embed("a")
+    assert client.identity == own
+    for demand in (own, own.partition(";")[0], "first"):
+        one = vecd.Client(client.url, identity=demand)
+        for _ in range(2):
+            assert one.embed(TEXTS[:600]).shape == (600, 384)
+        assert (one.identity, one.demanded_identity) == (own, own if demand == "first" else demand)
+    for other in ("0" * 32, own.replace("float32", "int8")):
+        with pytest.raises(vecd.IdentityMismatch, match=other) as raised:
+            vecd.Client(client.url, identity=other).embed("a")
+        assert raised.value.status == 412  # the server refuses it: nothing is computed
+
+
 # --- failures -------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +290,55 @@ def test_an_answer_that_is_not_vecds_is_an_error() -> None:
             vecd.Client(failing.url).embed("a")
         with pytest.raises(vecd.ServerError, match="no JSON"):
             vecd.Client(failing.url).info()
+    odd = GOOD.replace(b"dimensions: 4", b"dimensions: \xb2")
+    with FailingServer(odd) as failing, pytest.raises(vecd.ServerError, match="x-vecd-dimensions"):
+        vecd.Client(failing.url).embed("a")
+
+
+class SlowServer(http.server.BaseHTTPRequestHandler):
+    """Refuses a request with the text "bad", and does not answer others before `is_over`."""
+
+    is_over: threading.Event
+
+    def do_GET(self) -> None:
+        self._answer(200, b'{"limits":{"max_inputs":1}}')
+
+    def do_POST(self) -> None:
+        if b"bad" in self.rfile.read(int(self.headers["content-length"])):
+            self._answer(400, b"no")
+        else:
+            self.is_over.wait(60)
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "embed",
+    [
+        lambda url: vecd.Client(url, timeout=10).embed(["slow", "bad", *["slow"] * 8]),
+        lambda url: asyncio.run(vecd.AsyncClient(url, timeout=10).embed(["slow", "bad", *["slow"] * 8])),
+    ],
+    ids=["blocking", "coroutines"],
+)
+def test_an_error_of_a_later_request_ends_the_call(embed: Callable[[str], object]) -> None:
+    SlowServer.is_over = threading.Event()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), SlowServer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with pytest.raises(vecd.BadRequest):
+                embed(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            SlowServer.is_over.set()
+            server.shutdown()
+            thread.join()
 
 
 def test_an_answer_of_another_shape_is_an_error() -> None:
@@ -267,6 +356,8 @@ def test_two_models_are_never_mixed_in_a_matrix() -> None:
     ]
     with FailingServer(first, *rows) as failing, pytest.raises(vecd.IdentityMismatch, match="two models"):
         vecd.Client(failing.url).embed(["a", "b"])
+    with FailingServer(first, rows[0], GOOD) as failing, pytest.raises(vecd.IdentityMismatch, match="without an"):
+        vecd.Client(failing.url, connections=1).embed(["a", "b"])
     with FailingServer(first, rows[0]) as failing:
         client = vecd.Client(failing.url)
         assert client.embed(["a", "b"]).shape == (2, 4)

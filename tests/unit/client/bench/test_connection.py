@@ -67,6 +67,19 @@ def test_urls_that_name_no_server_are_refused(url: str) -> None:
         parse_target(url)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@h", "https://secret@h:1", "//u:secret@h", "u:secret@h", "unix://u:secret@h/s"]
+)
+def test_an_address_with_a_password_is_refused_and_not_quoted(url: str) -> None:
+    with pytest.raises(ValueError, match="--api-key") as raised:
+        parse_target(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_socket_may_have_any_name() -> None:
+    assert parse_target("unix:/run/a@b.sock").unix_path == "/run/a@b.sock"
+
+
 def test_https() -> None:
     target = parse_target("https://h")
     assert (str(target), target.port) == ("https://h:443", 443)

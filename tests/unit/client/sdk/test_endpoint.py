@@ -67,6 +67,15 @@ def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], said: st
 
 
 @pytest.mark.parametrize("kind", [vecd.Client, vecd.AsyncClient])
+@pytest.mark.parametrize("url", ["http://user:secret@h", "https://secret@h/v1", "http://user:secret@h\u2100"])
+def test_an_address_with_a_password_is_refused_and_not_quoted(kind: Any, url: str) -> None:
+    with pytest.raises(ValueError, match="api_key=") as raised:
+        kind(url)
+    assert "secret" not in str(raised.value)
+    assert kind("http://h:1/m/a@b").url == "http://h:1/m/a@b"  # no user
+
+
+@pytest.mark.parametrize("kind", [vecd.Client, vecd.AsyncClient])
 def test_a_client_is_pickled_as_its_arguments(kind: Any) -> None:
     client = kind("http://h:1/m/x", api_key="k", model="m", identity="first", timeout=3, retry_for=4, connections=5)
     copy = pickle.loads(pickle.dumps(client))

@@ -1,6 +1,7 @@
 """What is repeated, when, and what ends a call. A test plays the server and the clock: nothing is sent, and no second
 passes."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from vecd.client.connection import BadResponse, ConnectionClosed, TlsMismatch
 from vecd.client.sdk import errors
 from vecd.client.sdk.client import Client
-from vecd.client.sdk.exchanges import ClientCall, Pause, Piece
+from vecd.client.sdk.exchanges import ClientCall, Pause, Piece, Send
 
 A, B = "a" * 32, "b" * 32
 
@@ -67,6 +68,12 @@ def test_what_may_pass_is_repeated_later_each_time(failure: bytes | Exception) -
     played = Played(client())
     assert played.run(*[failure] * 4, answer(200)) == {"ok": 1}
     assert played.pauses == [0.1, 0.2, 0.4, 0.8]
+
+
+def test_it_is_repeated_any_number_of_times() -> None:
+    played = Played(client(retry_for=1e6))
+    assert played.run(*[ConnectionRefusedError()] * 1100, answer(200)) == {"ok": 1}
+    assert played.pauses[-1] == 10
 
 
 def test_the_server_says_when_to_come_back() -> None:
@@ -142,6 +149,12 @@ def test_the_timeout_is_of_the_whole_call() -> None:
         Played(client(timeout=10)).run(answer(429, Retry_After="11"))
 
 
+def test_without_a_timeout_an_answer_may_take_any_time() -> None:
+    step = next(ClientCall(client()).attempts(Piece("/x", b"{}")))
+    assert isinstance(step, Send)
+    assert step.timeout_s == math.inf
+
+
 def test_a_server_that_has_ended_is_not_waited_for() -> None:
     played = Played(client(), lambda: "it has ended with 3")
     with pytest.raises(errors.ServerUnavailable, match="it has ended with 3"):
@@ -180,7 +193,15 @@ def test_one_call_has_one_identity() -> None:
         played.run(of(f"{B};dtype=float32"))
     with pytest.raises(errors.IdentityMismatch, match="two models"):
         played.run(of(f"{A};dtype=bfloat16"))
-    assert demanded(played.requests) == ["", *[f"{A};dtype=float32"] * 3]
+    with pytest.raises(errors.IdentityMismatch, match="without an identity"):
+        played.run(answer(200))
+    assert demanded(played.requests) == ["", *[f"{A};dtype=float32"] * 4]
+
+
+def test_an_identity_may_become_known_during_a_call() -> None:
+    played = Played(client())
+    for each in (answer(200), of(A), of(A)):
+        assert played.run(each) == {"ok": 1}
 
 
 def test_calls_may_have_different_ones() -> None:
@@ -200,6 +221,10 @@ def test_an_identity_is_demanded_of_each_request(identity: str) -> None:
     for other in (of(f"{B};dtype=int8"), answer(200)):  # a server that does not know the header answers all the same
         with pytest.raises(errors.IdentityMismatch, match="was demanded"):
             Played(one).run(other)
+
+
+def test_no_identity_is_demanded_of_what_has_no_results() -> None:
+    assert Played(client(identity=A)).run(answer(200), piece=Piece("/info")) == {"ok": 1}
 
 
 def test_a_demanded_format_is_part_of_it() -> None:

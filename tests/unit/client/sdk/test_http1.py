@@ -61,6 +61,10 @@ def test_a_long_head_has_room() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nhello",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n",
+        "HTTP/1.1 \u00b200 OK\r\n\r\n".encode("latin-1"),  # a superscript two is a digit, and no number
+        "HTTP/1.1 200 OK\r\nContent-Length: \u00b2\r\n\r\n".encode("latin-1"),
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n",
     ],
 )
 def test_what_is_no_answer_is_refused(data: bytes) -> None:
