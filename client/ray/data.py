@@ -52,8 +52,6 @@ class RayEmbedder:
         self._server.await_ready()
         url = f"unix:{self._server.path}"
         self._client = Client(url, identity=identity, retry_for=retry_for)
-        # A client that demands an identity refuses the answer of /info, which names none in its head.
-        self._client.learn(Client(url, retry_for=retry_for).info())
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The batch, and float32 [rows, dimensions] in the output column; a row whose text is null (None, NaN, NA) has
