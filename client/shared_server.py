@@ -139,7 +139,7 @@ class _Files:
 
 
 def _runtime_folder(file_name: str) -> Path:
-    """Below the user's own runtime folder, if there is one and a socket's path may be as long as that of `file_name`."""
+    """Below the user's own runtime folder, if it has one and a socket's path there may be as long as `file_name`'s."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     with suppress(OSError):  # `su` and `sudo` may leave another user's
         is_own = stat.S_ISDIR((found := os.stat(given)).st_mode) and found.st_uid == os.geteuid()

@@ -97,7 +97,7 @@ def fill(fs: Any, *paths: str) -> None:
 
 NAMES = ("/in/a.txt", "/in/b.jsonl", "/in/deep/c.txt", "/in/deep/er/d.txt", "/other.txt")
 LEFT_OUT = ("/in/.hidden.txt", "/in/.cache/x.txt", "/in/_SUCCESS", "/in/a.npy.part", "/in/a.npy.journal",
-            "/in/a.npy.journal.new")  # fmt: skip
+            "/in/a.npy.journal.new", "/in/a.npy.rejected.jsonl")  # fmt: skip
 
 
 # --- paths ----------------------------------------------------------------------------------------------------
