@@ -68,13 +68,22 @@ def join(folder: str, name: str) -> str:
     return folder + name if folder.endswith("/") else f"{folder}/{name}"
 
 
+def base_name(path: str) -> str:
+    """The last part of a path or URL. A query or fragment of http(s) is none of it."""
+    if path.startswith(("http://", "https://")):
+        path = path.partition("?")[0].partition("#")[0]
+    return os.path.basename(path)
+
+
 def shown(url: str) -> str:
-    """`url` as it may be printed: without a password, and with "…" for a query."""
+    """`url` as it may be printed: without a password, and with "…" for a query and a fragment of http(s)."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
     place, slash, path = rest.partition("/")
     user, at, host = place.rpartition("@")
+    if scheme in ("http", "https"):
+        path = path.partition("#")[0]
     path, question, _ = path.partition("?")
     return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{path}{'?…' if question else ''}"
 
@@ -86,8 +95,8 @@ def expand(path: str) -> list[str]:
     """The files that a file, a folder or a glob names, sorted: paths for a path, URLs for a URL.
 
     A folder stands for all files below it. What a folder or glob finds, but is hidden, `_SUCCESS`, of an unfinished
-    run, or a list of rejected rows, is left out. A link to a folder below a folder of this machine is not followed. A URL of http(s) is
-    a single file, as HTTP lists nothing.
+    run, or a list of rejected rows, is left out. A link to a folder below a folder of this machine is not followed. A
+    URL of http(s) is a single file, as HTTP lists nothing.
 
     Raises EmbedError when there is no file, or the store denies it; RunEnded when the store fails in a way that may
     pass, or stalls.

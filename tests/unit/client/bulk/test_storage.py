@@ -127,6 +127,9 @@ def test_join() -> None:
     [
         ("sftp://me:secret@host:22/a/b.txt", "sftp://me@host:22/a/b.txt"),
         ("https://h/a.txt?sig=secret&x=1", "https://h/a.txt?…"),
+        ("https://h/a.txt#secret", "https://h/a.txt"),
+        ("https://h/a.txt?sig=secret#secret", "https://h/a.txt?…"),
+        ("s3://bucket/a#1.txt", "s3://bucket/a#1.txt"),
         ("s3://bucket/a@b.txt", "s3://bucket/a@b.txt"),
         ("a.txt", "a.txt"),
     ],
