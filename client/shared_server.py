@@ -15,7 +15,8 @@ own, and no process has to be there to notice. The keeper has a session of its o
 kills a caller with its process group or its descendants does not reach it. If the keeper is killed, the server stops,
 as its parent has died; whoever notices first then starts another keeper, on the same socket. Files are removed only by
 one that holds both locks alone, so nobody can wait for a file that is no longer in the folder: whoever has locked
-KEY.lock looks whether it is still there, and begins again if not.
+KEY.lock looks whether it is still there, and begins again if not. Others may remove the folder meanwhile, as a log-out
+does with the user's runtime folder: what is there then belongs to later callers, and is left to them.
 """
 
 import fcntl
@@ -124,6 +125,13 @@ class _Files:
         draft.write_bytes(orjson.dumps(asdict(state)))
         draft.rename(self.path("json"))
 
+    def has(self, suffix: str, fd: int) -> bool:
+        """Whether the file is still the one that `fd` has open."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path(suffix)))
+        except OSError:
+            return False
+
     def remove(self) -> None:
         """To be called by one that holds both locks alone."""
         for suffix in ("sock", "json", "new", "log", "keeper", "lock"):
@@ -131,10 +139,12 @@ class _Files:
 
 
 def _runtime_folder(file_name: str) -> Path:
-    """Below the user's runtime folder, if there is one and a socket's path may be as long as that of `file_name`."""
+    """Below the user's own runtime folder, if it has one and a socket's path there may be as long as `file_name`'s."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isdir(given) and len(os.fsencode(f"{given}/vecd/{file_name}")) <= _MAX_PATH_BYTES:
-        return Path(given).absolute() / "vecd"
+    with suppress(OSError):  # `su` and `sudo` may leave another user's
+        is_own = stat.S_ISDIR((found := os.stat(given)).st_mode) and found.st_uid == os.geteuid()
+        if is_own and len(os.fsencode(f"{given}/vecd/{file_name}")) <= _MAX_PATH_BYTES:
+            return Path(given).absolute() / "vecd"
     return Path(f"/tmp/vecd-{os.geteuid()}")
 
 
@@ -170,11 +180,11 @@ class _Caller:
         """Let go. Side effects: removes the files if there is neither a keeper nor another caller."""
         if self._fd < 0:
             return
-        keeper_fd = self._take_keeper_lock()
-        if keeper_fd is not None:
-            if _try_lock(self._fd, fcntl.LOCK_EX):
-                self._files.remove()
-            os.close(keeper_fd)
+        with suppress(OSError):  # what is left in a folder that is gone harms nobody
+            if self._files.has("lock", self._fd) and (keeper_fd := self._take_keeper_lock()) is not None:
+                if _try_lock(self._fd, fcntl.LOCK_EX) and self._files.has("lock", self._fd):
+                    self._files.remove()
+                os.close(keeper_fd)
         os.close(self._fd)
 
     def await_ready(self, on_wait: Callable[[str], None]) -> None:
@@ -201,7 +211,13 @@ class _Caller:
 
     def why_gone(self) -> str | None:
         """Why no server will come back, or None. Side effects: starts another one if there is none."""
-        keeper_fd = self._take_keeper_lock()
+        lock = self._files.path("lock")
+        if not self._files.has("lock", self._fd):  # no keeper would see this caller
+            return f"{lock} was removed while the shared server was in use; the same command again starts another"
+        try:
+            keeper_fd = self._take_keeper_lock()
+        except OSError as error:
+            return f"the shared server cannot be looked for: {lock.parent}: {error.strerror}"
         if keeper_fd is None:
             return None
         state = self._files.read_state()
@@ -216,13 +232,11 @@ class _Caller:
 
     def _join(self) -> bool:
         """Take a share of the lock of callers; False if a keeper has it, or has just removed the file."""
-        fd, path = _open(self._files.path("lock")), self._files.path("lock")
+        fd = _open(self._files.path("lock"))
         try:
-            if _try_lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(path)):
+            if _try_lock(fd, fcntl.LOCK_SH) and self._files.has("lock", fd):
                 self._fd, fd = fd, -1
                 return True
-        except FileNotFoundError:
-            pass
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -288,6 +302,11 @@ def main(argv: Sequence[str]) -> int:
 def _keep(files: _Files, attempt: str, lock_fd: int, arguments: Sequence[str]) -> int:
     """Start a server, and stop it some seconds after the last caller has gone. Returns the exit code."""
     callers_fd = _open(files.path("lock"))
+
+    def tell(name: str, why: str = "") -> None:
+        if files.has("keeper", lock_fd):
+            files.write_state(_State(attempt, name, why))
+
     reader, writer = os.pipe()
     # It may be an earlier server's, whose children are about to end: the new one would not replace it.
     files.path("sock").unlink(missing_ok=True)
@@ -298,18 +317,19 @@ def _keep(files: _Files, attempt: str, lock_fd: int, arguments: Sequence[str]) -
         while process.poll() is None:
             if not is_ready and select.select([reader], [], [], 0)[0] and os.read(reader, 1 << 16):
                 is_ready = True
-                files.write_state(_State(attempt, "ready"))
+                tell("ready")
             if not _try_lock(callers_fd, fcntl.LOCK_EX):
                 idle_since = None
             elif time.monotonic() - (idle_since := idle_since or time.monotonic()) < _LINGER_S:
                 fcntl.flock(callers_fd, fcntl.LOCK_UN)
             else:  # who comes now waits until the lock's file is gone
                 stop_server(process)
-                files.remove()
+                if files.has("lock", callers_fd):
+                    files.remove()
                 return 0
             time.sleep(_POLL_S)
-        files.write_state(_State(attempt, "ended" if is_ready else "failed", last_lines(log)))
-    if _try_lock(callers_fd, fcntl.LOCK_EX):
+        tell("ended" if is_ready else "failed", last_lines(log))
+    if _try_lock(callers_fd, fcntl.LOCK_EX) and files.has("lock", callers_fd):
         files.remove()
     return 0
 

@@ -21,7 +21,7 @@ from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.output import OutputFiles, beside_final, journal_path
 from vecd.client.bulk.service import EmbeddingService
 from vecd.client.bulk.shards import Shard, list_shards
-from vecd.client.bulk.storage import exists, fetch, is_remote, store
+from vecd.client.bulk.storage import base_name, exists, fetch, is_remote, shown, store
 from vecd.client.bulk.tasks import in_thread
 from vecd.client.status_line import StatusLine
 
@@ -44,7 +44,7 @@ class OutputFolder:
         self._identity = FolderIdentity(self._folder)
         self._work = options.work_dir or Path(_user_cache(), "vecd", "embed")
         self._shards = self._list_shards()
-        self._num_there = self._num_made = self._num_rejected = 0
+        self._num_there = self._num_made = 0
         self._failed: dict[Shard, str] = {}
         self._locked: list[Shard] = []
         if not is_remote(self._folder):
@@ -122,14 +122,20 @@ class OutputFolder:
         work = self._work / _digest(shard.out)
         out = work / os.path.basename(shard.out) if is_remote_out else Path(shard.out)
         out.parent.mkdir(parents=True, exist_ok=True)
-        source = str(work / "input" / os.path.basename(shard.source)) if is_remote(shard.source) else shard.source
+        source = str(work / "input" / base_name(shard.source)) if is_remote(shard.source) else shard.source
         options = self._options.of_output(source, out)
         with closing(OutputFiles(options)) as files:
             if not options.restart and self._is_there(shard):  # another run has made it just now
                 self._num_there += 1
                 return
             inputs = await in_thread(lambda: _read_inputs(options, shard.source, source), "input")
-            output = OneOutput(options, inputs, files)
+            try:
+                output = OneOutput(options, inputs, files)
+            except EmbedError:
+                if options.restart or not self._is_there(shard):
+                    raise
+                self._num_there += 1  # another run was about to remove its journal at the look before
+                return
             if not output.is_complete:
                 num_done = self._num_there + self._num_made + len(self._failed)
                 label = f"[{num_done + 1} of {len(self._shards)}] {inputs[0].name}: "
@@ -142,11 +148,10 @@ class OutputFolder:
             output.forget()
         shutil.rmtree(work, ignore_errors=True)
         self._num_made += 1
-        self._num_rejected += output.commit.num_rejected
         if not options.quiet:
-            self._line.say(f"{shard.out}: {how}")
-        if rejected := output.describe_rejected(shard.out):
-            self._line.say(f"{shard.out}: {rejected}")
+            self._line.say(f"{shown(shard.out)}: {how}")
+        if rejected := output.describe_rejected(shown(shard.out)):
+            self._line.say(f"{shown(shard.out)}: {rejected}")
 
     def _check_identity(self, service: EmbeddingService) -> None:
         if service.identity is not None:
@@ -155,7 +160,8 @@ class OutputFolder:
     def tell_end(self) -> None:
         """Write a line for each output that failed, and the last one."""
         for shard, why in self._failed.items():
-            self._line.say(f"failed: {shard.source}: {why.removeprefix(f'{shard.source}: ')}")
+            source = shown(shard.source)
+            self._line.say(f"failed: {source}: {why.removeprefix(f'{source}: ')}")
         num_done = self._num_there + self._num_made
         parts = [f"{self._num_made} made", f"{self._num_there} were there", f"{len(self._failed)} failed"]
         if self._locked:

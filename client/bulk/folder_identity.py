@@ -4,6 +4,7 @@ Owns the file .vecd-identity.json in the folder, which the first run makes, and 
 `vecd.client.bulk.folder`.
 """
 
+import errno
 import os
 import tempfile
 from contextlib import suppress
@@ -12,9 +13,11 @@ from pathlib import Path
 import orjson
 
 from vecd.client.bulk.errors import EmbedError, OtherIdentity
-from vecd.client.bulk.storage import exists, fetch, is_remote, join, store
+from vecd.client.bulk.storage import exists, fetch, is_remote, join, shown, store
 
 NAME = ".vecd-identity.json"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""Of file systems without hard links, as FAT and some that a network or a user's program serves."""
 
 
 class FolderIdentity:
@@ -38,7 +41,7 @@ class FolderIdentity:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise EmbedError(f"{self._url}: cannot be read: {error.strerror}") from error
+            raise EmbedError(f"{shown(self._url)}: cannot be read: {error.strerror}") from error
 
     def _read(self, path: Path) -> str:
         try:
@@ -46,7 +49,7 @@ class FolderIdentity:
         except (ValueError, LookupError, TypeError):
             identity = None
         if not isinstance(identity, str):
-            raise EmbedError(f"{self._url}: names no identity of a model")
+            raise EmbedError(f"{shown(self._url)}: names no identity of a model")
         return identity
 
     def keep(self, identity: str) -> None:
@@ -65,13 +68,21 @@ class FolderIdentity:
         """Raises OtherIdentity when the file names another one. An object store has no way to make a file only if there
         is none, so of two runs that begin at once one may find out later."""
         if (found := self.load()) not in (None, identity):
-            raise OtherIdentity(f"{self._folder} has outputs of {found}, and this run is of {identity}")
+            raise OtherIdentity(f"{shown(self._folder)} has outputs of {found}, and this run is of {identity}")
 
     def _create(self, content: bytes) -> None:
-        """As a whole, or not at all if another run is first. Raises OSError."""
+        """As a whole, or not at all if another run is first; without hard links, another run may for a moment read an
+        empty file, which is an error. Raises OSError."""
         with tempfile.NamedTemporaryFile(prefix=f"{NAME}.", dir=self._folder) as draft:
             draft.write(content)
             draft.flush()
             os.fchmod(draft.fileno(), 0o644)
-            with suppress(FileExistsError):
+            try:
                 os.link(draft.name, self._url)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                with suppress(FileExistsError), open(self._url, "xb", buffering=0) as file:
+                    file.write(content)

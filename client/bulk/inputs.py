@@ -21,6 +21,7 @@ from typing import Any
 from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.options import INPUT_FORMATS, STDIN, EmbedOptions
 from vecd.client.bulk.rows import InputRow, Position, read_rows
+from vecd.client.bulk.storage import shown
 from vecd.client.bulk.throughput import ThroughputEstimate
 
 _OTHER_SUFFIXES = {"text": "txt", "ndjson": "jsonl", "pq": "parquet"}
@@ -44,7 +45,7 @@ class InputSource:
     head: str = ""
     """Digest of its first 64 KiB, of a copy that of all its bytes."""
     url: str = ""
-    """Of what the file at `path` is a copy, or ""."""
+    """Of what the file at `path` is a copy, as it may be printed, or ""."""
 
     @property
     def origin(self) -> str:
@@ -92,9 +93,13 @@ def find_inputs(paths: Sequence[str], format_given: str | None) -> list[InputSou
 
 
 def copied_from(url: str, copy: InputSource) -> InputSource:
-    """A remote input, of which there is a copy. Raises OSError."""
+    """A remote input, of which there is a copy. Raises OSError.
+
+    What is secret in `url` is not kept: a run that is resumed recognizes the input by its content, also if the URL has
+    been signed anew.
+    """
     with open(copy.path, "rb") as file:
-        return replace(copy, url=url, head=hashlib.file_digest(file, "sha256").hexdigest())
+        return replace(copy, url=shown(url), head=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def known_format(name: str, format_given: str | None) -> tuple[str, bool]:

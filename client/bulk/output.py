@@ -16,6 +16,7 @@ rows are complete, the files are renamed, OUT last, and the journal is removed. 
 import fcntl
 import io
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
@@ -26,7 +27,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.client.bulk.errors import EmbedError, OutputLocked
+from vecd.client.bulk.errors import EmbedError, OutputLocked, RunEnded
 from vecd.client.bulk.inputs import RowBatch
 from vecd.client.bulk.journal import sync_folder
 from vecd.client.bulk.options import EmbedOptions
@@ -43,13 +44,15 @@ _SUFFIXES = {
 class OutputFile:
     """A file of an unfinished output: it only grows, and is cut back to the length in the journal.
 
-    Raises OSError, with its name, when it cannot be opened or written.
+    Raises OSError, with its name, when it cannot be opened or written; RunEnded when another process writes it too, as
+    happens on file systems whose locks are not shared between machines.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.num_bytes = os.fstat(self._fd).st_size
+        self._growing = threading.Lock()  # the file and `num_bytes`, for `check` in another thread
 
     def lock(self) -> bool:
         """False when another process has the lock, or has just renamed the file. Lasts until `close`."""
@@ -68,19 +71,31 @@ class OutputFile:
         os.ftruncate(self._fd, num_bytes)
         self.num_bytes = num_bytes
 
+    def check(self) -> None:
+        """Raises RunEnded when the file is not as long as this process has made it."""
+        with self._growing, self._named():
+            self._check()
+
+    def _check(self) -> None:
+        if (found := os.fstat(self._fd).st_size) != self.num_bytes:
+            raise RunEnded(
+                f"{self.path} has {found:,} bytes where this run wrote {self.num_bytes:,}: another run writes it"
+            )
+
     def append(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        while view:
-            with self._named():
+        with self._growing, self._named():
+            self._check()
+            while view:
                 num_written = os.pwrite(self._fd, view, self.num_bytes)
-            self.num_bytes += num_written
-            view = view[num_written:]
+                self.num_bytes += num_written
+                view = view[num_written:]
 
     def overwrite(self, data: bytes) -> None:
         """Write `data` over the beginning of the file."""
-        with self._named():
+        with self._growing, self._named():
             os.pwrite(self._fd, data, 0)
-        self.num_bytes = max(self.num_bytes, len(data))
+            self.num_bytes = max(self.num_bytes, len(data))
 
     def sync(self) -> None:
         with self._named():
@@ -148,7 +163,7 @@ class OutputFiles:
     def append(self, batch: RowBatch, results: Results) -> int:
         """Write the rows of `batch`, and describe the rejected ones. Returns the number of rows written.
 
-        Raises OSError.
+        Raises OSError, RunEnded.
         """
         written = np.arange(len(batch.rows))
         if self._options.on_bad_row == "skip":
@@ -198,15 +213,18 @@ class OutputFiles:
         return dict(zip_longest(self._options.keep, batch.rows[index].kept))
 
     def sync(self) -> None:
-        """Bring all that was appended to the disk. Raises OSError. May be called from a thread."""
+        """Bring all that was appended to the disk. Raises OSError, RunEnded. May be called from a thread."""
         for file in self._files:
+            file.check()
             file.sync()
 
     def finish(self, lengths: Sequence[int], num_rows: int) -> None:
         """Give the complete files their final names. May be repeated by another process if the first one died.
 
-        Side effects: removes the other files. Raises OSError, EmbedError.
+        Side effects: removes the other files. Raises OSError, EmbedError, RunEnded.
         """
+        for file in self._files:
+            file.check()
         if self._main.num_bytes >= lengths[0]:
             self._place(lengths, num_rows)
         elif not self._options.path.exists():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.inputs import known_format
 from vecd.client.bulk.options import EmbedOptions
-from vecd.client.bulk.storage import expand, is_remote, join
+from vecd.client.bulk.storage import base_name, expand, is_remote, join, shown
 
 _GLOB = "*?["
 _NOT_DATA = (".", "_")
@@ -47,9 +47,11 @@ def _check_distinct(shards: Sequence[Shard]) -> None:
     sources: dict[str, str] = {}
     for source, out in shards:
         if (other := sources.setdefault(out, source)) != source:
-            raise EmbedError(f"{other} and {source} have one output, {out}: name it in a --manifest")
+            raise EmbedError(
+                f"{shown(other)} and {shown(source)} have one output, {shown(out)}: name it in a --manifest"
+            )
     if both := sources.keys() & {source for source, _ in shards}:
-        raise EmbedError(f"{min(both)} is input and output")
+        raise EmbedError(f"{shown(min(both))} is input and output")
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -69,6 +71,11 @@ def output_name(name: str, options: EmbedOptions) -> str:
 def _name_outputs(path: str, folder: str, options: EmbedOptions) -> Iterator[tuple[str, str]]:
     """The inputs that a file, folder or glob of the command line names, and the names of their outputs."""
     base = _base(path)
+    if known_format(f"out.{options.output_format}", options.format)[0] and _is_one_folder(path, folder):
+        raise EmbedError(
+            f"{shown(folder)} is also a folder of inputs, and the next run would take .{options.output_format} outputs "
+            f"for inputs: name another --output-dir, also one in that folder"
+        )
     for found in expand(path):
         source = _absolute(found)
         name = _below(source, base)
@@ -76,7 +83,7 @@ def _name_outputs(path: str, folder: str, options: EmbedOptions) -> Iterator[tup
         if not is_named and folder != base and _is_below(folder, base) and _is_below(source, folder):
             continue  # an output of an earlier run
         if is_named or _is_glob(path) or _is_data(name, options):
-            yield source, output_name(os.path.basename(source) if is_named else name, options)
+            yield source, output_name(base_name(source) if is_named else name, options)
 
 
 def _is_data(name: str, options: EmbedOptions) -> bool:
@@ -86,7 +93,15 @@ def _is_data(name: str, options: EmbedOptions) -> bool:
 
 
 def _is_glob(path: str) -> bool:
+    if path.startswith(("http://", "https://")):  # HTTP lists nothing, and a query begins with such a sign
+        return False
     return any(sign in path for sign in _GLOB) and (is_remote(path) or not os.path.exists(path))
+
+
+def _is_one_folder(path: str, folder: str) -> bool:
+    if is_remote(path) or is_remote(folder):
+        return path.rstrip("/") == folder.rstrip("/")
+    return os.path.realpath(path) == os.path.realpath(folder)
 
 
 def _base(path: str) -> str:
@@ -123,7 +138,7 @@ def _read_manifest(path: Path, options: EmbedOptions) -> Iterator[tuple[str, str
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise EmbedError(f"{options.manifest}: cannot be read: {error.strerror}") from error
+        raise EmbedError(f"{path}: cannot be read: {error.strerror}") from error
     return read_lines(lines, options)
 
 
@@ -134,7 +149,7 @@ def read_lines(lines: Iterable[bytes], options: EmbedOptions) -> Iterator[tuple[
             pair = _read_line(raw, options)
         except ValueError as error:
             why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-            raise EmbedError(f"{options.manifest}, line {number}: {why}") from error
+            raise EmbedError(f"{shown(options.manifest or '')}, line {number}: {why}") from error
         if pair is not None:
             yield pair
 
@@ -150,7 +165,7 @@ def _read_line(raw: bytes, options: EmbedOptions) -> tuple[str, str] | None:
     if not source.strip() or "\0" in line:
         raise ValueError("the path is empty, or has a character that no path has")
     if not names:
-        return _absolute(source), output_name(os.path.basename(source), options)
+        return _absolute(source), output_name(base_name(source), options)
     path = PurePosixPath(names[0])
     if not path.name or path.is_absolute() or ".." in path.parts or is_remote(names[0]):
         raise ValueError(f"{names[0]!r} is no name of an output: it is relative to --output-dir, and below it")

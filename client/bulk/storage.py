@@ -44,7 +44,8 @@ _FATAL_ERRNOS = {
 }  # fmt: skip
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*(?:::[a-z0-9]+)*)://")
 _MAGIC = re.compile(r"[*?[]")
-_UNFINISHED = (".part", ".journal", ".journal.new")
+_NO_INPUTS = (".part", ".journal", ".journal.new", ".rejected.jsonl")
+"""Ends of the names of files that `vecd embed` makes beside an output."""
 
 _T = TypeVar("_T")
 _Moved: TypeAlias = Callable[[], None]
@@ -67,13 +68,22 @@ def join(folder: str, name: str) -> str:
     return folder + name if folder.endswith("/") else f"{folder}/{name}"
 
 
+def base_name(path: str) -> str:
+    """The last part of a path or URL. A query or fragment of http(s) is none of it."""
+    if path.startswith(("http://", "https://")):
+        path = path.partition("?")[0].partition("#")[0]
+    return os.path.basename(path)
+
+
 def shown(url: str) -> str:
-    """`url` as it may be printed: without a password, and with "…" for a query."""
+    """`url` as it may be printed: without a password, and with "…" for a query and a fragment of http(s)."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
     place, slash, path = rest.partition("/")
     user, at, host = place.rpartition("@")
+    if scheme in ("http", "https"):
+        path = path.partition("#")[0]
     path, question, _ = path.partition("?")
     return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{path}{'?…' if question else ''}"
 
@@ -84,9 +94,9 @@ def shown(url: str) -> str:
 def expand(path: str) -> list[str]:
     """The files that a file, a folder or a glob names, sorted: paths for a path, URLs for a URL.
 
-    A folder stands for all files below it. What a folder or glob finds, but is hidden, `_SUCCESS`, or a file of an
-    unfinished run, is left out. A link to a folder below a folder of this machine is not followed. A URL of http(s) is
-    a single file, as HTTP lists nothing.
+    A folder stands for all files below it. What a folder or glob finds, but is hidden, `_SUCCESS`, of an unfinished
+    run, or a list of rejected rows, is left out. A link to a folder below a folder of this machine is not followed. A
+    URL of http(s) is a single file, as HTTP lists nothing.
 
     Raises EmbedError when there is no file, or the store denies it; RunEnded when the store fails in a way that may
     pass, or stalls.
@@ -168,7 +178,7 @@ def _is_input(below: str) -> bool:
     parts = PurePosixPath(below).parts
     return not (
         any(part.startswith(".") and part != ".." for part in parts)
-        or below.endswith(("/", *_UNFINISHED))
+        or below.endswith(("/", *_NO_INPUTS))
         or parts[-1] == "_SUCCESS"
     )
 
@@ -178,6 +188,8 @@ def _is_input(below: str) -> bool:
 
 def exists(url: str) -> bool:
     """Whether there is a file. False for a folder. Raises RunEnded when the store does not say, EmbedError."""
+    if not is_remote(url):
+        return os.path.isfile(url)
 
     def ask(moved: _Moved) -> bool:
         fs, path = _open(url)
@@ -245,11 +257,36 @@ def _write_and_rename(fs: Any, source: Path, path: str, moved: _Moved) -> None:
         num_bytes = fs.info(draft)["size"]
         if num_bytes != source.stat().st_size:
             raise OSError(f"only {num_bytes:,} of {source.stat().st_size:,} bytes were stored")
-        fs.mv(draft, path)
+        _rename(fs, draft, path, num_bytes)
     except BaseException:
         with suppress(Exception):
             fs.rm_file(draft)
         raise
+
+
+def _rename(fs: Any, draft: str, path: str, num_bytes: int) -> None:
+    """Give `draft` its final name. Raises OSError or the store's own error. Side effects: where a store does not rename
+    onto a file that is there, that file is removed first."""
+    try:
+        fs.mv(draft, path)
+    except Exception:
+        if _num_bytes(fs, path) is None:
+            raise
+    # HDFS declines with a result, which fsspec does not look at; SFTP with an error.
+    if _num_bytes(fs, draft) is not None and _num_bytes(fs, path) is not None:
+        fs.rm_file(path)
+        fs.mv(draft, path)
+    if _num_bytes(fs, draft) is not None or _num_bytes(fs, path) != num_bytes:
+        raise OSError(f"{draft.rpartition('/')[2]} was not renamed")
+
+
+def _num_bytes(fs: Any, path: str) -> int | None:
+    """None when there is no such file."""
+    fs.invalidate_cache()
+    try:
+        return int(fs.info(path)["size"])
+    except FileNotFoundError:
+        return None
 
 
 # --- calls of fsspec ------------------------------------------------------------------------------------------

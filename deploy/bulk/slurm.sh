@@ -23,8 +23,8 @@ manifest=${1:?the first word names the manifest}
 output_dir=${2:?the second word names the folder of the outputs}
 shift 2
 
-# A shared server would end with the task that started it: Slurm kills what a task has left. With --on-bad-row blank,
-# rows without a text do not make the exit code 1, which then means one thing.
+# A shared server would end with the task that started it: Slurm kills what a task has left. Rows without a text
+# are NaN, so that row i of an output is row i of its input; with --output-dir they do not change the exit code.
 vecd embed --manifest "$manifest" --output-dir "$output_dir" \
   --shard "$SLURM_ARRAY_TASK_ID/${NUM_SHARDS:-$SLURM_ARRAY_TASK_COUNT}" \
   --output-format npy --on-bad-row blank --no-share-server "$@"

@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, FloatType, StructType
 
 import vecd
-from vecd.client.bulk.storage import exists, expand, fetch, is_remote, join, store
+from vecd.client.bulk.storage import exists, expand, fetch, is_remote, join, shown, store
 
 
 def embed_batches(
@@ -36,10 +36,13 @@ def embed_batches(
         for batch in batches:
             texts = batch[field]
             has_text = texts.notna() & (texts.str.strip() != "")
-            vectors = pd.Series([None] * len(batch), index=batch.index, dtype=object)
+            vectors: list[Any] = [None] * len(batch)
             if has_text.any():
-                vectors[has_text] = list(client.embed(texts[has_text].tolist(), priority="bulk"))
-            yield batch.assign(embedding=vectors)
+                embedded = client.embed(texts[has_text].tolist(), priority="bulk")
+                # One by one: with a mask, pandas makes of each vector a tuple of single numbers.
+                for row, vector in zip(has_text.to_numpy().nonzero()[0], embedded, strict=True):
+                    vectors[row] = vector
+            yield batch.assign(embedding=pd.Series(vectors, index=batch.index, dtype=object))
 
 
 def input_files(source: str, out: str) -> list[str]:
@@ -96,7 +99,7 @@ def main() -> None:
             continue
         rows = spark.read.format(options.format).schema(columns).load(files[start : start + options.files_per_group])
         rows.mapInPandas(embed, schema).write.mode("overwrite").parquet(target)
-        print(f"{target}: complete", flush=True)
+        print(f"{shown(target)}: complete", flush=True)
     spark.stop()
 
 

@@ -89,7 +89,10 @@ class WebHdfs:
         elif operation == "MKDIRS":
             path.mkdir(parents=True, exist_ok=True)
         elif operation == "RENAME":
-            path.rename(self.folder / query["destination"].strip("/"))
+            target = self.folder / query["destination"].strip("/")
+            if target.exists():
+                return b'{"boolean": false}'
+            path.rename(target)
         elif operation == "DELETE":
             path.unlink()
         return b'{"boolean": true}'

@@ -1,6 +1,7 @@
 """Runs of `vecd embed` that share one server: it is no run's own, and ends after the last of them."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.serving import clean_environment, eventually
+from vecd.client.shared_server import _runtime_folder, shared_server
 
 NUM_ROWS, NUM_RUNS = 1000, 3
 TIMEOUT_S = 120.0
@@ -140,3 +142,43 @@ def test_a_runtime_folder_of_others_is_refused(runs: Runs) -> None:
     (runs.runtime / "vecd").mkdir(mode=0o755)
     assert runs.start(0).wait(TIMEOUT_S) == 2
     assert f"{runs.runtime}/vecd is not a folder of this user alone" in runs.said(0)
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This process's own, with a shared server of the dummy engine as `shared_server` starts it."""
+    with tempfile.TemporaryDirectory(prefix="vecd-", dir="/tmp") as name:
+        for key, value in clean_environment(tmp_path, {"XDG_RUNTIME_DIR": name}).items():
+            monkeypatch.setenv(key, value)
+        yield Path(name)
+        eventually(lambda: not any(name in " ".join(each.info["cmdline"] or []) for each in processes()), 60)
+
+
+def processes() -> list[psutil.Process]:
+    return list(psutil.process_iter(["cmdline"]))
+
+
+def test_a_folder_that_is_removed_while_the_server_is_used(runtime: Path) -> None:
+    """A log-out does so. The caller is told and ends in order; what later callers have there is left to them."""
+    with shared_server(None, ("--engine", "dummy", "--workers", "1"), lambda _: None) as (url, why_gone):
+        assert why_gone() is None
+        key = Path(url).stem
+        shutil.rmtree(runtime / "vecd")
+        why = why_gone()
+        assert why is not None
+        assert f"{key}.lock was removed while the shared server was in use" in why
+        (runtime / "vecd").mkdir(mode=0o700)
+        others = [runtime / "vecd" / f"{key}.{suffix}" for suffix in ("lock", "keeper", "json", "log")]
+        for path in others:
+            path.touch()
+    eventually(lambda: not any(str(runtime) in " ".join(each.info["cmdline"] or []) for each in processes()), 60)
+    assert sorted((runtime / "vecd").iterdir()) == sorted(others)
+    assert not any(path.read_bytes() for path in others)
+
+
+def test_a_runtime_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert _runtime_folder("a.sock") == tmp_path / "vecd"
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    assert _runtime_folder("a.sock") == Path(f"/tmp/vecd-{other}")

@@ -1,5 +1,6 @@
 """`vecd embed --output-dir`: many inputs with an output each."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from vecd.client.bulk import folder as folder_module
 from vecd.client.bulk import folder_identity
 from vecd.client.bulk.command import main
 from vecd.client.bulk.errors import EmbedError, RunEnded
+from vecd.client.bulk.shards import Shard
+from vecd.client.bulk.storage import shown
 
 IDENTITY = f"{'a' * 32};dtype=float32"
 
@@ -204,7 +207,7 @@ class Store:
 
     def fetch(self, url: str, target: Path) -> None:
         if url not in self.objects:
-            raise EmbedError(f"{url}: there is no such object")
+            raise EmbedError(f"{shown(url)}: there is no such object")
         target.write_bytes(self.objects[url])
 
     def store(self, source: Path, url: str) -> None:
@@ -250,6 +253,67 @@ def test_remote_inputs_and_outputs(
     assert data.embed(server, "--manifest", str(manifest), "--work-dir", str(work)) == 0
     data.check("a")
     assert [path.name for path in work.rglob("*") if path.is_file()] == []
+
+
+def test_no_secret_is_shown_or_written(
+    data: Data, server: BulkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in a message nor in a file; and an input whose URL is signed anew is that of the unfinished run."""
+    store, work, manifest = Store(monkeypatch), tmp_path / "work", tmp_path / "manifest"
+    content = (data.inputs / "b.txt").read_bytes().replace(b"b 3\n", b"\n")
+    for signature in ("hush-1", "hush-2"):
+        store.objects[f"https://h/b.txt?s={signature}"] = content
+    out = ["--output-dir", "sftp://me:hush@h/out", "--work-dir", str(work), "--url", server.url, "--batch-texts", "8"]
+    server.fail = lambda texts: (401, "no") if "b 30" in texts else None
+    manifest.write_text("https://h/b.txt?s=hush-1\nsftp://me:hush@h/gone.txt\n")
+    assert main(["--manifest", str(manifest), *out, "--concurrency", "1"]) == 1
+    left = [path for path in work.rglob("*") if path.is_file() and path.name != "b.txt"]
+    assert {path.name for path in left} >= {"b.npy.journal", "b.npy.rejected.jsonl.part"}
+    assert not [path for path in left if b"hush" in path.read_bytes() or "hush" in str(path)]
+
+    server.fail = lambda texts: None
+    server.bodies.clear()
+    manifest.write_text("https://h/b.txt?s=hush-2\nsftp://me:hush@h/gone.txt\n")
+    assert main(["--manifest", str(manifest), *out]) == 1
+    assert "b 0" not in server.texts, "it goes on behind the last commit"
+    told = capsys.readouterr().err
+    assert "1 of 2 outputs complete: 1 made, 0 were there, 1 failed" in told
+    assert "sftp://me@h/out/b.npy: 1 row could not be embedded" in told
+    assert "failed: sftp://me@h/gone.txt: there is no such object" in told
+    assert "hush" not in told
+    assert b'"file":"https://h/b.txt?\xe2\x80\xa6"' in store.objects["sftp://me:hush@h/out/b.npy.rejected.jsonl"]
+
+
+def test_an_output_that_another_run_completes_between_two_looks(
+    data: Data, server: BulkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the first look the other had its journal yet, when the journal is looked for no more."""
+    assert data.embed(server) == 0
+    looks, is_there = [0], folder_module.OutputFolder._is_there
+
+    def look(self: folder_module.OutputFolder, shard: Shard) -> bool:
+        looks[0] += 1
+        return looks[0] > 5 and is_there(self, shard)
+
+    monkeypatch.setattr(folder_module.OutputFolder, "_is_there", look)
+    (data.out / "b.npy").unlink()
+    (data.out / "c.npy").unlink()
+    (data.out / "d.npy").unlink()
+    assert data.embed(server) == 0
+    assert "4 of 4 outputs complete: 3 made, 1 were there, 0 failed" in capsys.readouterr().err
+    data.check("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_folder_without_hard_links_has_its_identity_too(
+    data: Data, server: BulkServer, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def link(*_: object) -> None:
+        raise OSError(number, "no hard links")
+
+    monkeypatch.setattr("os.link", link)
+    assert data.embed(server) == 0
+    assert (data.out / folder_identity.NAME).read_bytes() == b'{"identity":"%s"}\n' % IDENTITY.encode()
 
 
 def test_a_store_that_does_not_answer_ends_the_run(

@@ -44,6 +44,7 @@ def test_what_uses_no_store_does_not_import_fsspec() -> None:
         "import sys, vecd.client.bulk.command\n"
         "from vecd.client.bulk import storage\n"
         "storage.is_remote('a'), storage.expand(sys.argv[1])\n"
+        "assert storage.exists(sys.argv[1]) and not storage.exists('/no/such::file')\n"
         "sys.exit('fsspec' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, __file__], check=True, timeout=WAIT_S)
@@ -60,6 +61,31 @@ def test_there_and_back_over_http(hdfs: WebHdfs, place: str, tmp_path: Path, mon
     storage.fetch(url, tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == source.read_bytes()
     assert files_in(hdfs.folder) == ["out/new/a.npy"]
+
+
+def test_an_older_file_is_replaced_where_renames_do_not(hdfs: WebHdfs, place: str, tmp_path: Path) -> None:
+    """HDFS answers such a rename with 200 and false."""
+    source, url = tmp_path / "source", f"{place}/out/a.npy"
+    for content in (b"first", b"second, and longer", b"third"):
+        source.write_bytes(content)
+        storage.store(source, url)
+        assert (hdfs.folder / "out" / "a.npy").read_bytes() == content
+    assert files_in(hdfs.folder) == ["out/a.npy"]
+
+
+def test_a_rename_that_does_nothing_is_an_error(
+    hdfs: WebHdfs, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, do = tmp_path / "source", hdfs.do
+    source.write_bytes(b"whole")
+
+    def decline(operation: str, name: str, query: dict[str, str], body: bytes) -> bytes:
+        return b'{"boolean": false}' if operation == "RENAME" else do(operation, name, query, body)
+
+    monkeypatch.setattr(hdfs, "do", decline)
+    with pytest.raises(RunEnded, match=r"out/a\.npy: OSError: \.a\.npy\..*\.part was not renamed"):
+        storage.store(source, f"{place}/out/a.npy")
+    assert files_in(hdfs.folder) == []
 
 
 def test_a_store_that_denies(hdfs: WebHdfs, place: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Wherever a run is killed, the next one makes of what is left an output with every row once."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.bulk_server import DIM, vectors_of
-from vecd.client.bulk.errors import EmbedError
+from vecd.client.bulk.errors import EmbedError, RunEnded
 from vecd.client.bulk.inputs import InputSource, RowBatch
 from vecd.client.bulk.journal import Commit, Journal
 from vecd.client.bulk.options import EmbedOptions
@@ -217,6 +218,30 @@ def test_two_runs_cannot_have_one_output(tmp_path: Path) -> None:
         OutputFiles(make_options(tmp_path / "v.npy"))
     first.close()
     OutputFiles(make_options(tmp_path / "v.npy")).close()
+
+
+@pytest.mark.parametrize("then", ["append", "sync", "finish"])
+def test_a_run_ends_when_another_that_no_lock_keeps_away_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Without that, what the first run appends next would lie behind a hole of zeros."""
+    monkeypatch.setattr(OutputFile, "lock", lambda self: True)  # as where locks are each machine's own
+    first, second = (open_output(tmp_path / "v.npy", "blank") for _ in range(2))
+    first.begin(())
+    commit = append(first, Commit(Position()), range(6))
+    second.begin(())
+    steps: dict[str, Callable[[], object]] = {
+        "append": lambda: append(first, commit, range(6, NUM_ROWS)),
+        "sync": first.sync,
+        "finish": lambda: first.finish(commit.lengths, commit.num_written),
+    }
+    with pytest.raises(RunEnded, match=r"v\.npy\.part has 128 bytes where this run wrote 224: another run writes it"):
+        steps[then]()
+    whole = append(second, Commit(Position()), range(NUM_ROWS))
+    second.finish(whole.lengths, whole.num_written)
+    first.close()
+    second.close()
+    check_whole(tmp_path / "v.npy", "blank")
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 4), (10**12, 10**5)])

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from vecd.client.bulk import shards
 from vecd.client.bulk.errors import EmbedError
 from vecd.client.bulk.options import EmbedOptions, parse_options
 from vecd.client.bulk.shards import list_shards, output_name, read_lines
@@ -71,6 +72,39 @@ def test_no_output_is_an_input(folder: Path) -> None:
     (folder / "c.jsonl").write_text("{}\n")
     with pytest.raises(EmbedError, match=r"c\.jsonl is input and output"):
         outputs(options_of(f"{folder}/c.jsonl", "--output-format", "jsonl", out=str(folder)))
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", ["data", "link", "data/../data/"])
+def test_outputs_that_the_next_run_would_read_are_refused_at_the_first(folder: Path, format: str, name: str) -> None:
+    (folder.parent / "link").symlink_to(folder)
+    with pytest.raises(EmbedError, match=f"would take .{format} outputs for inputs"):
+        outputs(options_of(str(folder), "--output-format", format, out=f"{folder.parent}/{name}"))
+
+
+def test_vectors_beside_their_inputs(folder: Path) -> None:
+    (folder / "a.npy").touch()
+    (folder / "a.npy.rejected.jsonl").write_text("{}\n")
+    found = outputs(options_of(str(folder), out=str(folder)))
+    assert [Path(source).name for source, _ in found] == ["a.txt", "b.jsonl.gz", "a.txt", "c.v2.csv"]
+    with pytest.raises(EmbedError, match=r"would take \.npy outputs for inputs"):
+        outputs(options_of(str(folder), "--format", "txt", out=str(folder)))
+
+
+def test_a_query_is_no_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://host/x/a.jsonl.gz?signature=a/b.c#d"
+    monkeypatch.setattr(shards, "expand", lambda path: [path])
+    assert outputs(options_of(url)) == [(url, "/out/a.npy")]
+    assert list(read_lines([url.encode()], options_of("--manifest", "m"))) == [(url, "a.npy")]
+
+
+def test_messages_about_names_have_no_secret() -> None:
+    lines = [b"sftp://me:hush@h/a.txt", b"sftp://me:hush@h/b/a.txt"]
+    found = [shards.Shard(source, f"sftp://me:hush@h/{name}") for source, name in read_lines(lines, options_of("x"))]
+    with pytest.raises(
+        EmbedError, match=r"^sftp://me@h/a\.txt and sftp://me@h/b/a\.txt have one output, sftp://me@h/a"
+    ):
+        shards._check_distinct(found)
 
 
 def test_shards_have_each_input_once(folder: Path) -> None:

@@ -97,7 +97,7 @@ def fill(fs: Any, *paths: str) -> None:
 
 NAMES = ("/in/a.txt", "/in/b.jsonl", "/in/deep/c.txt", "/in/deep/er/d.txt", "/other.txt")
 LEFT_OUT = ("/in/.hidden.txt", "/in/.cache/x.txt", "/in/_SUCCESS", "/in/a.npy.part", "/in/a.npy.journal",
-            "/in/a.npy.journal.new")  # fmt: skip
+            "/in/a.npy.journal.new", "/in/a.npy.rejected.jsonl")  # fmt: skip
 
 
 # --- paths ----------------------------------------------------------------------------------------------------
@@ -127,6 +127,9 @@ def test_join() -> None:
     [
         ("sftp://me:secret@host:22/a/b.txt", "sftp://me@host:22/a/b.txt"),
         ("https://h/a.txt?sig=secret&x=1", "https://h/a.txt?…"),
+        ("https://h/a.txt#secret", "https://h/a.txt"),
+        ("https://h/a.txt?sig=secret#secret", "https://h/a.txt?…"),
+        ("s3://bucket/a#1.txt", "s3://bucket/a#1.txt"),
         ("s3://bucket/a@b.txt", "s3://bucket/a@b.txt"),
         ("a.txt", "a.txt"),
     ],
