@@ -44,6 +44,8 @@ _CONNECT_TIMEOUT_S = 10.0
 _FIRST_RESPONSE_S, _RESPONSE_S = 2.0, 10.0
 """Without a response for this long, requests count as waiting: for the first response of all, and later."""
 _FIRST_PAUSE_S = 0.2
+_IDENTITY_S = 15.0
+"""The longest wait for the identity of a server that has one for its models."""
 _MAX_PAUSE_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_INFO_TRIES = 16
@@ -233,6 +235,11 @@ class EmbeddingService:
             if type(self._kind) is not tried:
                 served = await self._until_served(self._kind.probes, is_probe=True)
         served = self._required(served)
+        # At its first start with a model, a server reads the weights for it, and answers meanwhile without one.
+        ends_at = time.monotonic() + _IDENTITY_S
+        while served.identity is None and "identity" in (info.get("model") or {}) and time.monotonic() < ends_at:
+            await asyncio.sleep(_FIRST_PAUSE_S)
+            served = self._required(await self._until_served(self._kind.probes, is_probe=True))
         self.identity = self.identity or served.identity
         for _ in range(_MAX_INFO_TRIES):
             if not self._is_of_other(info):

@@ -70,6 +70,8 @@ class BulkServer:
         self.dim = DIM
         self.nodes: list[tuple[str | None, str]] = []
         """Identity and model of the nodes that requests go to in turn; empty: a server that knows no identities."""
+        self.told: dict[str, Any] = {}
+        """What else /info says of the model."""
         self._num_routed = 0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -79,8 +81,9 @@ class BulkServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                model = {"model": {"capabilities": server.capabilities}} if server.capabilities else {}
-                info = {"max_input_length": 256, "max_client_batch_size": 2048, **model}
+                model = {"capabilities": server.capabilities} if server.capabilities else {}
+                model |= server.told
+                info = {"max_input_length": 256, "max_client_batch_size": 2048, **({"model": model} if model else {})}
                 self._answer(200, orjson.dumps(info), {})
 
             def do_POST(self) -> None:

@@ -77,6 +77,21 @@ def change_node_at(server: BulkServer, text: str) -> None:
     server.nodes, server.fail = [NODE], fail
 
 
+def test_the_identity_of_a_server_that_still_reads_its_weights_is_waited_for(server: BulkServer, source: Path) -> None:
+    server.nodes, server.told = [(None, "made-up")], {"identity": None}
+
+    def know_later(texts: list[str]) -> None:
+        if len(server.bodies) == 3:
+            server.nodes = [NODE]
+
+    server.fail = know_later
+    assert embed(server, source) == 0
+    check(source.with_name("v.npy"))
+    demanded = [headers.get("if-vecd-identity") for headers in server.headers]
+    assert demanded[:3] == [None] * 3
+    assert set(demanded[3:]) == {RIGHT}
+
+
 def test_a_server_that_changes_ends_the_run_which_goes_on_with_the_first_identity(
     server: BulkServer, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

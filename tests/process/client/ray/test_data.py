@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def embedder(tmp_path_factory):
 def before(monkeypatch):
     """Make an actor whose node's server is another one."""
 
-    def make(server: BulkServer, **options: object) -> RayEmbedder:
+    def make(server: BulkServer, **options: Any) -> RayEmbedder:
         node = SimpleNamespace(path="", await_ready=lambda: None)
         monkeypatch.setattr(data, "NodeServer", lambda *arguments: node)
         monkeypatch.setattr(data, "Client", lambda _, **arguments: vecd.Client(server.url, **arguments))
