@@ -23,11 +23,11 @@ import logging
 import os
 import resource
 import signal
-import threading
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ from vecd.launch.base.exit_codes import (
 )
 from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
 from vecd.launch.check.machine import read_machine
-from vecd.launch.config.identity import read_identity
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
@@ -54,6 +53,7 @@ from vecd.launch.memory.budget import make_book
 from vecd.launch.processes.children import System
 from vecd.launch.processes.file_access import FilesHang
 from vecd.launch.processes.gateway_pool import GatewayPool, Link
+from vecd.launch.processes.identities import Identities
 from vecd.launch.processes.keys_watch import watch_keys
 from vecd.launch.processes.reload import Reloader
 from vecd.launch.processes.residency import Residency
@@ -73,7 +73,6 @@ from vecd.shm.control import (
     InputDeaths,
     InputsCleared,
     Message,
-    ModelIdentity,
     ModelIs,
     Prepared,
     Progress,
@@ -181,7 +180,7 @@ class Supervisor:
         self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """What the fork servers of several models are forked from; a test's start no process."""
-        self._reads_identities = system is None
+        self._identities = Identities(self._tell_identities) if system is None else None
         self._loop: asyncio.AbstractEventLoop | None = None
         """Set once there are gateways."""
         self._arguments = list(arguments)
@@ -302,24 +301,18 @@ class Supervisor:
         if self._zygote is not None and not is_only_model:
             system = replace(system, fork_server=self._zygote.fork_server)
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
-        if self._reads_identities:
-            # From the first moment, and beside the load: the first response of a warm start has it.
-            threading.Thread(target=self._read_identity, args=(pool,), name="identity", daemon=True).start()
+        if self._identities is not None:
+            try:
+                # From the first moment, and beside the load: the first response of a warm start has it.
+                self._identities.add(pool)
+            except OSError:
+                pool.close()
+                raise
+            pool.before_ready = partial(self._identities.confirm, pool, system.files)
         return pool
 
-    def _read_identity(self, worker_pool: WorkerPool) -> None:
-        """Find out the identity of a pool's model, and have the gateways told. Called in a thread, which may be
-        reading files when the server ends."""
-        try:
-            digests = read_identity(worker_pool.plan)
-        except (OSError, KeyError, ValueError, ModelError) as error:
-            log.warning("%sthe model's identity is not known: %s", worker_pool.prefix, error)
-            return
-        if digests is None:
-            message = "%sthe model's files have changed since they were read: its identity is unknown until a reload"
-            log.warning(message, worker_pool.prefix)
-            return
-        worker_pool.identity = ModelIdentity(worker_pool.generation, digests.model, digests.by_alias)
+    def _tell_identities(self) -> None:
+        """Have the gateways told of a new one, from whatever thread."""
         if self._loop is not None:  # before, no gateway can be told
             with suppress(RuntimeError):  # it is closed
                 self._loop.call_soon_threadsafe(self._gateway_pool.reconcile)
@@ -468,6 +461,8 @@ class Supervisor:
             await self._changed.wait()
         self._has_been_ready = True
         pool.start_stage = None
+        if self._identities is not None:
+            self._identities.read_all()
         self._announce()
         self._notifier.ready(self._status())
 

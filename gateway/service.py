@@ -474,7 +474,11 @@ class Services:
                 if (number_format := message.facts.get("dtype")) is not None:
                     service.identity.add_format(number_format)
             case ModelIdentity():
-                self.all[message.generation].identity.set_digests(message.digest, message.by_alias)
+                identity = self.all[message.generation].identity
+                if message.digest:
+                    identity.set_digests(message.digest, message.by_alias)
+                else:
+                    identity.set_unknown(message.problem)
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for dispatcher in dispatchers:

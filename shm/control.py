@@ -185,14 +185,16 @@ class ModelIs(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity(Message):
-    """To every gateway, once it is known: the identity of this generation's model, without the number format, which the
-    workers say (`WorkerUp`)."""
+    """To every gateway, once it is known, and whenever it changes: the identity of this generation's model, without the
+    number format, which the workers say (`WorkerUp`)."""
 
     generation: int
     digest: str
-    """32 hexadecimal digits."""
+    """32 hexadecimal digits; "" if they cannot be found out, for now or for good."""
     by_alias: dict[str, str] = field(default_factory=dict)
     """The same of each alias with request defaults."""
+    problem: str = ""
+    """Why there is no digest."""
 
 
 UNLOAD_REASONS = ("idle", "memory", "operator", "client")

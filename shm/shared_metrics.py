@@ -230,7 +230,7 @@ class Histogram(_HistogramCells):
 
 
 STATUSES = (
-    200, 202, 204, 400, 401, 403, 404, 405, 408, 409, 413, 415, 417, 422, 424, 429, 431, 499, 500, 501, 503, 505,
+    200, 202, 204, 400, 401, 403, 404, 405, 408, 409, 412, 413, 415, 417, 422, 424, 429, 431, 499, 500, 501, 503, 505,
 )  # fmt: skip
 """The HTTP statuses of responses. 499: the client disconnected before it got one."""
 

@@ -56,6 +56,8 @@ MAX_SCORE_DIFFERENCE = 0.01
 """Of the scores of one text, between 0 and 1 for most models."""
 _TRIES, _PAUSE_S = 3, 1.0
 _BUSY = (429, 503)
+_IDENTITY_TRIES = 10
+"""A server that has just started may be reading its weights."""
 _MAX_SHOWN_BYTES = 200
 # Without the tokens of a batch, which follow from the hardware.
 _LIMITS = ("max_inputs", "max_body_bytes", "max_requests", "max_wait_s", "max_priority", "overflow")
@@ -144,13 +146,23 @@ class _Questions:
                 capabilities = next(each["capabilities"] for each in listed if each["root"] == name)
                 rows, are_scores = await self._compute(prefix, name, capabilities)
                 # Only now: a model that is loaded on demand has no number format before.
-                described, info = await self._get(f"{prefix}/v1/models"), await self._get(f"{prefix}/info")
+                own, info = await self._describe(prefix, name), await self._get(f"{prefix}/info")
                 node.version = str(info["version"])
-                own = next(each for each in described["data"] if each["id"] == name)
                 node.models[name] = NodeModel(_facts_of(own, info), rows, are_scores)
         finally:
             if self._connection is not None:
                 self._connection.close()
+
+    async def _describe(self, prefix: str, model: str) -> dict[str, Any]:
+        """The model's entry of `/v1/models`. Raises NodeFailed if its identity does not become known."""
+        for attempt in range(_IDENTITY_TRIES):
+            if attempt:
+                await asyncio.sleep(_PAUSE_S)
+            described = (await self._get(f"{prefix}/v1/models"))["data"]
+            own: dict[str, Any] = next(each for each in described if each["id"] == model)
+            if own["identity"] is not None:
+                return own
+        raise NodeFailed(f"cannot be compared: the identity of {model} is not known there")
 
     async def _compute(self, prefix: str, model: str, capabilities: Sequence[str]) -> tuple[list[Floats], bool]:
         """The rows of TEXTS by the first thing that the model can do, and whether these are scores."""
@@ -228,8 +240,7 @@ def _facts_of(own: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]
     if "model" in info:  # to operators
         described, limits = info["model"], info["limits"]
         facts |= {name: described.get(name) for name in _OF_MODEL} | {name: limits[name] for name in _LIMITS}
-    if identity is not None:
-        facts["dtype"] = identity.partition(";dtype=")[2]
+    facts["dtype"] = identity.partition(";dtype=")[2]
     return facts
 
 

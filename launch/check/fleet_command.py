@@ -20,7 +20,6 @@ from vecd.launch.check.fleet import TEXTS, Difference, Node, ask_all, compare
 
 EXIT_DIFFERENT, EXIT_UNREACHABLE = 1, EXIT_BAD_CONFIGURATION
 _HEADINGS = ("node", "version", "identity", "dtype", "max tokens", "result")
-_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,5 +103,5 @@ def _row(node: Node, model: str, differences: Sequence[Difference]) -> tuple[str
     facts = node.models[model].facts
     found = [each.what for each in differences if each.url == node.url and each.model in ("", model)]
     result = "cannot be asked" if node.error else f"differs: {', '.join(found)}" if found else "same"
-    digest = (facts["identity"] or _UNKNOWN).partition(";")[0]
+    digest = facts["identity"].partition(";")[0]
     return (node.url, node.version, digest, str(facts["dtype"]), str(facts["max_tokens"]), result)

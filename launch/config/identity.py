@@ -1,8 +1,8 @@
 """The identity of a model: a digest of everything that decides which numbers a text gets.
 
 Owns what is in it, and the folder `digests` in the cache directory, where the digests of the weights' files are
-remembered. The number format is not in it: the workers say it. Called by `vecd.supervisor`, in a thread: the first time
-it reads all weights.
+remembered. The number format is not in it: the workers say it. Called by `vecd.launch.processes.identities`, in a
+thread: the first time it reads all weights.
 
 What is in it, and why not more, is in docs/api.md and docs/adr/0028-fleet.md. A field of a card that has its default is
 left out, so that a version of vecd with a new field gives the models that do not use it the identity of before.
@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from vecd.gateway.types.config import AliasDefaults
 from vecd.launch.config.plan import Plan
 from vecd.shm.card import ModelCard, export_files
-from vecd.shm.model_files import read_optional, single_file
+from vecd.shm.model_files import ModelError, read_optional, single_file
 from vecd.workers.json_file import write_json
 from vecd.workers.weights import weight_files
 
@@ -40,6 +40,12 @@ _MIN_AGE_S = 2.0
 """A file that was changed later than this before it was read may be changed again within the clock's tick, and then
 have the same times: its digest is not remembered."""
 _MAX_FILE_BYTES = 200
+_ABSENT = 0, 0, 0
+"""The version of a file that a model may have or not, and has not."""
+
+
+Versions: TypeAlias = dict[str, tuple[int, int, int]]
+"""Inode, size and time of change of files, by path."""
 
 
 class Digests(NamedTuple):
@@ -47,22 +53,36 @@ class Digests(NamedTuple):
     """32 hexadecimal digits, as the next."""
     by_alias: dict[str, str]
     """Of the aliases with request defaults."""
+    files: Versions
+    """Of what was read."""
 
 
 def read_identity(plan: Plan) -> Digests | None:
-    """The digests of the plan's model, whose tokenizer is open. None if its files have changed since the plan was made:
-    then nothing is known of what the workers have read, and a reload makes another plan.
+    """The digests of the plan's model, whose tokenizer is open. None if a file that counts has changed since the plan
+    was made: then nothing is known of what the workers have read, and a reload makes another plan.
 
     Raises OSError, ValueError, KeyError or ModelError for files that cannot be read. Side effect: the digests of the
     weights are remembered in the cache directory, if it can be written. Takes 0.8 ms if they are, or else 0.9 s for
     1 GB on a processor with SHA instructions: not for an event loop.
     """
+    before = _versions_of(plan)
     facts = _facts_of(plan)
     ranges = plan.settings.quantization_ranges
-    if plan.model_has_changed() or (ranges is not None and not plan.has_read(ranges)):
+    if not _is_of(plan, before) or _versions_of(plan) != before:
+        return None
+    if ranges is not None and not plan.has_read(ranges):
         return None
     model = _digest(facts)
-    return Digests(model, {each.alias: of_alias(model, each) for each in plan.gateway.alias_defaults})
+    return Digests(model, {each.alias: of_alias(model, each) for each in plan.gateway.alias_defaults}, before)
+
+
+def is_unchanged(plan: Plan, digests: Digests) -> bool:
+    """Whether the plan's files are still those that the digests are of. Looks at a few files, and reads an index at
+    most: not for an event loop."""
+    try:
+        return _versions_of(plan) == digests.files
+    except (OSError, ValueError, KeyError, ModelError):
+        return False
 
 
 def of_alias(model: str, defaults: AliasDefaults) -> str:
@@ -115,15 +135,39 @@ def _digest(facts: Mapping[str, Any]) -> str:
 # --- files ------------------------------------------------------------------------------------------------------
 
 
+def _versions_of(plan: Plan) -> Versions:
+    """Of the files that count and that workers read. The tokenizer is open, and the ranges are the gateways'."""
+    card = plan.gateway.card
+    config = Path(card.weights_folder) / "config.json"
+    found = [(str(path), path.stat()) for path in (*_weights_of(card), *_others_of(card), config) if path.exists()]
+    versions = {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found}
+    return {str(config): _ABSENT, **versions}
+
+
+def _is_of(plan: Plan, versions: Versions) -> bool:
+    """Whether these are the files that were there when the plan was made. It knows those of some folders only."""
+    known = {name: tuple(version) for name, *version in plan.model_files}
+    folders = {str(Path(name).parent) for name in known}
+    return all(
+        known.get(name, _ABSENT) == version
+        for name, version in versions.items()
+        if name in known or str(Path(name).parent) in folders
+    )
+
+
 def _digests_of_files(card: ModelCard, cache_folder: Path) -> dict[str, list[str]]:
     """Of the weights in any order, because they may be cut into files of any name; of the steps in theirs."""
-    folder = Path(card.folder)
-    steps = [step.file or f"{step.path}/model.safetensors" for step in card.all_steps if step.path or step.file]
-    others = [card.sparse.query_weights] if card.sparse is not None and card.sparse.query_weights else []
     return {
         "weights": sorted(_digest_of(path, cache_folder) for path in _weights_of(card)),
-        "steps": [_digest_of(folder / name, cache_folder) for name in (*steps, *others)],
+        "steps": [_digest_of(path, cache_folder) for path in _others_of(card)],
     }
+
+
+def _others_of(card: ModelCard) -> list[Path]:
+    """The files of what comes behind the transformer."""
+    steps = [step.file or f"{step.path}/model.safetensors" for step in card.all_steps if step.path or step.file]
+    others = [card.sparse.query_weights] if card.sparse is not None and card.sparse.query_weights else []
+    return [Path(card.folder) / name for name in (*steps, *others)]
 
 
 def _weights_of(card: ModelCard) -> list[Path]:

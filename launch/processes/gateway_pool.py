@@ -42,6 +42,7 @@ from vecd.shm.control import (
     Message,
     ModelBroken,
     ModelDrained,
+    ModelIdentity,
     ModelIs,
     NewKeys,
     Prepare,
@@ -95,8 +96,8 @@ class Link:
     """By generation."""
     drained: set[int] = field(default_factory=set)
     """Generations that drain, of which nothing is at a worker any more."""
-    sent_identities: set[int] = field(default_factory=set)
-    """Generations whose model's identity it has been sent."""
+    sent_identities: dict[int, ModelIdentity] = field(default_factory=dict)
+    """By generation: the identity of the model that it has been sent last."""
     connected: set[Incarnation] = field(default_factory=set)
     """Workers that have replied to it."""
     is_killed: bool = False
@@ -358,9 +359,10 @@ class GatewayPool:
             self._activate(link)
 
     def _send_identity(self, worker_pool: WorkerPool, link: Link) -> None:
-        if worker_pool.identity is not None and worker_pool.generation not in link.sent_identities:
-            link.sent_identities.add(worker_pool.generation)
-            send_or_kill(link.process, worker_pool.identity)
+        identity = worker_pool.identity
+        if identity is not None and link.sent_identities.get(worker_pool.generation) != identity:
+            link.sent_identities[worker_pool.generation] = identity
+            send_or_kill(link.process, identity)
 
     def _send_workers(self, worker_pool: WorkerPool, link: Link) -> None:
         for worker in worker_pool.ready.values():
@@ -444,7 +446,7 @@ class GatewayPool:
                 link.retiring.discard(generation)
                 link.drained.discard(generation)
                 link.sent_states.pop(generation, None)
-                link.sent_identities.discard(generation)
+                link.sent_identities.pop(generation, None)
                 send_or_kill(link.process, Discard(generation))
 
     def serves(self, generation: int) -> bool:

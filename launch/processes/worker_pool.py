@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -108,7 +109,9 @@ class WorkerPool:
         self.broken: str | None = None
         """Why there is no use in waiting for a worker; None while there is."""
         self.identity: ModelIdentity | None = None
-        """Of the model that it serves; None until it is known. Set by `vecd.supervisor`."""
+        """Of the model that it serves; None until it is known. Set by `vecd.launch.processes.identities`."""
+        self.before_ready: Callable[[], Awaitable[None]] | None = None
+        """Awaited before a worker is announced that has read the model's files. Set by `vecd.supervisor`."""
         self._first_worker = plan.gateway.first_worker
         self._lives = lives
         self._observer = observer
@@ -270,6 +273,7 @@ class WorkerPool:
             try:
                 config = self.plan.workers[incarnation.worker - self._first_worker]
                 addresses = [address for _, address in self._endpoints]
+                reads_model = self.reads_model
                 process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
             except (ChildDied, OSError) as error:
                 return f"could not be forked: {error}", None
@@ -278,6 +282,8 @@ class WorkerPool:
                     ready = await self._await_ready(process)
                 except ChildDied as error:
                     return str(error), None
+                if reads_model and self.before_ready is not None:
+                    await self.before_ready()
                 return await self._run_ready(ReadyWorker(incarnation, process, arena_fd, ready.facts))
         finally:
             os.close(arena_fd)

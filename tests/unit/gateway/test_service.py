@@ -21,6 +21,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY
 from vecd.gateway.types.config import ApiKey, GatewayConfig
 from vecd.gateway.types.errors import ApiError, Unavailable
+from vecd.gateway.types.identity import Identity
 from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -33,6 +34,7 @@ from vecd.shm.control import (
     InputsCleared,
     Message,
     ModelBroken,
+    ModelIdentity,
     NewKeys,
     Prepare,
     Prepared,
@@ -118,6 +120,7 @@ class FakeApi:
 
 class FakeService:
     def __init__(self, config: GatewayConfig, generation: int) -> None:
+        self.identity = Identity()
         self.config = config
         self.generation = generation
         self.api = FakeApi(generation)
@@ -466,6 +469,19 @@ def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_ref
         assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [deaths]
         bench.services.on_message(InputsCleared(["ab"]), [])
         assert bench.first.dispatcher.cleared == service.dispatcher.cleared == ["ab"]
+
+    asyncio.run(test())
+
+
+def test_an_identity_is_its_generation_s_and_may_be_withdrawn(listening):
+    async def test() -> None:
+        bench = Bench()
+        service = await bench.prepared(2, listening)
+        bench.services.on_message(ModelIdentity(2, 32 * "a"), [])
+        assert (bench.first.identity.digest, service.identity.digest) == ("", 32 * "a")
+        bench.services.on_message(ModelIdentity(2, "", problem="no file"), [])
+        assert (service.identity.digest, service.identity.problem) == ("", "no file")
+        assert bench.first.identity.problem == ""
 
     asyncio.run(test())
 

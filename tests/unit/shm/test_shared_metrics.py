@@ -4,6 +4,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
+from vecd.gateway.types.errors import ApiError
 from vecd.shm.shared_metrics import (
     MAX_ENDPOINTS,
     NUM_BATCHES,
@@ -112,6 +113,13 @@ def test_bounds_rise_and_statuses_are_of_http():
     assert list(STATUSES) == sorted(set(STATUSES))
     assert all(100 <= status < 600 for status in STATUSES)
     assert {400, 500} <= set(STATUSES), "where others are counted"
+
+
+def test_every_status_of_an_error_has_a_cell():
+    def kinds_of(error):
+        return [error, *(each for kind in error.__subclasses__() for each in kinds_of(kind))]
+
+    assert {kind.status for kind in kinds_of(ApiError) if "status" in vars(kind)} <= set(STATUSES)
 
 
 def test_tei_s_buckets_are_its_own():

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from vecd.gateway.api import conditions
 from vecd.gateway.api.conditions import Demand, check_after, check_before, parse_demand
 from vecd.gateway.api.context import Context
-from vecd.gateway.types.errors import BadRequest, IdentityMismatch, NotReady
+from vecd.gateway.types.errors import BadRequest, IdentityMismatch, NotReady, Unavailable
 from vecd.gateway.types.identity import Identity
 from vecd.gateway.types.messages import HttpRequest
 
@@ -23,6 +24,7 @@ class Model:
     def __init__(self, *aliases: str, timeout_s: float = 30.0) -> None:
         self.identity = Identity(aliases)
         self.num_loads = 0
+        self.has_workers = True
         config = SimpleNamespace(request_timeout_s=timeout_s)
         self.context = cast(
             Context,
@@ -31,7 +33,8 @@ class Model:
 
     async def load(self, timeout_s: float | None, arrived_at: float) -> None:
         self.num_loads += 1
-        self.identity.add_format("float32")
+        if self.has_workers:
+            self.identity.add_format("float32")
 
     def check(self, text: str, **headers: str) -> Coroutine[Any, Any, None]:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -113,6 +116,48 @@ async def test_it_waits_until_its_deadline_at_most() -> None:
         assert refused.value.status == 503
         assert refused.value.code == "not_ready"
         assert "retry-after" in refused.value.headers
+
+
+async def test_one_that_cannot_be_found_out_is_refused_at_once_until_it_is_known() -> None:
+    model = Model("short")
+    waiting = asyncio.ensure_future(model.check(OWN))
+    await asyncio.sleep(0)
+    model.identity.set_unknown("no such file")
+    for check in (waiting, model.check(OWN), model.check(f"{OWN};dtype=float32")):
+        with pytest.raises(Unavailable, match="is not known: no such file"):
+            await asyncio.wait_for(check, 10)
+    assert model.identity.by_alias["short"].problem == "no such file"
+    model.identity.set_digests(OWN, {"short": OF_ALIAS})
+    await model.check(OWN)
+
+
+def test_one_that_is_withdrawn_is_no_answer() -> None:
+    model = Model()
+    model.identity.set_digests(OWN, {})
+    model.identity.add_format("float32")
+    model.identity.set_unknown("its files are others")
+    assert model.identity.text is None
+    with pytest.raises(Unavailable, match="its files are others"):
+        check_after(demand(OWN), model.context)
+
+
+async def test_a_long_deadline_does_not_make_it_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "_MAX_WAIT_S", 0.01)
+    with pytest.raises(NotReady):
+        await asyncio.wait_for(Model(timeout_s=300.0).check(OWN), 10)
+
+
+async def test_the_first_worker_is_waited_for_where_a_format_is_demanded() -> None:
+    model = Model()
+    model.has_workers = False
+    model.identity.set_digests(OWN, {})
+    await model.check(OWN)
+    waiting = asyncio.ensure_future(model.check(f"{OWN};dtype=float32"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    model.identity.add_format("int8")
+    with pytest.raises(IdentityMismatch):
+        await waiting
 
 
 def test_a_format_that_is_found_out_meanwhile_is_compared_at_the_end() -> None:

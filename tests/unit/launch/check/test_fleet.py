@@ -37,7 +37,6 @@ def test_nodes_that_are_equal() -> None:
     ("changes", "what"),
     [
         ({"identity": "b;dtype=float32"}, "identity"),
-        ({"identity": None}, "identity"),
         ({"dtype": "int8"}, "dtype"),
         ({"max_tokens": 128}, "max_tokens"),
         ({"version": "1.1"}, "version"),

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from vecd.gateway.types.config import AliasDefaults
 from vecd.launch.config import identity
-from vecd.launch.config.identity import Digests, read_identity
+from vecd.launch.config.identity import Digests, is_unchanged, read_identity
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.shm.heads import Step
@@ -209,6 +209,21 @@ def test_nothing_is_known_of_files_that_have_changed_since_the_plan_was_made(mod
     np.save(flags[1], np.zeros((2, 384), np.float32))
     assert read_identity(other) is None
     other.close()
+
+
+def test_a_file_that_does_not_count_may_change(model: Model) -> None:
+    plan = make_plan(load_settings([str(model.folder), "--cache-dir", str(model.cache)]))
+    before = read_identity(plan)
+    assert before is not None
+    (model.folder / "README.md").write_text("Another text.")
+    (model.folder / ".git").mkdir()
+    (model.folder / ".git" / "index").write_text("Another index.")
+    assert read_identity(plan) == before
+    assert is_unchanged(plan, before)
+    (model.folder / "config.json").unlink()
+    assert not is_unchanged(plan, before)
+    assert read_identity(plan) is None
+    plan.close()
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(

@@ -27,6 +27,7 @@ from vecd.shm.control import (
     Heartbeat,
     Message,
     ModelBroken,
+    ModelIdentity,
     NewKeys,
     Prepare,
     Prepared,
@@ -123,6 +124,24 @@ def test_a_gateway_is_sent_each_thing_once(bench) -> None:
             await settle()
             assert [type(message) for message in gateway.sent()] == [GatewayStart, WorkerUp, WorkerUp]
             assert made.pool.is_connected(made.worker_pools[1])
+
+    run(test())
+
+
+def test_a_gateway_is_told_each_change_of_an_identity_before_the_workers(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            said = [ModelIdentity(1, "", problem="no file"), ModelIdentity(1, 32 * "a"), ModelIdentity(1, "")]
+            for identity in said:
+                made.worker_pools[1].identity = identity
+                for _ in range(2):
+                    made.pool.reconcile()
+            assert gateway.sent(ModelIdentity) == said
+            made.worker_pools[1].identity = said[0]
+            made.worker_up(1, 0, 1)
+            await settle()
+            assert gateway.sent(ModelIdentity, WorkerUp)[-2] == said[0]
 
     run(test())
 

@@ -315,6 +315,27 @@ def test_no_worker_reads_another_model_than_the_others(bench) -> None:
     run(test())
 
 
+def test_a_worker_that_has_read_the_model_is_announced_after_a_look_at_its_files(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+
+            async def look() -> None:
+                made.observer.events.append(("look", None))
+
+            made.pool.before_ready = look
+            made.observer.events.clear()
+            made.fakes.workers[0].end(-9)
+            await settle(1)
+            assert [name for name, _ in made.observer.events] == ["down", "ready"], "forked from what was read before"
+            made.observer.events.clear()
+            made.fork_server.is_running = False
+            made.fakes.workers[1].end(-9)
+            await settle(1)
+            assert [name for name, _ in made.observer.events] == ["down", "look", "ready"]
+
+    run(test())
+
+
 def test_a_model_on_a_mount_that_hangs_keeps_the_rest_going(bench) -> None:
     async def test() -> None:
         async with bench() as made:
