@@ -95,7 +95,12 @@ async def test_each_request_of_a_trusted_peer_has_a_caller_of_its_own():
 async def test_the_caller_of_a_request_is_looked_for_once(monkeypatch):
     read = []
     find = TrustedProxies.caller_of
-    monkeypatch.setattr(TrustedProxies, "caller_of", lambda *args: (read.append(args), find(*args))[1])
+
+    def noted(*args):
+        read.append(args)
+        return find(*args)
+
+    monkeypatch.setattr(TrustedProxies, "caller_of", noted)
     async with serving(trusted_proxies=TRUSTED) as model_info:
         proxy = await client_at(model_info, PROXY)
         assert await who(proxy, f"X-Forwarded-For: {CALLER}") == CALLER

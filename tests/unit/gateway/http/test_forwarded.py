@@ -163,7 +163,11 @@ def test_of_a_long_header_the_end_is_read(written, monkeypatch):
     read = []
 
     def reading(hops):
-        return lambda value: (read.append(value), hops(value))[1]
+        def noted(value):
+            read.append(value)
+            return hops(value)
+
+        return noted
 
     for name in ("_x_hops", "_forwarded_hops"):
         monkeypatch.setattr(forwarded, name, reading(getattr(forwarded, name)))
