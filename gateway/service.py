@@ -403,10 +403,10 @@ class Services:
         first = self.active if models is self._models or not models.all else self._service_of(models.all[0])
         choice = request.choice
         if choice is None:
-            named = request.headers.get(HEADER, "")
-            if request.path.startswith(PREFIX):
+            named, is_by_path = request.headers.get(HEADER, ""), request.path.startswith(PREFIX)
+            if is_by_path:
                 named, request.path = models.split(request.path) or self._refuse(models, first, request)
-            choice = request.choice = ModelChoice(named, is_made=False)
+            choice = request.choice = ModelChoice(named, is_made=False, is_by_path=is_by_path)
         # Found again when the rest of a body has arrived: another generation may be the active one then.
         found = models.find(choice.named) if choice.named else None
         if found is None:

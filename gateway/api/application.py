@@ -16,7 +16,7 @@ from vecd.gateway.api.cors import Cors
 from vecd.gateway.api.models import PREFIX, Models
 from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.api.registry import ROUTES, render_error
-from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, public_table
+from vecd.gateway.api.routes import Route, Table, admin_table, find_route, methods_at, model_table, public_table
 from vecd.gateway.types.config import ApiKey
 from vecd.gateway.types.errors import ApiError, NotFound
 from vecd.gateway.types.identity import HEADER
@@ -34,6 +34,7 @@ class Api:
         self.context = context
         self._cors = Cors(context.config.cors_origins)
         self._admin_table = admin_table(ROUTES)
+        self._admin_model_table = model_table(self._admin_table)
         self.set_keys(context.config.keys)
 
     @property
@@ -48,6 +49,7 @@ class Api:
             has_admin_listener=self.context.config.has_admin_listener,
             has_keys=self.principals.have_keys,
         )
+        self._model_table = model_table(self._public_table)
 
     def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
         """Go on with another generation's principals, because what they have used stays used, under these keys."""
@@ -136,6 +138,8 @@ class Api:
         )
 
     def _table(self, request: HttpRequest) -> Table:
+        if request.choice is not None and request.choice.is_by_path:
+            return self._admin_model_table if request.is_admin else self._model_table
         return self._admin_table if request.is_admin else self._public_table
 
 

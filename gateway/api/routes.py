@@ -67,6 +67,11 @@ def admin_table(table: Table) -> Table:
     return _without(table, {"embed"})
 
 
+def model_table(table: Table) -> Table:
+    """The routes behind a path that names a model, of a listener's: none of the operator's, which are the server's."""
+    return _without(table, {"metrics", "admin"})
+
+
 def _without(table: Table, scopes: set[str]) -> Table:
     found = {
         path: {method: route for method, route in methods.items() if route.scope not in scopes}

@@ -99,8 +99,9 @@ def alive() -> Response:
 
 async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
-    Ollama's clients request this path first."""
-    if context.config.has_ui and "text/html" in http.headers.get("accept", ""):
+    Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
+    is_by_path = http.choice is not None and http.choice.is_by_path
+    if context.config.has_ui and not is_by_path and "text/html" in http.headers.get("accept", ""):
         response = _page("page.html")
     elif why_unavailable(context, http, principal) is not None:
         response = await health(context, http, principal)

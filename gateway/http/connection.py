@@ -89,6 +89,7 @@ class Connection(asyncio.Protocol):
         self._awaited: ReadState | None = ReadState.IDLE  # None while a request is handled
         self.task: asyncio.Task[None] | None = None
         self._request: HttpRequest | None = None  # the one that the task handles
+        self._checked: HttpRequest | None = None  # the one whose head is known and whose body is still arriving
         self._why_refused: str | None = None  # None: it is not refused
         self.num_held_bytes = 0
         """Of an incomplete body, or of requests behind the one being handled; counted in the server's `arriving`."""
@@ -203,9 +204,8 @@ class Connection(asyncio.Protocol):
             self._server.arriving.count(self, 0)
 
     def _check_head(self, request: HttpRequest) -> None:
-        request.client, request.is_admin = self.client, self.is_admin
-        if self._proxies is not None:
-            request.client, request.scheme = self._proxies.caller_of(request.headers, self.client)
+        self._identify(request)
+        self._checked = request
         try:
             if self.is_admin:
                 _check_origin(request)
@@ -217,12 +217,17 @@ class Connection(asyncio.Protocol):
         elif request.expects_continue:
             self._send([CONTINUE])
 
-    # --- handling ---
-
-    def _start(self, request: HttpRequest) -> None:
+    def _identify(self, request: HttpRequest) -> None:
         request.client, request.is_admin = self.client, self.is_admin
         if self._proxies is not None:
             request.client, request.scheme = self._proxies.caller_of(request.headers, self.client)
+
+    # --- handling ---
+
+    def _start(self, request: HttpRequest) -> None:
+        if request is not self._checked:
+            self._identify(request)
+        self._checked = None
         self._request = request
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()

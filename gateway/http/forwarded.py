@@ -14,6 +14,7 @@ the first one that is not is the caller. Everything to its left is what the call
 
 - An entry that is no address (`unknown`, `_hidden`, an empty one) ends the reading: the caller is the address before
   it, which is that of a trusted proxy. So is the leftmost address if all are trusted.
+- Only the end of a long value is read, so that no client makes the reading slow by what it writes before it.
 - If both headers are there, they must name one caller. If they do not, one of them came from the client through a proxy
   that writes only the other, and neither counts: the caller is the connection's peer.
 """
@@ -26,12 +27,15 @@ from typing import NamedTuple
 
 _MAX_HOPS = 32
 """Entries that are read of a header. Only trusted addresses let the reading go on."""
+_MAX_CHARS = 2048
+"""Of a header, those that are read: the last ones. A proxy's entry has less than 64."""
 _MAPPED = bytes(10) + b"\xff\xff"
 """The beginning of an IPv6 address that is an IPv4 address: ::ffff:192.0.2.7."""
 _PORT = r"(?::(?:[0-9]{1,5}|_[A-Za-z0-9._-]+))?"
 _NODE = re.compile(rf"\[([0-9a-fA-F:.]+)\]{_PORT}|([0-9.]+){_PORT}|([0-9a-fA-F:.]+)")
 _PAIR = re.compile(r'[ \t]*([A-Za-z0-9_-]+)=(?:"((?:[^"\\]|\\.)*)"|([^"\\;, \t]+))[ \t]*(?:;|$)')
 _ESCAPED = re.compile(r"\\(.)")
+_MARK = re.compile('[,"]')
 _SCHEMES = ("http", "https")
 
 
@@ -106,7 +110,7 @@ class TrustedProxies:
 
         Measured on a busy machine, one and three hops: X-Forwarded-For 3 and 6 µs, Forwarded 5 and 15 µs; neither: 0.5.
         """
-        forwarded, x_forwarded = headers.get("forwarded"), headers.get("x-forwarded-for")
+        forwarded, x_forwarded = _end_of(headers, "forwarded"), _end_of(headers, "x-forwarded-for")
         named = peer
         scheme = headers.get("x-forwarded-proto", "").lower() if forwarded is None else ""
         if x_forwarded is not None:
@@ -138,14 +142,21 @@ def _read_network(name: str) -> tuple[int, int, int]:
         raise ValueError(
             f"{name!r} is not a proxy: an address as 10.0.0.2 or 2001:db8::2, a network as 10.0.0.0/8, or unix"
         ) from None
-    if network.prefixlen == 0:
-        raise ValueError(f"{name!r} is every address: any client could then say that it is another one")
     first, mask = network.network_address.packed, int(network.netmask)
     if "/" in name and (address := _packed(name.partition("/")[0])) and int.from_bytes(address) & ~mask:
         raise ValueError(f"{name!r} has bits behind the network's prefix: {network} is the network that it is in")
     if first.startswith(_MAPPED) and network.prefixlen >= 8 * len(_MAPPED):
         first, mask = first[len(_MAPPED) :], mask & 0xFFFFFFFF
+    if mask == 0:  # ::ffff:0:0/96 is every IPv4 address
+        raise ValueError(f"{name!r} is every address: any client could then say that it is another one")
     return len(first), int.from_bytes(first), mask
+
+
+def _end_of(headers: Mapping[str, str], name: str) -> str | None:
+    """The value of a header, as far as it is read. Before the rest of one that is too long stands what makes its first
+    entry, which may be a part of one, no address."""
+    value = headers.get(name)
+    return value if value is None or len(value) <= _MAX_CHARS else "\0" + value[-_MAX_CHARS:]
 
 
 def _read_node(text: str) -> bytes | None:
@@ -167,35 +178,24 @@ def _x_hops(value: str) -> Iterator[_Hop]:
 
 
 def _forwarded_hops(value: str) -> Iterator[_Hop]:
-    """The entries of Forwarded, the last one first; one that is malformed has the address "", which is none."""
-    end = len(value)
-    while end >= 0:
-        start = _comma_before(value, end)
-        yield _read_element(value[start + 1 : end])
-        end = start
+    """The entries of Forwarded, the last one first; one that is malformed has the address "", which is none.
 
-
-def _comma_before(value: str, end: int) -> int:
-    """Where the comma is before the entry that ends at `end`; -1: there is none. Commas within quotes separate nothing.
-
-    Found from the right: to the left is what a client wrote, and a quote there that none closes must not swallow what
-    proxies have appended.
+    Commas within quotes separate nothing. They are found from the right: to the left is what a client wrote, and a
+    quote there that none closes must not swallow what proxies have appended.
     """
-    while True:
-        comma, quote = value.rfind(",", 0, end), value.rfind('"', 0, end)
-        if quote <= comma:
-            return comma
-        end = _opening_quote(value, quote)
-        if end < 0:
-            return -1
+    end, is_quoted = len(value), False
+    for mark in reversed([match.start() for match in _MARK.finditer(value)]):
+        if value[mark] == '"':
+            # A quote behind a backslash is a part of the quoted text.
+            is_quoted = not is_quoted or _is_escaped(value, mark)
+        elif not is_quoted:
+            yield _read_element(value[mark + 1 : end])
+            end = mark
+    yield _read_element(value[:end])
 
 
-def _opening_quote(value: str, closing: int) -> int:
-    """Where the quote is that `closing` ends; -1: there is none. A quote behind a backslash is a part of the text."""
-    at = value.rfind('"', 0, closing)
-    while at > 0 and (at - len(value[:at].rstrip("\\"))) % 2:
-        at = value.rfind('"', 0, at)
-    return at
+def _is_escaped(value: str, at: int) -> bool:
+    return (at - len(value[:at].rstrip("\\"))) % 2 == 1
 
 
 def _read_element(text: str) -> _Hop:

@@ -44,10 +44,10 @@ OF_KUBERNETES = {
 """Objects that are passed on, whose keys Kubernetes knows."""
 
 
-def render(values: dict[str, Any]) -> dict[str, str]:
+def render(values: dict[str, Any], name: str = "search", namespace: str = "embedding") -> dict[str, str]:
     with helm.Chart.load(CHART) as chart:
         chart.validate_schema(values)
-        manifests: dict[str, str] = chart.render(values, name="search", namespace="embedding")
+        manifests: dict[str, str] = chart.render(values, name=name, namespace=namespace)
     return manifests
 
 
@@ -267,6 +267,48 @@ def test_pools_have_one_dtype_and_values_of_their_own() -> None:
     assert claims == {"embed-amd-cache", "embed-arm-cache"}
 
 
+SCALED = {"enabled": True, "keda": {"serverAddress": "http://prometheus"}}
+
+
+def test_names_that_yaml_takes_for_something_else_are_text() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    pool = {"persistence": {"enabled": True}, "autoscaling": SCALED}
+    values = {
+        "pools": dict.fromkeys(("on", "null", "100", "1e5"), pool),
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+        "podMonitor": {"enabled": True},
+        "weights": {"claim": {"size": "1Gi"}},
+        "fullnameOverride": "1e3",
+        "nameOverride": "off",
+    }  # fmt: skip
+    found = [
+        each
+        for path, text in render(values, "123", "100").items()
+        if path.endswith(".yaml")
+        for each in yaml.safe_load_all(text)
+        if each is not None
+    ]
+    assert {each["kind"] for each in found} >= {"Deployment", "ScaledObject", "HTTPRoute", "PersistentVolumeClaim"}
+    for each in found:
+        metadata = each["metadata"]
+        assert all(isinstance(text, str) for text in (metadata["name"], *metadata["labels"].values())), metadata
+        assert metadata["namespace"] == "100"
+        if each["kind"] not in OF_OTHERS:
+            kubernetes_validate.validate(each, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("pool", ["a", "large-and-small"])
+def test_keda_finds_the_pods_of_a_long_name(pool: str) -> None:
+    """Kubernetes cuts the name of a ReplicaSet at 58 characters with its dash, and appends five to it."""
+    values = {"fullnameOverride": "f" * 60, "pools": {pool: {"autoscaling": SCALED}}}
+    manifests = render(values)
+    name = yaml.safe_load(manifests["vecd/templates/deployment.yaml"])["metadata"]["name"]
+    assert name.endswith(f"-{pool}")
+    scaled = yaml.safe_load(manifests["vecd/templates/autoscaling.yaml"])
+    [pods] = re.findall(r'pod=~"([^"]*)"', scaled["spec"]["triggers"][0]["metadata"]["query"])
+    assert re.fullmatch(pods, f"{name}-6d4cf56db6-"[:58] + "x2x9z")
+
+
 def test_one_pool_may_have_another_dtype_than_auto_and_has_auto_otherwise() -> None:
     assert container(one("minimal", "Deployment"))["args"][3:] == ["--dtype", "auto"]
     assert container(one("gpu", "Deployment"))["args"][3:] == ["--dtype", "bfloat16"]
@@ -296,6 +338,9 @@ def test_the_notes_warn_of_what_may_mix_or_lose() -> None:
     assert "dtype is auto" not in notes
     assert "Set httpRoute" not in notes
     assert "http://search-vecd.embedding:80/v1" in notes
+    assert "Set config.trusted-proxies" in notes
+    for values in ({}, {"httpRoute": route, "config": {"trusted-proxies": "10.0.0.0/8"}}):
+        assert "Set config.trusted-proxies" not in render(values)["vecd/templates/NOTES.txt"]
 
 
 # --- objects whose schemas Kubernetes does not have -------------------------------------------------------------
@@ -306,6 +351,8 @@ def test_the_route_repeats_and_passes_on_what_is_not_about_one_pod() -> None:
     assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
     assert route["spec"]["parentRefs"] == [{"name": "public", "namespace": "gateways"}]
     [rule] = route["spec"]["rules"]
+    modifier = {"type": "RequestHeaderModifier", "requestHeaderModifier": {"remove": ["Forwarded"]}}
+    assert rule["filters"] == [modifier], "a client's own word"
     assert rule["retry"] == {"attempts": 2, "codes": [503], "backoff": "25ms"}
     service = one("scaled", "Service")
     assert rule["backendRefs"] == [{"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}]

@@ -15,7 +15,11 @@ from tests.support.soak.questions import Tenant
 from tests.support.soak.tenants import make_weightless_tenants
 
 NUM_CLIENTS = 32
-OFF_THE_ROUTE = "/metrics", "//metrics", "/metrics/", "/%6detrics", "/metrics/metrics", "/stats", "/admin/models"
+OFF_THE_ROUTE = (
+    "/metrics", "//metrics", "/metrics/", "/%6detrics", "/metrics/metrics", "/stats", "/admin/models",
+    "/m/dummy/metrics", "/m/org/dummy//metrics/", "/%6d/dummy/%6detrics", "/m/dummy/stats", "/m/dummy/admin/models",
+)  # fmt: skip
+PAGES = "", "/", "//", "/m/dummy", "/m/dummy/"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,10 @@ def test_a_node_is_killed_and_no_request_fails(texts: list[Tenant]):
 
 def answers_off_the_route(url: str) -> None:
     for path in OFF_THE_ROUTE:
-        assert (httpx.get(url + path).status_code, path) == (404, path)
-    assert httpx.get(url, headers={"accept": "text/html,*/*"}).text == "not served here"
+        response = httpx.get(url + path)
+        assert (response.status_code, response.text, path) == (404, "not served here", path)
+    for path in PAGES:
+        assert httpx.get(url + path, headers={"accept": "text/html,*/*"}).text == "not served here", path
 
 
 def answers_on_the_route(url: str) -> None:

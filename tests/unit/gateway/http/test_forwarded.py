@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vecd.gateway.http import forwarded
 from vecd.gateway.http.forwarded import TrustedProxies, client_of
 
 PROXIES = TrustedProxies("10.0.0.0/8, 192.168.1.1,2001:db8:aaaa::/48, ::1, ::ffff:172.16.0.0/108,unix")
@@ -153,6 +154,37 @@ def test_only_so_many_trusted_hops_are_read():
     assert caller(x_forwarded_for=CALLER + ", 10.1.2.3" * 32) == "10.1.2.3"
 
 
+LONG = ['"' * 31_000, '"' + "\\" * 31_000 + '"', '\\"' * 15_500, "," * 31_000, "for=1.1.1.1;" * 2_600, "1" * 31_000]
+
+
+@pytest.mark.parametrize("written", LONG, ids=lambda written: written[:3])
+def test_of_a_long_header_the_end_is_read(written, monkeypatch):
+    """It is work on the event loop, before any key is looked at. What is read is asserted, and no time."""
+    read = []
+
+    def reading(hops):
+        def noted(value):
+            read.append(value)
+            return hops(value)
+
+        return noted
+
+    for name in ("_x_hops", "_forwarded_hops"):
+        monkeypatch.setattr(forwarded, name, reading(getattr(forwarded, name)))
+    for name, ours in (("x_forwarded_for", CALLER), ("forwarded", f"for={CALLER}")):
+        assert caller(**{name: written}) == PEER
+        assert caller(**{name: f"{written}, {ours}"}) == CALLER
+    assert len(read) == 4
+    assert max(map(len, read)) <= 2049
+
+
+def test_an_entry_of_which_only_a_part_is_read_is_no_address():
+    entry, end = f"1{CALLER}", ", 10.1.2.3"
+    for num_read in range(1, len(entry)):
+        value = entry + " " * (2048 - num_read - len(end)) + end
+        assert caller(x_forwarded_for=value) == "10.1.2.3", "not 203.0.113.9, 03.0.113.9, …"
+
+
 @pytest.mark.parametrize(
     ("peername", "is_trusted"),
     [
@@ -192,6 +224,8 @@ def test_unix_is_trusted_only_if_it_is_named():
         ("*", "'*' is not a proxy"),
         ("0.0.0.0/0", "'0.0.0.0/0' is every address"),
         ("::/0", "'::/0' is every address"),
+        ("::ffff:0:0/96", "'::ffff:0:0/96' is every address"),
+        ("::ffff:0.0.0.0/96", "'::ffff:0.0.0.0/96' is every address"),
         ("10.0.0.1/8", "'10.0.0.1/8' has bits behind the network's prefix: 10.0.0.0/8"),
         ("2001:db8::1/64", "'2001:db8::1/64' has bits behind the network's prefix: 2001:db8::/64"),
     ],
