@@ -97,11 +97,14 @@ def alive() -> Response:
     return _json(200, {"status": "ok"})
 
 
+def _is_by_path(http: HttpRequest) -> bool:
+    return http.choice is not None and http.choice.is_by_path
+
+
 async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
     Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
-    is_by_path = http.choice is not None and http.choice.is_by_path
-    if context.config.has_ui and not is_by_path and "text/html" in http.headers.get("accept", ""):
+    if context.config.has_ui and "text/html" in http.headers.get("accept", "") and not _is_by_path(http):
         response = _page("page.html")
     elif why_unavailable(context, http, principal) is not None:
         response = await health(context, http, principal)

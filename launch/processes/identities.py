@@ -6,6 +6,7 @@ and says that it has changed. What an identity is made of is in `vecd.launch.con
 `vecd.supervisor`.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -48,17 +49,21 @@ class Identities:
 
     def add(self, worker_pool: WorkerPool) -> None:
         """Find out the identity of a pool's model: at once if it is loaded with the server, or else after `read_all`.
-        Raises OSError without a descriptor."""
+        Raises OSError without a descriptor or a thread."""
         plan = worker_pool.plan
         fd = os.open(plan.gateway.card.tokenizer_file, os.O_RDONLY | os.O_CLOEXEC)
         card = replace(plan.gateway.card, tokenizer_file=f"/proc/self/fd/{fd}")
         plan = replace(plan, gateway=replace(plan.gateway, card=card))
         with self._changes:
-            self._waiting.append(_Reading(worker_pool, plan, fd, not plan.gateway.loads_on_demand))
             if not self._has_thread:
-                # It may be reading when the server ends.
-                threading.Thread(target=self._run, name="identities", daemon=True).start()
+                try:
+                    # It may be reading when the server ends.
+                    threading.Thread(target=self._run, name="identities", daemon=True).start()
+                except RuntimeError as error:
+                    os.close(fd)
+                    raise OSError(errno.EAGAIN, "no more threads or processes can be started") from error
                 self._has_thread = True
+            self._waiting.append(_Reading(worker_pool, plan, fd, not plan.gateway.loads_on_demand))
             self._changes.notify()
 
     def read_all(self) -> None:

@@ -15,8 +15,8 @@ import pytest
         ("check --wrokers 2", "vecd check: unrecognized arguments: --wrokers; --wrokers: did you mean --workers?"),
         ("install-service --sokcet", "vecd install-service: unrecognized arguments: --sokcet; --sokcet: did you mean "
          "--socket?"),
-        ("embed a.txt --ouput b.npy", "vecd embed: error: the following arguments are required: -o/--output; --ouput: "
-         "did you mean --output?"),
+        ("embed a.txt --ouput b.npy", "vecd embed: error: unrecognized arguments: --ouput b.npy; --ouput: did you mean "
+         "--output?"),
         ("embed a.txt -o b.npy --filed q", "vecd embed: error: unrecognized arguments: --filed q; --filed: did you "
          "mean --field?"),
         ("bench --clinets 3", "vecd bench: error: unrecognized arguments: --clinets 3; --clinets: did you mean "

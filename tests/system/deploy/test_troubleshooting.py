@@ -132,6 +132,8 @@ def small_limits(folder: Path) -> Provoked:
         model = {"input": "a", "model": "another"}
         yield Row(404, "The model … does not exist; this server has"), ask(server, EMBEDDINGS, json=model)
         yield Row(405, "is not allowed on this path"), ask(server, EMBEDDINGS)
+        other = embed(server, "a", if_vecd_identity="0" * 32)
+        yield Row(412, "is demanded, and the model here is"), other
         yield Row(400, "The body is not valid JSON"), ask(server, EMBEDDINGS, content=b"{")
         dimensions = {"input": "a", "dimensions": 64}
         yield Row(400, "does not support specifying dimensions"), ask(server, EMBEDDINGS, json=dimensions)
