@@ -163,3 +163,20 @@ class TlsOptions:
     def read_target(self, url: str) -> Target:
         """Raises ValueError."""
         return parse_target(url, self.ca, insecure=self.insecure)
+
+    def check_server(
+        self, url: str | None, model: str | None, serve_flags: Sequence[str], served_here: Sequence[str]
+    ) -> None:
+        """Of a command that asks the server at `url`, or starts one of `model` with `serve_flags` and sets the flags
+        `served_here` itself. Raises ValueError for flags that do not go together."""
+        if url is not None:
+            self.read_target(url)
+            if model is not None or serve_flags:
+                raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
+        elif self.ca is not None or self.insecure:
+            raise ValueError("--ca and --insecure are for a running server: give --url https://host:port")
+        for name in serve_flags:
+            if name.partition("=")[0] in served_here:
+                raise ValueError(
+                    f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
+                )

@@ -196,17 +196,7 @@ class EmbedOptions(TlsOptions):
             raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
 
     def _check_server(self) -> None:
-        if self.url is not None:
-            _ = self.target
-            if self.model is not None or self.serve_flags:
-                raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
-        elif self.ca is not None or self.insecure:
-            raise ValueError("--ca and --insecure are for a running server: give --url https://host:port")
-        for name in self.serve_flags:
-            if name.partition("=")[0] in _SERVED_HERE:
-                raise ValueError(
-                    f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
-                )
+        self.check_server(self.url, self.model, self.serve_flags, _SERVED_HERE)
         if self.share_server and (self.no_share_server or self.url is not None):
             other = "--no-share-server" if self.no_share_server else "--url"
             raise ValueError(f"--share-server and {other} exclude each other")

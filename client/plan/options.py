@@ -72,17 +72,7 @@ class PlanOptions(TlsOptions):
     def __post_init__(self) -> None:
         if self.deadline is not None and self.nodes is not None:
             raise ValueError("--deadline and --nodes exclude each other: one follows from the other")
-        if self.url is not None:
-            _ = self.target
-            if self.model is not None or self.serve_flags:
-                raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
-        elif self.ca is not None or self.insecure:
-            raise ValueError("--ca and --insecure are for a running server: give --url https://host:port")
-        for name in self.serve_flags:
-            if name.partition("=")[0] in _SERVED_HERE:
-                raise ValueError(
-                    f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
-                )
+        self.check_server(self.url, self.model, self.serve_flags, _SERVED_HERE)
 
     @cached_property
     def target(self) -> Target | None:

@@ -100,10 +100,6 @@ class _Program:
         return self._process.pid
 
     @property
-    def is_started(self) -> bool:
-        return self._process is not None
-
-    @property
     def output(self) -> str:
         return (self.folder / "output").read_text(errors="replace")
 
