@@ -36,9 +36,9 @@ ONE_THREAD = ("--threads-per-worker", "1")
 CHECKOUT = Path(__file__).parents[1]
 _NUM_TEXTS = 16
 _WARMUP_S = 0.2
-_REST_S = 2.2
+REST_S = 2.2
 """vecd looks for foreign load once a second, at the last second: after two looks it has seen an idle machine."""
-_LEARNING_S = 3.0
+LEARNING_S = 3.0
 """Before the rounds: how many threads pay is learned from batches."""
 _BUSY_TURNS = 3
 """A turn on a busy machine, in those of an idle one: a 95th percentile takes more requests than a median."""
@@ -60,6 +60,8 @@ class Experiment:
     """For the servers' cache."""
     base: Path | None = None
     """A checkout of the commit that the gateway is measured against."""
+    load_s: float = 600.0
+    """Length of the load after which a lone client is measured."""
 
     def serving(self, *flags: str) -> AbstractContextManager[Server]:
         cache = ("--cache-dir", str(self.folder))
@@ -67,7 +69,7 @@ class Experiment:
 
 
 @dataclass(slots=True)
-class _Turns:
+class Turns:
     """Those of one length of text."""
 
     sessions: Sequence[int]
@@ -105,13 +107,13 @@ def measure_single(experiment: Experiment) -> Iterator[Finding]:
         for num_tokens in LENGTHS:
             variants = {peer.name: peer.choose(num_tokens) for peer in peers}
             texts = texts_of(card, _NUM_TEXTS, num_tokens)
-            turns, turn_s = _Turns(sessions), experiment.turn_s
+            turns, turn_s = Turns(sessions), experiment.turn_s
             contenders: dict[str, Callable[[], list[float]]] = {
-                "vecd": functools.partial(turns.of_server, ours, texts, turn_s, _REST_S),
+                "vecd": functools.partial(turns.of_server, ours, texts, turn_s, REST_S),
                 "one thread": functools.partial(turns.of_server, single, texts, turn_s),
                 **{peer.name: functools.partial(turns.of_peer, peer, num_tokens, turn_s) for peer in peers},
             }
-            turns.of_server(ours, texts, _LEARNING_S, _REST_S)
+            turns.of_server(ours, texts, LEARNING_S, REST_S)
             neighbours, before = Neighbours(sessions), metrics(ours)
             passes = alternate(contenders, experiment.num_rounds)
             share = leased_percent(before, metrics(ours))
@@ -146,10 +148,10 @@ def measure_busy(experiment: Experiment) -> Iterator[Finding]:
         other_program.start(_ENDLESS_S)
         # The first second, in which vecd finds out, does not count.
         for server in (ours, single):
-            _Turns(sessions).of_server(server, texts[LENGTHS[0]], 1.0, _REST_S)
+            Turns(sessions).of_server(server, texts[LENGTHS[0]], 1.0, REST_S)
         before = metrics(ours)
         for num_tokens in LENGTHS:
-            turns, turn_s = _Turns(sessions), _BUSY_TURNS * experiment.turn_s
+            turns, turn_s = Turns(sessions), _BUSY_TURNS * experiment.turn_s
             contenders = {
                 "vecd": functools.partial(turns.of_server, ours, texts[num_tokens], turn_s),
                 "one thread": functools.partial(turns.of_server, single, texts[num_tokens], turn_s),

@@ -32,6 +32,7 @@ _SECTIONS = {
     "deaths": "Death of the only worker",
     "single": "One client, with cores that are idle",
     "busy": "One client, while another program takes a core",
+    "after-load": "One client, after minutes of load from several sides",
     "load": "64 clients, with cores that may be lent",
     "cache": "64 clients, with a cache of vectors",
     "gateway": "Processor time of the gateway",
@@ -110,16 +111,19 @@ _INTRODUCTION = (
     "serves HTTP, and ONNX Runtime runs in process as text-embeddings-inference uses it: padded batches of 8 texts, a "
     "thread for each core. Memory is the sum of all processes, with shared pages counted once (PSS).",
     "`make bench-cores` adds sections on elastic cores, on the cache of vectors and on the gateway. Its `SECTIONS=` "
-    "takes some of `single,busy,load,cache,gateway`, and `gateway` needs `BASE=`, a checkout of the commit to compare "
-    "with. Two servers run side by side and take turns, 15 by default; what has no turn sleeps. `single` sends one "
-    "request at a time to an idle machine. It compares vecd with itself at one thread per worker, and with each peer "
-    "in process, with a thread for each core and its fastest export; a peer's time has 1.5 ms added, for HTTP. How "
-    "many of vecd's batches really had more than one thread stands beside each figure. A calibration comes first: a "
-    "busy loop on each core must be as fast as one alone, or the cores were not free. `busy` does the same while a "
-    "busy loop of another program takes a core. `load` has 64 clients with short and with mixed texts, then short "
-    "requests beside bulk. `cache` compares `--vector-cache` with a server without it, where 90 % of the texts come "
-    "again and where none does. `gateway` measures processor time per request with the dummy engine. The targets of "
-    "these sections are met when the 90 % interval reaches them.",
+    "takes some of `single,busy,after-load,load,cache,gateway`, and `gateway` needs `BASE=`, a checkout of the commit "
+    "to compare with. Two servers run side by side and take turns, 15 by default; what has no turn sleeps. `single` "
+    "sends one request at a time to an idle machine. It compares vecd with itself at one thread per worker, and with "
+    "each peer in process, with a thread for each core and its fastest export; a peer's time has 1.5 ms added, for "
+    "HTTP. How many of vecd's batches really had more than one thread stands beside each figure. A calibration comes "
+    "first: a busy loop on each core must be as fast as one alone, or the cores were not free. `busy` does the same "
+    "while a busy loop of another program takes a core. `after-load` sends one text of 12 tokens at a time, after a "
+    "start and after 10 minutes (`ARGS='--minutes N'`) of short texts at random moments beside clients with mixed "
+    "lengths. It compares the p50 with the engine in process, with a thread for each core: 1.25 times its time and "
+    "0.8 ms are allowed. `load` has 64 clients with short and with mixed texts, then short requests beside bulk. "
+    "`cache` compares `--vector-cache` with a server without it, where 90 % of the texts come again and where none "
+    "does. `gateway` measures processor time per request with the dummy engine. The targets of these sections are met "
+    "when the 90 % interval reaches them.",
     "`make bench-rerank` adds rerank. The model is a cross-encoder in float32: the layers of the bundled model, with a "
     "random head of one label. Queries have 12 tokens. Documents are runs of English words, either of exactly 100 "
     "tokens or log-normal (median 76, sigma 0.8, drawn again outside 20–400; 100 on average), and no two are the same. "

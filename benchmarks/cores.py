@@ -1,7 +1,7 @@
 """What elastic cores, the cache of vectors and a gateway's time are worth, by section: `make bench-cores`.
 
-Owns the order of the sections. The turns are in `benchmarks.alone`, `benchmarks.crowds` and `benchmarks.gateway_time`;
-findings are recorded as those of `benchmarks.engine`, and shown on the same page. Called as
+Owns the order of the sections. The turns are in `benchmarks.alone`, `benchmarks.after_load`, `benchmarks.crowds` and
+`benchmarks.gateway_time`; findings are recorded as those of `benchmarks.engine`, and shown on the same page. Called as
 `python -m benchmarks.cores`.
 """
 
@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.after_load import measure_after_load
 from benchmarks.alone import Experiment, measure_busy, measure_single
 from benchmarks.checkpoints import BUNDLED, SHAPES, NoSuchModel, model_folder
 from benchmarks.crowds import measure_cache, measure_load
@@ -34,6 +35,7 @@ def _measure_gateway(experiment: Experiment) -> Iterator[Finding]:
 SECTIONS = {
     "single": measure_single,
     "busy": measure_busy,
+    "after-load": measure_after_load,
     "load": measure_load,
     "cache": measure_cache,
     "gateway": _measure_gateway,
@@ -60,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             flags=arguments.flags.split(),
             folder=Path(folder),
             base=arguments.base and arguments.base.resolve(),
+            load_s=60 * arguments.minutes,
         )
         exit_code = record(measure(arguments.sections, experiment, failed), journal, arguments.results)
     return exit_code or int(bool(failed))
@@ -92,6 +95,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--rounds", type=int, default=15, metavar="N", help="turns of each contender")
     add("--seconds", type=float, default=0.4, metavar="S", help="least length of one client's turn")
+    add("--minutes", type=float, default=10.0, metavar="N", help="length of the load of after-load")
     add(
         "--flags",
         default="--threads-per-worker auto",

@@ -1,14 +1,15 @@
-"""A peer with all cores in a process of its own: what somebody has who needs no server.
+"""A peer, or vecd's engine, with all cores in a process of its own: what somebody has who needs no server.
 
 Owns that process and the lines between it and the benchmark. It sleeps on a pipe while it has no turn. Run as
-`python -m benchmarks.inprocess PEER MODEL`; started by `benchmarks.alone`.
+`python -m benchmarks.inprocess PEER MODEL`; started by `benchmarks.alone` and
+`benchmarks.after_load`.
 """
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from benchmarks.machine import num_cores
 from benchmarks.servers import clean_environment
 
 PEERS = ("onnxruntime", "openvino", "sentence-transformers")
+OURS = "vecd"
+"""vecd's own engine, without a server."""
 DTYPE = "float32"
 _STOP_TIMEOUT_S = 10.0
 
@@ -84,17 +87,23 @@ def main(name: str, model: str) -> None:
     import torch
 
     from benchmarks.exports import NotExportable
+    from benchmarks.ours import AllCores
     from benchmarks.peers import Peer, Peers
     from benchmarks.turns import fastest, passes_of_turn
     from benchmarks.workload import is_large
     from vecd.shm.card import read_card
 
     torch.set_num_threads(num_cores())
-    peers = Peers(Path(model), has_memory_for_all=not is_large(read_card(Path(model))), num_threads=num_cores())
-    try:
-        variants = peers.load(name, DTYPE)
-    except NotExportable as error:
-        sys.exit(str(error))
+    card = read_card(Path(model))
+    variants: Sequence[Peer]
+    if name == OURS:
+        variants = [AllCores(card, DTYPE)]
+    else:
+        peers = Peers(Path(model), has_memory_for_all=not is_large(card), num_threads=num_cores())
+        try:
+            variants = peers.load(name, DTYPE)
+        except NotExportable as error:
+            sys.exit(str(error))
     chosen = variants[0]
 
     def embed(num_tokens: int, variant: Peer) -> None:

@@ -1,17 +1,22 @@
 """vecd's engine outside of a worker: the same way to it, and the same checks, without processes around it.
 
-Owns the worker's configuration that it is loaded with. Called by `benchmarks.duels`.
+Owns the worker's configuration that it is loaded with. Called by `benchmarks.duels` and `benchmarks.inprocess`.
 """
 
 import dataclasses
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.machine import num_cores
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine
+from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.load import load_engine
 
 _ROWS_PER_SLOT = 512
@@ -46,3 +51,21 @@ def worker_config(card: ModelCard, dtype: str, cache_folder: Path) -> WorkerConf
     # An older commit's engine can be measured, too, by this benchmark: one that had no cache yet.
     known = {field.name for field in dataclasses.fields(WorkerConfig)}
     return WorkerConfig(**{name: value for name, value in fields.items() if name in known})
+
+
+class AllCores:
+    """The engine with as many threads as there are cores, called as `benchmarks.peers.Peer` is."""
+
+    variant = "all cores"
+
+    def __init__(self, card: ModelCard, dtype: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="vecd-bench-") as folder:
+            self._engine = load_vecd(card, dtype, Path(folder))
+        self._engine.use_threads(num_cores())
+        self._dim = card.dim
+
+    def embed(self, token_ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+        lengths = mask.sum(axis=1).astype(np.int32)
+        rows = np.empty((len(lengths), self._dim), np.float32)
+        self._engine.embed(PackedBatch(lengths, token_ids[mask > 0].astype(np.int32)), rows)
+        return rows

@@ -123,6 +123,10 @@ ELASTIC = {12: reaching(1.2), 64: reaching(1.4), 200: reaching(1.4)}
 IN_PROCESS = reaching(1.0)
 """The p50 of a peer in process with all cores, plus `HTTP_MARGIN_MS`, ÷ that of one client of vecd."""
 HTTP_MARGIN_MS = 1.5
+AFTER_LOAD = reaching(1.0)
+"""The engine's time with all cores in process, times `ENGINE_FACTOR` plus `ENGINE_MARGIN_MS`, ÷ the p50 of one client
+of vecd: after a start, and after load from several sides."""
+ENGINE_FACTOR, ENGINE_MARGIN_MS = 1.25, 0.8
 BUSY = reaching(0.834)
 """While another program takes a core: the p95 of one client with one thread per worker ÷ vecd's, which may be 1.2 times
 that."""

@@ -442,7 +442,7 @@ class Dispatcher:
         part_tokens = num_tokens // num_batches
         whole = self._num_threads(link, num_tokens, 0, now)
         part = self._num_threads(link, part_tokens, num_batches - 1, now)
-        speedup = self.thread_model.speedup
+        speedup = partial(self.thread_model.speedup, is_quiet=self._cores.is_quiet(now))
         return speedup(num_tokens, whole) > num_batches * speedup(part_tokens, part)
 
     # --- sending beside other models ------------------------------------------------------------------------
@@ -513,7 +513,8 @@ class Dispatcher:
             return choices[0]
         if link.cost_model.batch_s(num_tokens) > _LONG_BATCH_S:
             spare = min(spare, self._cores.free - 2)
-        return self.thread_model.choose(num_tokens, [choice for choice in choices if choice <= spare + 1])
+        possible = [choice for choice in choices if choice <= spare + 1]
+        return self.thread_model.choose(num_tokens, possible, is_quiet=self._cores.is_quiet(now))
 
     def _next_batch(
         self, now: float, cost_model: CostModel, num_idle_workers: int, is_short: bool | None = None
@@ -555,6 +556,8 @@ class Dispatcher:
             sent_at=now,
             num_threads=num_threads,
         )
+        if link.in_flight or self._cores.num_batches > 1:
+            self._cores.note_meeting(now)
         link.in_flight[batch.number] = batch
         self.in_flight_tokens += num_tokens
         _note_sent(sequences, now)
@@ -661,7 +664,10 @@ class Dispatcher:
     def _learn(self, link: WorkerLink, batch: InFlight, done: Done) -> None:
         compute_s = done.compute_us / 1e6
         if batch.num_threads:
-            self.thread_model.observe(batch.num_tokens, batch.num_threads, done.num_threads, compute_s)
+            is_quiet = self._cores.is_quiet(batch.answered_at)
+            self.thread_model.observe(
+                batch.num_tokens, batch.num_threads, done.num_threads, compute_s, is_quiet=is_quiet
+            )
         if done.num_threads <= 1:
             link.cost_model.observe(batch.num_tokens, compute_s)
 

@@ -24,6 +24,9 @@ _CONTENDED_BATCHES, _MAX_CONTENDED_S = 8, 2.0
 """After a batch has waited for lent cores, others are expected to come for as long as so many like it take, and no
 longer than this. Without it, two clients whose batches have met once would wait for each other for ever."""
 
+_QUIET_AFTER_S = 1.0
+"""A moment is quiet if so long no two batches have met: with several clients they do within some requests."""
+
 
 class Cores:
     def __init__(self, num_cores: int) -> None:
@@ -41,6 +44,7 @@ class Cores:
         self.on_change: Callable[[], None] | None = None
         """Called when a lease has begun or ended."""
         self._contended_until = -math.inf
+        self._quiet_from = -math.inf
         self.models = ModelShares(lambda: self.num_open)
 
     @property
@@ -92,8 +96,17 @@ class Cores:
         if self.on_change is not None:
             self.on_change()
 
+    def note_meeting(self, now: float) -> None:
+        """A batch has been sent, or waits, while another one is computed."""
+        self._quiet_from = now + _QUIET_AFTER_S
+
+    def is_quiet(self, now: float) -> bool:
+        """Whether no batch has cores now, at no gateway, and none has met another one for a while."""
+        return self.leased == 0 and self.granted == self.num_cores and now >= self._quiet_from
+
     def note_contention(self, now: float, batch_s: float) -> None:
         """A batch, which one thread needs `batch_s` for, waits for cores that are lent to another one."""
+        self.note_meeting(now)
         self._contended_until = now + min(_MAX_CONTENDED_S, _CONTENDED_BATCHES * batch_s)
 
     def describe(self) -> dict[str, float]:

@@ -7,9 +7,14 @@ One thread is measured first. The next larger number that a worker offers is the
 is in use is compared with the next smaller number now and then. A number that takes twice as long as fewer threads,
 even once, is given up at once, and one that takes somewhat longer after two or three batches. It is tried again after 4
 batches of its class, then 16, 64 and so on: the reason may have been another program.
+
+Quiet moments (`vecd.gateway.scheduling.cores`) and busy ones are learned apart. Beside clients, the gateway and other
+batches, threads often do not pay that do where a batch is alone.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
+from operator import itemgetter
 from typing import Any
 
 _WEIGHT = 0.3
@@ -32,8 +37,9 @@ _MAX_SIZES = 4096
 _ENOUGH = 3
 """Batches in a row of which the least is believed: the first ones also start threads, and wake them on another core."""
 
-_FIRST_RETRY, _LAST_RETRY, _RETRY_GROWTH = 4, 4096, 4
-"""Batches of a class until what did not pay is tried again: at first, at most, and by which factor it grows."""
+_FIRST_RETRY, _LAST_RETRY, _RETRY_GROWTH = 4, 512, 4
+"""Batches of a class until what did not pay is tried again: at first, at most, and by which factor it grows. At most 3
+of 515 batches are tries then, so that no 99th percentile shows them."""
 
 _COMPARE_AFTER = 128
 """Batches of a class until fewer threads are tried again, although more pay."""
@@ -110,11 +116,11 @@ class _SizeClass:
 
 class ThreadModel:
     def __init__(self) -> None:
-        self._classes: dict[int, _SizeClass] = {}
+        self._classes: dict[tuple[int, bool], _SizeClass] = {}
 
-    def choose(self, num_tokens: int, choices: Sequence[int]) -> int:
+    def choose(self, num_tokens: int, choices: Sequence[int], *, is_quiet: bool) -> int:
         """One of `choices`, the numbers of threads that a batch of `num_tokens` may have now, the least first."""
-        size_class = self._class_of(num_tokens)
+        size_class = self._class_of(num_tokens, is_quiet)
         best = size_class.best(choices)
         if size_class.of(best).num < _ENOUGH:
             return best
@@ -125,9 +131,9 @@ class ThreadModel:
             return choices[at - 1]
         return best
 
-    def observe(self, num_tokens: int, num_leased: int, num_threads: int, compute_s: float) -> None:
-        """Learn that a batch with a lease of `num_leased` cores took `compute_s` with `num_threads`."""
-        size_class = self._class_of(num_tokens)
+    def observe(self, num_tokens: int, num_leased: int, num_threads: int, compute_s: float, *, is_quiet: bool) -> None:
+        """Learn that a batch with a lease of `num_leased` cores took the worker `compute_s` with `num_threads`."""
+        size_class = self._class_of(num_tokens, is_quiet)
         size_class.num_batches = now = size_class.num_batches + 1
         if num_threads < num_leased:
             size_class.of(num_leased).put_off(now)
@@ -148,13 +154,13 @@ class ThreadModel:
             estimate.num = 0
             estimate.put_off(now)
 
-    def best(self, num_tokens: int, choices: Sequence[int]) -> int:
+    def best(self, num_tokens: int, choices: Sequence[int], *, is_quiet: bool) -> int:
         """The number of threads that such a batch has, tries apart."""
-        return self._class_of(num_tokens).best(choices)
+        return self._class_of(num_tokens, is_quiet).best(choices)
 
-    def speedup(self, num_tokens: int, num_threads: int) -> float:
+    def speedup(self, num_tokens: int, num_threads: int, *, is_quiet: bool) -> float:
         """How many times as fast such a batch is as with one thread; 1 until that has been measured."""
-        size_class = self._class_of(num_tokens)
+        size_class = self._class_of(num_tokens, is_quiet)
         if num_threads == 1:
             return 1.0
         one, many = size_class.of(1), size_class.of(num_threads)
@@ -162,21 +168,23 @@ class ThreadModel:
         return one.per_token_s / many.per_token_s if is_known and many.per_token_s else 1.0
 
     def describe(self) -> list[dict[str, Any]]:
-        """For `/info`: what has been learned, by class and number of threads."""
+        """For `/info`: what has been learned, by class, moment and number of threads."""
         return [
             {
                 "from_tokens": 2 ** (bits - 1),
+                "quiet": is_quiet,
                 "threads": num_threads,
                 "us_per_token": round(estimate.per_token_s * 1e6, 1),
             }
-            for bits, size_class in sorted(self._classes.items())
+            for (bits, is_quiet), size_class in sorted(self._classes.items(), key=itemgetter(0))
             for num_threads, estimate in sorted(size_class.by_threads.items())
             if estimate.per_token_s
         ]
 
-    def _class_of(self, num_tokens: int) -> _SizeClass:
-        bits = num_tokens.bit_length()
-        found = self._classes.get(bits)
+    def _class_of(self, num_tokens: int, is_quiet: bool) -> _SizeClass:
+        """Busy moments begin with what is known of quiet ones, but not the other way round."""
+        key = (num_tokens.bit_length(), is_quiet)
+        found = self._classes.get(key)
         if found is None:
-            found = self._classes[bits] = _SizeClass()
+            found = self._classes[key] = _SizeClass() if is_quiet else deepcopy(self._class_of(num_tokens, True))
         return found

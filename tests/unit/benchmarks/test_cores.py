@@ -2,12 +2,12 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import cores
+from benchmarks import after_load, cores
 from benchmarks.alone import Experiment, compare, leased_percent, percentile
 from benchmarks.crowds import Texts
 from benchmarks.findings import Finding, render_line
 from benchmarks.requests import read_metrics, response_length
-from benchmarks.servers import ServerFailure
+from benchmarks.servers import Server, ServerFailure
 from benchmarks.targets import CACHED, ELASTIC, at_least, reaching
 from vecd.client.bench.texts import Lengths
 
@@ -104,6 +104,15 @@ def test_the_gateway_is_not_measured_without_a_base(experiment: Experiment) -> N
     failed: list[str] = []
     assert list(cores.measure(["gateway"], experiment, failed)) == []
     assert failed == ["gateway"]
+
+
+def test_the_load_comes_from_several_sides_for_as_long_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(after_load, "num_cores", lambda: 4)
+    load = after_load.mixed_load(Server("http://127.0.0.1:1", 0), 90.0)
+    assert (load.clients, load.rate_per_s, load.duration_s) == (0, 80.0, 90.0)
+    assert load.bulk is not None
+    assert (load.bulk.clients, load.bulk.rate_per_s, load.bulk.duration_s) == (4, None, 90.0)
+    assert load.bulk.shape.lengths != load.shape.lengths
 
 
 @pytest.fixture

@@ -28,14 +28,15 @@ async def add_workers(bench: Bench, *choices: list[int]) -> list[Worker]:
     return workers
 
 
-async def alone(bench: Bench, worker: Worker, num_batches: int, length: int = 2) -> list[int]:
-    """Send lone texts, one after the other; with how many threads each was computed."""
+async def alone(bench: Bench, worker: Worker, num_batches: int, length: int = 2, slow_threads: int = 0) -> list[int]:
+    """Send lone texts, one after the other; with how many threads each was computed. With `slow_threads` a batch takes
+    three times as long as with one."""
     used = []
     for number in range(num_batches):
         request = bench.request(number + 1, length=length)
         batch = await worker.receive()
         used.append(batch.num_threads)
-        answer(worker, batch)
+        answer(worker, batch, compute_us=6000 if batch.num_threads == slow_threads else 1000)
         await request.finished
     return used
 
@@ -134,6 +135,22 @@ async def test_after_a_batch_has_waited_each_gets_one_core_for_a_while(monkeypat
         await third.finished
         answer(worker, batch)
         await asyncio.gather(first.finished, second.finished)
+
+
+async def test_what_a_busy_moment_has_taught_does_not_decide_in_quiet(monkeypatch):
+    monkeypatch.setattr(cores_module, "_QUIET_AFTER_S", 60.0)
+    cores = Cores(2)
+    async with running_bench(cores=cores) as bench:
+        [worker, other] = await add_workers(bench, [1, 2], [1])
+        pending = bench.request(1, 2)  # two batches meet
+        for each in (worker, other):
+            answer(each, await each.receive())
+        await pending.finished
+        busy = await alone(bench, worker, 60, slow_threads=2)
+        assert busy.count(2) < 10
+        cores.note_meeting(time.monotonic() - 60.0)
+        assert (await alone(bench, worker, 12))[3:] == [2] * 9
+        assert {row["quiet"] for row in bench.dispatcher.thread_model.describe()} == {True, False}
 
 
 async def test_cores_of_a_dead_worker_are_free_again():

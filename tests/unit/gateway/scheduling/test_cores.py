@@ -70,6 +70,26 @@ def test_contention_is_forgotten():
     assert not cores.is_contended(22.1)
 
 
+def test_a_moment_is_quiet_a_second_after_two_batches_have_met():
+    cores = Cores(2)
+    assert cores.is_quiet(0.0)
+    cores.lease(1)
+    assert not cores.is_quiet(5.0)  # the batch has the machine, and the next one would not
+    cores.give_back(1)
+    assert cores.is_quiet(5.0)
+    cores.note_meeting(10.0)
+    assert not cores.is_quiet(10.9)
+    assert cores.is_quiet(11.1)
+    cores.note_contention(20.0, batch_s=0.01)
+    assert not cores.is_quiet(20.9)
+
+
+def test_a_moment_is_not_quiet_while_other_gateways_have_work():
+    cores = Cores(2)
+    cores.grant(1)
+    assert not cores.is_quiet(0.0)
+
+
 @given(st.lists(st.integers(1, 8), max_size=20), st.integers(0, 1))
 def test_nothing_is_left_leased_at_the_end(leases, num_kept):
     cores = Cores(8)
