@@ -19,7 +19,6 @@ from vecd.shm.llm_reranker_card import (
     is_causal_model,
     known_head,
     known_template,
-    names_of,
     refuse_other_rankings,
     stated_head,
 )
@@ -29,6 +28,7 @@ from vecd.shm.model_files import one_line as one_line
 from vecd.shm.modules import Module, check_modules, read_modules, read_pooling, read_steps
 from vecd.shm.multi_vector_card import STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head, read_token_steps
 from vecd.shm.output import Output
+from vecd.shm.published import names_of, published
 from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
 from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
@@ -93,6 +93,8 @@ class ModelCard:
     """A vector can be cut to its first elements and normalized again."""
     matryoshka_dims: tuple[int, ...] = ()
     """The lengths that the model was trained for; empty for any length."""
+    truncate_dim: int = 0
+    """sentence-transformers' setting: elements of a vector for requests that do not say how many; 0: all."""
     weights_bytes: int = 0
     """The size of all files of weights, including those of modules behind the first."""
     tokenizer_file: str = ""
@@ -189,8 +191,13 @@ class ModelCard:
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the model's last step normalizes vectors to length 1."""
-        return bool(self.steps) and self.steps[-1].kind == "normalize"
+        """Whether vectors have length 1. sentence-transformers cuts them to `truncate_dim` after its last step."""
+        return bool(self.steps) and self.steps[-1].kind == "normalize" and not self.truncate_dim
+
+    @property
+    def default_dim(self) -> int:
+        """Floats of a dense vector for a request that does not say how many."""
+        return self.truncate_dim or self.dim
 
     @property
     def pools_states(self) -> bool:
@@ -328,7 +335,6 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
             "sparse": sparse,
             "tokens": tokens,
         }
-    matryoshka_dims = _matryoshka_dims(config, dim, transformer.config_path)
     return transformer.card(
         sentence_bert,
         all_steps=all_steps,
@@ -337,8 +343,7 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
         dim=dim,
         pooling=pooling,
         pools_prompt=pools_prompt,
-        is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
-        matryoshka_dims=matryoshka_dims,
+        **_read_matryoshka(folder, config, dim, transformer.config_path),
     )
 
 
@@ -647,8 +652,6 @@ def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The text of the default prompt, and the name and text of each prompt."""
     path = folder / "config_sentence_transformers.json"
     config = read_optional(path)
-    if config.get("truncate_dim") is not None:
-        raise ModelError(f"{path}: truncate_dim is not supported")
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must be an object of strings")
@@ -659,12 +662,26 @@ def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
     return prompts.get(default) or "", tuple((name, text or "") for name, text in prompts.items())
 
 
-def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[int, ...]:
-    """Read under vLLM's name; sentence-transformers writes none."""
-    dims = config.get("matryoshka_dimensions") or []
-    if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
-        raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")
-    return tuple(sorted(set(dims)))
+def _read_matryoshka(folder: Path, config: Mapping[str, Any], dim: int, path: Path) -> dict[str, Any]:
+    """The fields of a card about shorter vectors: as the files say under vLLM's names and sentence-transformers', or
+    else as is published about the model. `config` is the content of `path`."""
+    settings = folder / "config_sentence_transformers.json"
+    stated = read_optional(settings)
+    keys = ("matryoshka_dimensions", "matryoshka_dims")
+    places = ((path, config), (settings, stated))
+    lists = [(place, key, content[key]) for place, content in places for key in keys if content.get(key)]
+    for place, key, dims in lists:
+        if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
+            raise ModelError(f"{place}: {key} must be a list of whole numbers from 1 to {dim}")
+    truncate_dim = 0 if stated.get("truncate_dim") is None else positive(stated, ("truncate_dim",), settings)
+    known = published(names_of(folder, config)).matryoshka_dims
+    is_stated = bool(lists or truncate_dim or config.get("is_matryoshka"))
+    dims = lists[0][2] if lists else [] if is_stated else known or ()
+    return {
+        "is_matryoshka": is_stated or known is not None,
+        "matryoshka_dims": tuple(sorted({number for number in dims if number <= dim})),
+        "truncate_dim": truncate_dim if truncate_dim < dim else 0,
+    }
 
 
 # --- static embeddings ------------------------------------------------------------------------------------------
@@ -707,7 +724,6 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
         model_type, max_tokens = "static", truncated_to
         steps, dim = read_steps(folder, modules, hidden_size)
         ignored_ids = ()
-    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
@@ -721,8 +737,7 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
         lowercase=False,
         prompt=prompt,
         prompts=prompts,
-        is_matryoshka=bool(matryoshka_dims),
-        matryoshka_dims=matryoshka_dims,
+        **_read_matryoshka(folder, config, dim, weights_folder / "config.json"),
         weights_bytes=sum(
             path.stat().st_size
             for path in (weights, *(folder / step.path / "model.safetensors" for step in steps if step.path))

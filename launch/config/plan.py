@@ -214,6 +214,8 @@ def _plan_model(
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder.resolve())  # as `card.folder` is
     card = with_pair_template(read_card(folder, settings.kind))
+    if settings.matryoshka:
+        card = replace(card, matryoshka_dims=())
     card_with_prompts = _check_table(entry, card)
     if not (card.is_static or card.export_file):
         refuse_unknown(card)

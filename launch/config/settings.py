@@ -297,7 +297,8 @@ class Settings(BaseSettings):
     )
     matryoshka: bool = Field(
         False,
-        description="allow dimensions below the model's own, even if its config does not declare support for them",
+        description="allow any number of dimensions up to the model's own, even if neither its files nor what is "
+        "published about it say that it was trained for them",
     )
     quantization_ranges: _Path | None = Field(
         None,

@@ -497,7 +497,9 @@ def test_a_prompt_that_is_to_be_left_out_of_the_pooling(folder: Folder) -> None:
     ("config", "why"),
     [
         ({"default_prompt_name": "clustering"}, "'clustering' is not among"),
-        ({"truncate_dim": 16}, "truncate_dim"),
+        ({"truncate_dim": 0}, "truncate_dim is missing or not a positive whole number"),
+        ({"truncate_dim": "16"}, "truncate_dim is missing or not a positive whole number"),
+        ({"matryoshka_dims": [8, 64]}, "matryoshka_dims must be a list of whole numbers from 1 to 32"),
     ],
 )
 def test_settings_of_sentence_transformers_that_are_not_supported(
@@ -507,6 +509,48 @@ def test_settings_of_sentence_transformers_that_are_not_supported(
     refusal = folder.refusal()
     assert refusal.startswith("config_sentence_transformers.json: ")
     assert why in refusal
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "dims", "truncate_dim"),
+    [
+        ({"truncate_dim": 16}, {}, (), 16),
+        ({"truncate_dim": 32}, {}, (), 0),  # all of them
+        ({"truncate_dim": 16, "matryoshka_dims": [16, 8]}, {}, (8, 16), 16),
+        ({}, {"matryoshka_dims": [8]}, (8,), 0),
+        ({}, {"matryoshka_dimensions": [8]}, (8,), 0),
+        ({}, {"is_matryoshka": True}, (), 0),
+    ],
+)
+def test_shorter_vectors_by_the_model_s_files(
+    folder: Folder, settings: dict[str, Any], config: dict[str, Any], dims: tuple[int, ...], truncate_dim: int
+) -> None:
+    folder.write("config_sentence_transformers.json", settings)
+    folder.change("config.json", **config)
+    card = folder.read()
+    assert (card.is_matryoshka, card.matryoshka_dims, card.truncate_dim) == (True, dims, truncate_dim)
+    assert (card.default_dim, card.is_normalized) == (truncate_dim or 32, not truncate_dim)
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "dims"),
+    [
+        ("nomic-embed-text-v1.5", {}, (64, 128, 256)),  # no longer than the model's own
+        ("models--nomic-ai--nomic-embed-text-v1.5/snapshots/0a1b", {}, (64, 128, 256)),
+        ("here", {"_name_or_path": "nomic-ai/nomic-embed-text-v1.5"}, (64, 128, 256)),
+        ("nomic-embed-text-v1.5", {"matryoshka_dimensions": [32]}, (32,)),  # the files come first
+        ("Qwen3-Embedding-0.6B", {}, ()),
+        ("nomic-embed-text-v1", {}, None),
+        ("my-nomic-embed-text-v1.5", {}, None),
+    ],
+)
+def test_shorter_vectors_as_published_about_a_name(
+    tmp_path: Path, place: str, config: dict[str, Any], dims: tuple[int, ...] | None
+) -> None:
+    folder = Folder(tmp_path / place)
+    folder.change("config.json", hidden_size=256, **config)
+    card = folder.read()
+    assert (card.is_matryoshka, card.matryoshka_dims) == (dims is not None, dims or ())
 
 
 @pytest.mark.parametrize(
