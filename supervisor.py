@@ -298,6 +298,8 @@ class Supervisor:
 
     def _make_worker_pool(self, generation: int, plan: Plan, is_only_model: bool) -> WorkerPool:
         system = self._system
+        if plan.card.assumption:
+            log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
         if self._zygote is not None and not is_only_model:
             system = replace(system, fork_server=self._zygote.fork_server)
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)

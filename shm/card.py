@@ -7,7 +7,9 @@ saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, 
 embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -115,6 +117,8 @@ class ModelCard:
     sparse: SparseHead | None = None
     tokens: TokenHead | None = None
     """Of a multi-vector model."""
+    assumes_pooling: bool = False
+    """Neither the files nor --pooling say how tokens become a vector."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,6 +187,16 @@ class ModelCard:
         return "" if self.sparse is None else self.sparse.pooling
 
     @property
+    def assumption(self) -> str:
+        """What is assumed and may be wrong, for the operator; empty for nothing."""
+        if not self.assumes_pooling:
+            return ""
+        return (
+            f"no modules.json: {'+'.join(self.pooling)} pooling without normalisation is assumed, as "
+            "sentence-transformers does; right only if the model was trained with it (--pooling says another)"
+        )
+
+    @property
     def has_segments(self) -> bool:
         """Whether the tokens of the second part of a pair have another type, if the model has types. The families
         whose positions begin after the padding have tokenizers that give every token type 0."""
@@ -211,26 +225,29 @@ class ModelCard:
         return bool(self.ignored_ids)
 
 
-def read_card(folder: Path, kind: str = "auto") -> ModelCard:
+def read_card(folder: Path, kind: str = "auto", pooling: str = "auto") -> ModelCard:
     """Read the card of the model in `folder`.
 
     `kind`: "auto", or the capability that the model is to have where its files allow several, one of
-    `vecd.shm.heads.KINDS`.
+    `vecd.shm.heads.KINDS`. `pooling`: "auto", or the one that a dense model has, whatever its files say.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
     ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
-    unknown module, or when it is not of `kind`.
+    unknown module, when it is not of `kind`, or has no `pooling`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
-    card = _read_card(folder.resolve(), kind)
+    card = _read_card(folder.resolve(), kind, pooling)
     if kind not in ("auto", *card.capabilities):
         has = "vectors" if "dense" in card.capabilities else f"the head for {' and '.join(card.capabilities)}"
         raise ModelError(f"{folder}: --kind {kind} given, and the model has {has} only")
+    if pooling != "auto" and ("dense" not in card.capabilities or card.is_static):
+        what = "is a table of static embeddings" if card.is_static else f"is for {' and '.join(card.capabilities)}"
+        raise ModelError(f"{folder}: --pooling {pooling} given, and the model {what}: it is for dense transformers")
     return card
 
 
-def _read_card(folder: Path, kind: str) -> ModelCard:
+def _read_card(folder: Path, kind: str, pooling: str) -> ModelCard:
     """The card by the first kind that the files have the signs of. `folder` exists, and is absolute."""
     sparse_modules = None if has_bge_m3(folder) else find_sparse(folder, kind)
     if sparse_modules is not None:
@@ -248,7 +265,7 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
     classifier = None if modules else _read_classifier(transformer, kind)
     if classifier is not None:
         return _with_score(transformer, *classifier)
-    return _read_dense(transformer, modules, kind)
+    return _read_dense(transformer, modules, kind, pooling)
 
 
 # --- a transformer, and what is behind it -----------------------------------------------------------------------
@@ -314,8 +331,11 @@ def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = F
     return _Transformer(folder, path, config, hidden_size, vocab_size, weights, export)
 
 
-def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> ModelCard:
+def _read_dense(transformer: _Transformer, modules: list[Module], kind: str, given_pooling: str) -> ModelCard:
     """The card of a model with dense vectors; of BGE-M3, with sparse and token vectors as well."""
+    assumes_pooling = not modules and given_pooling == "auto"
+    if assumes_pooling and kind == "auto":
+        _refuse_guess(transformer)
     folder, config = transformer.folder, transformer.config
     sentence_bert = _read_sentence_bert(transformer.path)
     pooling: tuple[str, ...] = (_default_pooling(config),)
@@ -323,6 +343,8 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
     if modules:
         default_prompt, _ = _read_prompts(folder)
         pooling, pools_prompt = read_pooling(folder / modules[0].path / "config.json", default_prompt)
+    if given_pooling != "auto":
+        pooling = (given_pooling,)
     steps, dim = read_steps(folder, modules[1:], transformer.hidden_size * len(pooling))
     fields: dict[str, Any] = {}
     all_steps = steps
@@ -343,8 +365,35 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
         dim=dim,
         pooling=pooling,
         pools_prompt=pools_prompt,
+        assumes_pooling=assumes_pooling,
         **_read_matryoshka(folder, config, dim, transformer.config_path),
     )
+
+
+def _refuse_guess(transformer: _Transformer) -> None:
+    """Raises ModelError for a plain model whose class or name tells that it may be something else than dense."""
+    config, path = transformer.config, transformer.config_path
+    architecture = architecture_of(config)
+    if architecture.endswith("ForMaskedLM"):
+        raise ModelError(
+            f"{path}: {architecture} without modules.json may be a base model, a dense or a sparse one: --kind dense "
+            f"serves it with {_default_pooling(config)} pooling, --kind sparse as SPLADE"
+        )
+    if is_causal_model(config) and _is_named_reranker(transformer.folder, config):
+        raise ModelError(
+            f"{path}: {architecture} without modules.json, and its name or tags say that it is a reranker: --kind "
+            "rerank serves one that is known, --kind dense makes vectors of its hidden states"
+        )
+
+
+def _is_named_reranker(folder: Path, config: Mapping[str, Any]) -> bool:
+    """By the model's names, and by the tags at the beginning of its README.md."""
+    front = ""
+    with suppress(OSError):
+        front = (folder / "README.md").read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
+    tags = re.findall(r"^(?:tags|pipeline_tag):.*(?:\n[ \t]*-.*)*", front, re.MULTILINE)
+    words = " ".join((names_of(folder, config), *tags))
+    return re.search("rerank|zerank|text-ranking|cross-encoder", words, re.IGNORECASE) is not None
 
 
 def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Module]) -> ModelCard:

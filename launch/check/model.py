@@ -116,8 +116,8 @@ _OTHER_PURPOSES = (
         ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
         "generates text, and no modules.json says how to make vectors of it: its hidden states were never trained to "
         "be compared",
-        "take a model that was trained for embeddings; if this one was, add the modules.json and 1_Pooling/config.json "
-        "that sentence-transformers saves",
+        "take a model that was trained for embeddings; if this one was, say its --pooling, or add the modules.json and "
+        "1_Pooling/config.json that sentence-transformers saves",
     ),
     (
         ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
@@ -131,16 +131,12 @@ _OTHER_PURPOSES = (
 def purpose(model: Model) -> tuple[list[Problem], list[str]]:
     """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
     its vectors would mean little."""
-    is_dense = "dense" in model.capabilities
-    if (Path(model.folder) / "modules.json").is_file() or model.model_type == "model2vec" or not is_dense:
+    if not model.assumption:
         return [], []
     for suffixes, fault, suggestion in _OTHER_PURPOSES:
         if model.architecture.endswith(suffixes):
             return [Problem(f"{model.architecture} {fault}", suggestion)], []
-    return [], [
-        f"no modules.json: {'+'.join(model.pooling)} pooling without normalisation is assumed, as "
-        "sentence-transformers does; right only if the model was trained with it"
-    ]
+    return [], [model.assumption]
 
 
 # --- what to do about it ----------------------------------------------------------------------------------------

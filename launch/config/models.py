@@ -32,7 +32,8 @@ _SHOWN_CHARACTERS = 60
 
 _SOURCE_KEYS = ("source", "model")
 _SETTINGS_OF_MODEL = (
-    "revision", "kind", "dtype", "engine", "device", "workers", "threads_per_worker", "max_tokens", "max_batch_tokens",
+    "revision", "kind", "pooling", "dtype", "engine", "device", "workers", "threads_per_worker", "max_tokens",
+    "max_batch_tokens",
     "max_requests", "max_wait", "max_request_tokens", "max_inputs", "max_priority", "token_ids", "overflow",
     "max_embed_len", "matryoshka", "quantization_ranges", "literal_special_tokens", "unverified", "accept_unordered",
     "batch_timeout", "load", "keep_alive", "pinned", "dummy_ms_per_text",

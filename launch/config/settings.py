@@ -180,6 +180,11 @@ class Settings(BaseSettings):
         description="what the model is served as, where its files do not say it, or say it wrongly; auto: as its files "
         "say. A kind that the model has no head for is refused",
     )
+    pooling: Literal["auto", "mean", "cls", "lasttoken"] = Field(
+        "auto",
+        description="how the tokens of a dense model become a vector, whatever its files say; auto: as its files say, "
+        "else lasttoken for a causal language model and mean for others, with a warning",
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: _Port = Field(8000, description="port to listen on; 0 takes a free one")
     uds: _Path | None = Field(

@@ -78,6 +78,7 @@ def summary(
     lines = [
         f"vecd {gateway.version} is ready",
         *([*map(_line_of, models), f"  gateways   {num_gateways}"] if others else about_model),
+        *(f"  assumed    {each.gateway.model}: {said}" for each, _ in models if (said := each.card.assumption)),
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         *([f"  admin      {admin_url}"] if admin_url else []),

@@ -448,6 +448,52 @@ def test_a_configuration_that_cannot_be_served(folder: Folder, changes: dict[str
     assert why in refusal
 
 
+def test_a_guessed_pooling_is_told_and_may_be_given(folder: Folder) -> None:
+    assert (folder.read().pooling, folder.read().assumption) == (("mean",), "")
+    assert read_card(folder.path, pooling="cls").pooling == ("cls",)  # whatever the files say
+    (folder.path / "modules.json").unlink()
+    card = folder.read()
+    assert "mean pooling without normalisation is assumed" in card.assumption
+    given = read_card(folder.path, pooling="cls")
+    assert (given.pooling, given.assumption) == (("cls",), "")
+    folder.change("config.json", architectures=["BertForMaskedLM"])
+    assert read_card(folder.path, pooling="cls") == given  # it says that the model is dense
+
+
+def test_a_pooling_is_not_for_a_model_that_has_none(folder: Folder) -> None:
+    (folder.path / "modules.json").unlink()
+    folder.change("config.json", architectures=["BertForSequenceClassification"], id2label={"0": "a"})
+    with pytest.raises(ModelError, match="--pooling cls given, and the model is for rerank and classify"):
+        read_card(folder.path, pooling="cls")
+
+
+_TAGS = "---\nlicense: mit\ntags:\n- text\n- reranker\n---\n# A model\n"
+_OF_AN_EMBEDDER = "---\ntags: [mteb]\nmodel-index:\n- task:\n    type: Reranking\n---\ntags: reranker\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "readme", "is_refused"),
+    [
+        ("zerank-1-small", "", True),
+        ("models--a--ctxl-rerank-v2/snapshots/0a1b", "", True),
+        ("a", _TAGS, True),
+        ("a", "---\npipeline_tag: text-ranking\n---\n", True),
+        ("a", _OF_AN_EMBEDDER, False),
+        ("a", "", False),
+    ],
+)
+def test_a_causal_model_that_is_named_a_reranker(tmp_path: Path, place: str, readme: str, is_refused: bool) -> None:
+    folder = Folder(tmp_path / place)
+    (folder.path / "modules.json").unlink()
+    folder.change("config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    folder.write("README.md", readme)
+    assert read_card(folder.path, "dense").pooling == ("lasttoken",)
+    if is_refused:
+        assert "name or tags say that it is a reranker: --kind rerank" in folder.refusal()
+    else:
+        assert "lasttoken pooling without normalisation is assumed" in folder.read().assumption
+
+
 def test_an_adapter(folder: Folder) -> None:
     folder.write("adapter_config.json", {})
     assert "adapters are not supported" in folder.refusal()
