@@ -235,8 +235,7 @@ def read_card(folder: Path, kind: str = "auto", pooling: str = "auto") -> ModelC
     ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
     unknown module, when it is not of `kind`, or has no `pooling`.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder")
+    _refuse_formats(folder)
     card = _read_card(folder.resolve(), kind, pooling)
     if kind not in ("auto", *card.capabilities):
         has = "vectors" if "dense" in card.capabilities else f"the head for {' and '.join(card.capabilities)}"
@@ -245,6 +244,20 @@ def read_card(folder: Path, kind: str = "auto", pooling: str = "auto") -> ModelC
         what = "is a table of static embeddings" if card.is_static else f"is for {' and '.join(card.capabilities)}"
         raise ModelError(f"{folder}: --pooling {pooling} given, and the model {what}: it is for dense transformers")
     return card
+
+
+def _refuse_formats(folder: Path) -> None:
+    """Raises ModelError for what is no folder, and for weights of a known kind that is not served."""
+    suffixes = {path.suffix for path in (folder, *folder.glob("*"))}
+    # The fetch of a hub id takes no GGUF.
+    is_gguf = ".gguf" in suffixes or any("gguf" in part.lower() for part in folder.parts if part.startswith("models--"))
+    if is_gguf and not suffixes & {".safetensors", ".bin"}:
+        raise ModelError(f"{folder}: is in the GGUF format, which vecd does not serve")
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: {'is a file, and a model is a folder' if folder.exists() else 'no such folder'}")
+    if (adapter := folder / "adapter_config.json").is_file():
+        base = read_object(adapter).get("base_model_name_or_path") or "a model that it does not name"
+        raise ModelError(f"{adapter}: is a LoRA adapter of {base}, and vecd serves whole models")
 
 
 def _read_card(folder: Path, kind: str, pooling: str) -> ModelCard:
@@ -500,6 +513,8 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     config = read_object(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: model_type is missing")
+    if config["model_type"] in _OF_IMAGES:
+        raise ModelError(f"{path}: a model of type {config['model_type']} has images; vecd serves text")
     if "quantization_config" in config:
         raise ModelError(f"{path}: quantized weights (quantization_config) are not supported")
     # transformers would load any file that is named here, even a pickle.
@@ -518,13 +533,13 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     return config
 
 
+_OF_IMAGES = ("clip", "siglip", "siglip2", "chinese_clip", "jina_clip", "colpali", "colqwen2", "colmodernvbert")
+"""Types of models that put images and texts in one space."""
+
+
 def _check_files(weights_folder: Path) -> None:
     if not (weights_folder / "tokenizer.json").is_file() and not vocabulary_files(weights_folder):
         raise ModelError(f"{weights_folder / 'tokenizer.json'}: file missing, and nothing there to make it from")
-    if (weights_folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{weights_folder / 'adapter_config.json'}: adapters are not supported; merge it into the model"
-        )
 
 
 def vocabulary_files(weights_folder: Path) -> list[Path]:

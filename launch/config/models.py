@@ -105,7 +105,7 @@ def folder_of(model: str) -> Path | None:
     """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty.
     Reads the file system, and raises nothing for what cannot be a path."""
     path = os.path.expanduser(model)
-    is_path = os.path.isdir(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
+    is_path = os.path.exists(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     return Path(path).absolute() if is_path else None
 
 

@@ -385,7 +385,7 @@ def test_weights_only_as_pickle(folder: Folder, name: str) -> None:
         ({**CONFIG, "auto_map": ["modeling.BertModel"]}, "auto_map must be a JSON object"),
         # The right class by name, of another family.
         ({**CONFIG, "auto_map": {"AutoModel": "x--y.NewModel"}}, "no architecture"),
-        ({**NOMIC, "num_experts": 8}, "num_experts is 8"),
+        ({**NOMIC, "num_experts": 8, "activation_function": "gelu"}, "is a mixture of 8 experts"),
         ({**NOMIC, "activation_function": "gelu"}, "activation_function is 'gelu'"),
         ({key: value for key, value in NOMIC.items() if key != "qkv_proj_bias"}, "qkv_proj_bias is True"),
         ({key: value for key, value in NOMIC.items() if key != "rotary_emb_fraction"}, "rotary_emb_fraction is 0.0"),
@@ -494,9 +494,46 @@ def test_a_causal_model_that_is_named_a_reranker(tmp_path: Path, place: str, rea
         assert "lasttoken pooling without normalisation is assumed" in folder.read().assumption
 
 
-def test_an_adapter(folder: Folder) -> None:
-    folder.write("adapter_config.json", {})
-    assert "adapters are not supported" in folder.refusal()
+@pytest.mark.parametrize(
+    ("content", "base"), [({"base_model_name_or_path": "BAAI/bge-m3"}, "BAAI/bge-m3"), ({}, "a model that it does not")]
+)
+def test_an_adapter(tmp_path: Path, content: dict[str, str], base: str) -> None:
+    write(tmp_path / "adapter_config.json", content)
+    with pytest.raises(ModelError, match=f"adapter_config.json: is a LoRA adapter of {base}"):
+        read_card(tmp_path)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_weights_in_gguf(folder: Folder, has_config: bool) -> None:
+    (folder.path / "model.safetensors").rename(folder.path / "q8.gguf")
+    if not has_config:
+        (folder.path / "config.json").unlink()
+    assert folder.refusal() == ": is in the GGUF format, which vecd does not serve"
+    folder.write("model.safetensors", "")  # beside others
+    assert not has_config or folder.read().dim == 32
+
+
+@pytest.mark.parametrize("name", ["models--a--b-GGUF/snapshots/0a1b", "b.gguf"])
+def test_a_name_that_says_gguf(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelError, match="GGUF format"):  # the fetch leaves nothing there
+        read_card(tmp_path / name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", "")
+    with pytest.raises(ModelError, match=r"model.safetensors: is a file, and a model is a folder"):
+        read_card(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("model_type", ["clip", "siglip2", "colqwen2"])
+def test_a_model_of_images(folder: Folder, model_type: str) -> None:
+    folder.change("config.json", model_type=model_type)
+    assert folder.refusal() == f"config.json: a model of type {model_type} has images; vecd serves text"
+
+
+def test_a_module_of_images(folder: Folder) -> None:
+    folder.write("modules.json", modules(("CLIPModel", "0_CLIPModel")))
+    assert folder.refusal() == "modules.json: module CLIPModel has images; vecd serves text"
 
 
 @pytest.mark.parametrize(
