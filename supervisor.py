@@ -44,6 +44,7 @@ from vecd.launch.base.exit_codes import (
     first_of,
 )
 from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
+from vecd.launch.check import model as check_model
 from vecd.launch.check.machine import read_machine
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, make_plans, max_open_files
@@ -128,7 +129,9 @@ def serve(arguments: Sequence[str]) -> int:
         notifier.status(f"Cannot start: {error}")
         return EXIT_BAD_CONFIGURATION
     except (ModelError, StartFailure) as error:
-        logs.say(str(error), logging.ERROR)
+        found = check_model.problem(str(error))
+        has_remedy = isinstance(error, ModelError) or found.suggestion != check_model.UNKNOWN
+        logs.say(f"{found.what}; {found.suggestion}" if has_remedy else found.what, logging.ERROR)
         notifier.status(f"Ended: {error}")
         return error.exit_code if isinstance(error, StartFailure) else EXIT_COULD_NOT_START
     except Exception:
@@ -298,6 +301,8 @@ class Supervisor:
 
     def _make_worker_pool(self, generation: int, plan: Plan, is_only_model: bool) -> WorkerPool:
         system = self._system
+        if plan.card.assumption:
+            log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
         if self._zygote is not None and not is_only_model:
             system = replace(system, fork_server=self._zygote.fork_server)
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)

@@ -51,6 +51,8 @@ def native_config(config: _Config) -> dict[str, Any] | None:
 
 
 def _ported(config: _Config, port: _Port) -> dict[str, Any]:
+    if experts := config.get("num_experts"):  # nomic-embed-text-v2-moe
+        raise ValueError(f"is a mixture of {experts} experts, and transformers' own version of this model has none")
     for name, (absent, required) in port.always.items():
         value = config.get(name, absent)
         if value != required and (value or required):  # null, false and 0 are one
@@ -129,7 +131,6 @@ _NOMIC = _Port(
         "rotary_scaling_factor": (None, None),  # stretches with the longest text of a batch
         "rotary_head_dim": (False, False),
         "num_heads_kv": (None, None),
-        "num_experts": (0, 0),  # nomic-embed-text-v2-moe
     },
     translate=_translate_nomic,
 )

@@ -7,7 +7,9 @@ saved by sentence-transformers 2 to 6 (`modules.json`, `*_Pooling/config.json`, 
 embeddings the code of sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -19,7 +21,6 @@ from vecd.shm.llm_reranker_card import (
     is_causal_model,
     known_head,
     known_template,
-    names_of,
     refuse_other_rankings,
     stated_head,
 )
@@ -29,6 +30,7 @@ from vecd.shm.model_files import one_line as one_line
 from vecd.shm.modules import Module, check_modules, read_modules, read_pooling, read_steps
 from vecd.shm.multi_vector_card import STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head, read_token_steps
 from vecd.shm.output import Output
+from vecd.shm.published import names_of, published
 from vecd.shm.score_card import architecture_of, read_score_head, score_kinds
 from vecd.shm.sparse_card import SparseModules, find_sparse, steps_of_masked_words
 
@@ -93,6 +95,8 @@ class ModelCard:
     """A vector can be cut to its first elements and normalized again."""
     matryoshka_dims: tuple[int, ...] = ()
     """The lengths that the model was trained for; empty for any length."""
+    truncate_dim: int = 0
+    """sentence-transformers' setting: elements of a vector for requests that do not say how many; 0: all."""
     weights_bytes: int = 0
     """The size of all files of weights, including those of modules behind the first."""
     tokenizer_file: str = ""
@@ -113,6 +117,8 @@ class ModelCard:
     sparse: SparseHead | None = None
     tokens: TokenHead | None = None
     """Of a multi-vector model."""
+    assumes_pooling: bool = False
+    """Neither the files nor --pooling say how tokens become a vector."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -181,6 +187,16 @@ class ModelCard:
         return "" if self.sparse is None else self.sparse.pooling
 
     @property
+    def assumption(self) -> str:
+        """What is assumed and may be wrong, for the operator; empty for nothing."""
+        if not self.assumes_pooling:
+            return ""
+        return (
+            f"no modules.json: {'+'.join(self.pooling)} pooling without normalisation is assumed, as "
+            "sentence-transformers does; right only if the model was trained with it (--pooling says another)"
+        )
+
+    @property
     def has_segments(self) -> bool:
         """Whether the tokens of the second part of a pair have another type, if the model has types. The families
         whose positions begin after the padding have tokenizers that give every token type 0."""
@@ -189,8 +205,13 @@ class ModelCard:
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the model's last step normalizes vectors to length 1."""
-        return bool(self.steps) and self.steps[-1].kind == "normalize"
+        """Whether vectors have length 1. sentence-transformers cuts them to `truncate_dim` after its last step."""
+        return bool(self.steps) and self.steps[-1].kind == "normalize" and not self.truncate_dim
+
+    @property
+    def default_dim(self) -> int:
+        """Floats of a dense vector for a request that does not say how many."""
+        return self.truncate_dim or self.dim
 
     @property
     def pools_states(self) -> bool:
@@ -204,26 +225,42 @@ class ModelCard:
         return bool(self.ignored_ids)
 
 
-def read_card(folder: Path, kind: str = "auto") -> ModelCard:
+def read_card(folder: Path, kind: str = "auto", pooling: str = "auto") -> ModelCard:
     """Read the card of the model in `folder`.
 
     `kind`: "auto", or the capability that the model is to have where its files allow several, one of
-    `vecd.shm.heads.KINDS`.
+    `vecd.shm.heads.KINDS`. `pooling`: "auto", or the one that a dense model has, whatever its files say.
 
     Raises ModelError when a required file is missing or unreadable, when the weights are neither safetensors nor an
     ONNX export, when the model needs code from its repository that has no equal in transformers, when it has an
-    unknown module, or when it is not of `kind`.
+    unknown module, when it is not of `kind`, or has no `pooling`.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder")
-    card = _read_card(folder.resolve(), kind)
+    _refuse_formats(folder)
+    card = _read_card(folder.resolve(), kind, pooling)
     if kind not in ("auto", *card.capabilities):
         has = "vectors" if "dense" in card.capabilities else f"the head for {' and '.join(card.capabilities)}"
         raise ModelError(f"{folder}: --kind {kind} given, and the model has {has} only")
+    if pooling != "auto" and ("dense" not in card.capabilities or card.is_static):
+        what = "is a table of static embeddings" if card.is_static else f"is for {' and '.join(card.capabilities)}"
+        raise ModelError(f"{folder}: --pooling {pooling} given, and the model {what}: it is for dense transformers")
     return card
 
 
-def _read_card(folder: Path, kind: str) -> ModelCard:
+def _refuse_formats(folder: Path) -> None:
+    """Raises ModelError for what is no folder, and for weights of a known kind that is not served."""
+    suffixes = {path.suffix for path in (folder, *folder.glob("*"))}
+    # The fetch of a hub id takes no GGUF.
+    is_gguf = ".gguf" in suffixes or any("gguf" in part.lower() for part in folder.parts if part.startswith("models--"))
+    if is_gguf and not suffixes & {".safetensors", ".bin"}:
+        raise ModelError(f"{folder}: is in the GGUF format, which vecd does not serve")
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: {'is a file, and a model is a folder' if folder.exists() else 'no such folder'}")
+    if (adapter := folder / "adapter_config.json").is_file():
+        base = read_object(adapter).get("base_model_name_or_path") or "a model that it does not name"
+        raise ModelError(f"{adapter}: is a LoRA adapter of {base}, and vecd serves whole models")
+
+
+def _read_card(folder: Path, kind: str, pooling: str) -> ModelCard:
     """The card by the first kind that the files have the signs of. `folder` exists, and is absolute."""
     sparse_modules = None if has_bge_m3(folder) else find_sparse(folder, kind)
     if sparse_modules is not None:
@@ -241,7 +278,7 @@ def _read_card(folder: Path, kind: str) -> ModelCard:
     classifier = None if modules else _read_classifier(transformer, kind)
     if classifier is not None:
         return _with_score(transformer, *classifier)
-    return _read_dense(transformer, modules, kind)
+    return _read_dense(transformer, modules, kind, pooling)
 
 
 # --- a transformer, and what is behind it -----------------------------------------------------------------------
@@ -307,8 +344,11 @@ def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = F
     return _Transformer(folder, path, config, hidden_size, vocab_size, weights, export)
 
 
-def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> ModelCard:
+def _read_dense(transformer: _Transformer, modules: list[Module], kind: str, given_pooling: str) -> ModelCard:
     """The card of a model with dense vectors; of BGE-M3, with sparse and token vectors as well."""
+    assumes_pooling = not modules and given_pooling == "auto"
+    if assumes_pooling and kind == "auto":
+        _refuse_guess(transformer)
     folder, config = transformer.folder, transformer.config
     sentence_bert = _read_sentence_bert(transformer.path)
     pooling: tuple[str, ...] = (_default_pooling(config),)
@@ -316,6 +356,8 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
     if modules:
         default_prompt, _ = _read_prompts(folder)
         pooling, pools_prompt = read_pooling(folder / modules[0].path / "config.json", default_prompt)
+    if given_pooling != "auto":
+        pooling = (given_pooling,)
     steps, dim = read_steps(folder, modules[1:], transformer.hidden_size * len(pooling))
     fields: dict[str, Any] = {}
     all_steps = steps
@@ -328,7 +370,6 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
             "sparse": sparse,
             "tokens": tokens,
         }
-    matryoshka_dims = _matryoshka_dims(config, dim, transformer.config_path)
     return transformer.card(
         sentence_bert,
         all_steps=all_steps,
@@ -337,9 +378,35 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str) -> 
         dim=dim,
         pooling=pooling,
         pools_prompt=pools_prompt,
-        is_matryoshka=bool(config.get("is_matryoshka")) or bool(matryoshka_dims),
-        matryoshka_dims=matryoshka_dims,
+        assumes_pooling=assumes_pooling,
+        **_read_matryoshka(folder, config, dim, transformer.config_path),
     )
+
+
+def _refuse_guess(transformer: _Transformer) -> None:
+    """Raises ModelError for a plain model whose class or name tells that it may be something else than dense."""
+    config, path = transformer.config, transformer.config_path
+    architecture = architecture_of(config)
+    if architecture.endswith("ForMaskedLM"):
+        raise ModelError(
+            f"{path}: {architecture} without modules.json may be a base model, a dense or a sparse one: --kind dense "
+            f"serves it with {_default_pooling(config)} pooling, --kind sparse as SPLADE"
+        )
+    if is_causal_model(config) and _is_named_reranker(transformer.folder, config):
+        raise ModelError(
+            f"{path}: {architecture} without modules.json, and its name or tags say that it is a reranker: --kind "
+            "rerank serves one that is known, --kind dense makes vectors of its hidden states"
+        )
+
+
+def _is_named_reranker(folder: Path, config: Mapping[str, Any]) -> bool:
+    """By the model's names, and by the tags at the beginning of its README.md."""
+    front = ""
+    with suppress(OSError):
+        front = (folder / "README.md").read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
+    tags = re.findall(r"^(?:tags|pipeline_tag):.*(?:\n[ \t]*-.*)*", front, re.MULTILINE)
+    words = " ".join((names_of(folder, config), *tags))
+    return re.search("rerank|zerank|text-ranking|cross-encoder", words, re.IGNORECASE) is not None
 
 
 def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Module]) -> ModelCard:
@@ -446,6 +513,8 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     config = read_object(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: model_type is missing")
+    if config["model_type"] in _OF_IMAGES:
+        raise ModelError(f"{path}: a model of type {config['model_type']} has images; vecd serves text")
     if "quantization_config" in config:
         raise ModelError(f"{path}: quantized weights (quantization_config) are not supported")
     # transformers would load any file that is named here, even a pickle.
@@ -464,13 +533,13 @@ def _read_config(weights_folder: Path) -> dict[str, Any]:
     return config
 
 
+_OF_IMAGES = ("clip", "siglip", "siglip2", "chinese_clip", "jina_clip", "colpali", "colqwen2", "colmodernvbert")
+"""Types of models that put images and texts in one space."""
+
+
 def _check_files(weights_folder: Path) -> None:
     if not (weights_folder / "tokenizer.json").is_file() and not vocabulary_files(weights_folder):
         raise ModelError(f"{weights_folder / 'tokenizer.json'}: file missing, and nothing there to make it from")
-    if (weights_folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{weights_folder / 'adapter_config.json'}: adapters are not supported; merge it into the model"
-        )
 
 
 def vocabulary_files(weights_folder: Path) -> list[Path]:
@@ -647,8 +716,6 @@ def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The text of the default prompt, and the name and text of each prompt."""
     path = folder / "config_sentence_transformers.json"
     config = read_optional(path)
-    if config.get("truncate_dim") is not None:
-        raise ModelError(f"{path}: truncate_dim is not supported")
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must be an object of strings")
@@ -659,12 +726,26 @@ def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
     return prompts.get(default) or "", tuple((name, text or "") for name, text in prompts.items())
 
 
-def _matryoshka_dims(config: Mapping[str, Any], dim: int, path: Path) -> tuple[int, ...]:
-    """Read under vLLM's name; sentence-transformers writes none."""
-    dims = config.get("matryoshka_dimensions") or []
-    if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
-        raise ModelError(f"{path}: matryoshka_dimensions must be a list of whole numbers from 1 to {dim}")
-    return tuple(sorted(set(dims)))
+def _read_matryoshka(folder: Path, config: Mapping[str, Any], dim: int, path: Path) -> dict[str, Any]:
+    """The fields of a card about shorter vectors: as the files say under vLLM's names and sentence-transformers', or
+    else as is published about the model. `config` is the content of `path`."""
+    settings = folder / "config_sentence_transformers.json"
+    stated = read_optional(settings)
+    keys = ("matryoshka_dimensions", "matryoshka_dims")
+    places = ((path, config), (settings, stated))
+    lists = [(place, key, content[key]) for place, content in places for key in keys if content.get(key)]
+    for place, key, dims in lists:
+        if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
+            raise ModelError(f"{place}: {key} must be a list of whole numbers from 1 to {dim}")
+    truncate_dim = 0 if stated.get("truncate_dim") is None else positive(stated, ("truncate_dim",), settings)
+    known = published(names_of(folder, config)).matryoshka_dims
+    is_stated = bool(lists or truncate_dim or config.get("is_matryoshka"))
+    dims = lists[0][2] if lists else [] if is_stated else known or ()
+    return {
+        "is_matryoshka": is_stated or known is not None,
+        "matryoshka_dims": tuple(sorted({number for number in dims if number <= dim})),
+        "truncate_dim": truncate_dim if truncate_dim < dim else 0,
+    }
 
 
 # --- static embeddings ------------------------------------------------------------------------------------------
@@ -707,7 +788,6 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
         model_type, max_tokens = "static", truncated_to
         steps, dim = read_steps(folder, modules, hidden_size)
         ignored_ids = ()
-    matryoshka_dims = _matryoshka_dims(config, dim, weights_folder / "config.json")
     return ModelCard(
         folder=str(folder),
         weights_folder=str(weights_folder),
@@ -721,8 +801,7 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
         lowercase=False,
         prompt=prompt,
         prompts=prompts,
-        is_matryoshka=bool(matryoshka_dims),
-        matryoshka_dims=matryoshka_dims,
+        **_read_matryoshka(folder, config, dim, weights_folder / "config.json"),
         weights_bytes=sum(
             path.stat().st_size
             for path in (weights, *(folder / step.path / "model.safetensors" for step in steps if step.path))

@@ -12,7 +12,6 @@ bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vecd.shm.heads import PairTemplate, ScoreHead, Step
@@ -23,7 +22,7 @@ from vecd.shm.score_card import activation_named, architecture_of
 @dataclass(frozen=True, slots=True)
 class _KnownModel:
     name: re.Pattern[str]
-    """In one of `names_of` the model."""
+    """In one of `vecd.shm.published.names_of` the model."""
     model_type: str
     yes: str
     no: str | None
@@ -100,12 +99,6 @@ def is_causal_model(config: Mapping[str, Any]) -> bool:
     return architecture_of(config).endswith("ForCausalLM")
 
 
-def names_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """What names the model: its folder, and config.json itself. In the hub's cache the name is two folders above the
-    files; what is further up names other things."""
-    return f"{'/'.join(folder.parts[-3:])} {config.get('_name_or_path', '')}"
-
-
 def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation: object) -> ScoreHead:
     """The head of a model with a LogitScore module.
 
@@ -125,8 +118,8 @@ def stated_head(config: Mapping[str, Any], module: Mapping[str, Any], activation
 
 
 def known_head(config: Mapping[str, Any], names: str, ids: Mapping[str, int]) -> ScoreHead:
-    """The head of a causal model that is known by name. `names`: `names_of` it; `ids`: those of its tokens. Raises
-    ValueError for an unknown one, and for a vocabulary without its words."""
+    """The head of a causal model that is known by name. `names`: `vecd.shm.published.names_of` it; `ids`: those of its
+    tokens. Raises ValueError for an unknown one, and for a vocabulary without its words."""
     known = _find(config, names)
     if known is None:
         raise ValueError(

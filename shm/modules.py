@@ -56,6 +56,8 @@ def check_modules(path: Path, modules: Sequence[Module]) -> None:
     """Raises ModelError for a module of the file at `path` that is code of the model's repository, or that leads out of
     the model's folder."""
     for module in modules:
+        if module.kind == "CLIPModel":
+            raise ModelError(f"{path}: module CLIPModel has images; vecd serves text")
         if module.type.partition(".")[0] != "sentence_transformers" and module.type != _PYLATE_DENSE:
             raise ModelError(f"{path}: module {module.type} is not sentence-transformers' own, which vecd refuses")
         if Path(module.path).is_absolute() or ".." in Path(module.path).parts:

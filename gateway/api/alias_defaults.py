@@ -79,7 +79,8 @@ def _complete(request: EmbedRequest, body: Mapping[str, Any], model_info: ModelI
     request = request._replace(tokenizing=how)
     if defaults.dimensions is None or request.output not in _VECTORS or _gives(body, _DIMENSIONS):
         return request
-    return request._replace(dimensions=None if defaults.dimensions == model_info.dim else defaults.dimensions)
+    is_default = defaults.dimensions == (model_info.truncate_dim or model_info.dim)
+    return request._replace(dimensions=None if is_default else defaults.dimensions)
 
 
 def _is_dense_alone(body: Mapping[str, Any]) -> bool:

@@ -128,7 +128,7 @@ def describe_model(config: GatewayConfig) -> dict[str, Any]:
         "architecture": card.model_type,
         "capabilities": card.capabilities,
         **({"labels": card.score.labels} if card.score is not None else {}),
-        "dimensions": card.dim if _HAVE_VECTORS.intersection(card.capabilities) else None,
+        "dimensions": card.default_dim if _HAVE_VECTORS.intersection(card.capabilities) else None,
         "max_tokens": config.max_tokens,
         "pooling": card.pooling_of_output or None,
         "normalized": _are_normalized(card),
@@ -155,7 +155,7 @@ def _are_normalized(card: ModelCard) -> bool | None:
     if "dense" not in card.capabilities and card.tokens is None:
         return None
     steps = card.steps if "dense" in card.capabilities or card.tokens is None else card.tokens.steps
-    return any(step.kind == "normalize" for step in steps)
+    return not card.truncate_dim and any(step.kind == "normalize" for step in steps)
 
 
 def describe_for_tei(context: Context) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class ModelInfo:
     outputs: frozenset[Output] = frozenset({Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS})
     num_labels: int = 0
     token_dim: int = 0
+    truncate_dim: int = 0
     vocab_size: int = 0
     row_dim: int = 0
     score: ScoreHead | None = None
@@ -137,6 +138,7 @@ class ModelInfo:
             is_normalized=card.is_normalized,
             is_matryoshka=config.is_matryoshka,
             matryoshka_dims=card.matryoshka_dims,
+            truncate_dim=card.truncate_dim,
             pools_prompt=card.pools_prompt,
             model_type=card.model_type,
             pooling=card.pooling,
@@ -197,7 +199,8 @@ class ModelInfo:
     @property
     def num_dimensions(self) -> int:
         """Of a dense vector in the response to a request that does not say."""
-        return self.dim if self.defaults is None else self.defaults.dimensions or self.dim
+        by_alias = None if self.defaults is None else self.defaults.dimensions
+        return by_alias or self.truncate_dim or self.dim
 
     @property
     def is_dense(self) -> bool:
@@ -294,9 +297,10 @@ class ModelInfo:
         return max_tokens
 
     def check_dimensions(self, dimensions: int, param: str) -> int | None:
-        """The requested `dimensions`; None for all. Raises BadRequest, with OpenAI's message where it has one."""
+        """The requested `dimensions`; None for those of a request that does not say. Raises BadRequest, with OpenAI's
+        message where it has one."""
         if dimensions == self.dim:
-            return None
+            return dimensions if self.truncate_dim else None
         if not self.is_matryoshka:
             hint = " (--matryoshka allows fewer)" if 1 <= dimensions < self.dim else ""
             raise BadRequest(
@@ -306,7 +310,9 @@ class ModelInfo:
             )
         if self.matryoshka_dims and dimensions not in self.matryoshka_dims:
             known = ", ".join(map(str, sorted({*self.matryoshka_dims, self.dim})))
-            raise BadRequest(f"'{param}' must be one of {known}, is {dimensions}", param=param)
+            raise BadRequest(
+                f"'{param}' must be one of {known}, is {dimensions} (--matryoshka allows any)", param=param
+            )
         if not 1 <= dimensions <= self.dim:
             raise BadRequest(f"'{param}' must be 1 to {self.dim}, is {dimensions}", param=param)
         return dimensions

@@ -83,7 +83,7 @@ def _output(capability: str, model_info: ModelInfo) -> tuple[str, str, *tuple[in
     """Name, type and shape of what a capability makes of one input each; -1 stands for any length."""
     match capability:
         case "dense":
-            return "embedding", "FP32", -1, model_info.dim
+            return "embedding", "FP32", -1, model_info.num_dimensions
         case "rerank":
             return "score", "FP32", -1
         case "classify":

@@ -124,7 +124,7 @@ def _introduce(model_info: ModelInfo) -> str:
         "any number of" if model_info.max_request_tokens is None else str(model_info.max_request_tokens)
     )
     is_dense = "dense" in model_info.capabilities
-    what = f"{model_info.dim} dimensions" if is_dense else ", ".join(model_info.capabilities)
+    what = f"{model_info.num_dimensions} dimensions" if is_dense else ", ".join(model_info.capabilities)
     return (
         f"Serves `{model_info.model}`: {what}, texts of up to {model_info.max_tokens} tokens. "
         f"A request has at most {model_info.max_inputs} inputs with {max_request_tokens} tokens in all, and a body of "

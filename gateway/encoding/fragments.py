@@ -199,6 +199,8 @@ class Encoder:
         each input, shape [T], are read when its rows have come; only for outputs that have a row for each token. So are
         `late_chunks`, if the request is for them: then rows of TOKENS are collected, for vectors of its output. Raises
         BadRequest where `check_forms` would."""
+        if self._card.truncate_dim and request.dimensions is None and request.output.is_plain:
+            request = request._replace(dimensions=self._card.truncate_dim)
         if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
             return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
         if request.output in _FORMLESS:

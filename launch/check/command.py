@@ -279,9 +279,9 @@ def _given(settings: Settings) -> dict[str, str | int]:
     """The settings that say what is served. They do not depend on the machine."""
     path = FilePath(settings.model).expanduser()
     model = str(path.absolute()) if settings.model and path.is_dir() else settings.model
-    kind = "" if settings.kind == "auto" else settings.kind
-    found = {"model": model, "kind": kind, "revision": settings.revision, "max_tokens": settings.max_tokens}
-    return {name: value for name, value in found.items() if value}
+    names = ("kind", "pooling", "revision", "max_tokens")
+    found = {"model": model, **{name: getattr(settings, name) for name in names}}
+    return {name: value for name, value in found.items() if value and value != "auto"}
 
 
 def _disagreement(outputs: str, found: Comparison) -> Problem:

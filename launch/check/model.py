@@ -1,7 +1,8 @@
 """The facts and faults of a model that its files show without running it.
 
 Owns the report's part about the model, the refusal of models made for another purpose,
-and the suggestion for each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`.
+and the suggestion for each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`, and by
+`vecd.supervisor` for the suggestion.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 from vecd.launch.check.report import Model, Problem
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.published import names_of, published
 from vecd.workers.weights import read_header
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
@@ -116,8 +118,8 @@ _OTHER_PURPOSES = (
         ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
         "generates text, and no modules.json says how to make vectors of it: its hidden states were never trained to "
         "be compared",
-        "take a model that was trained for embeddings; if this one was, add the modules.json and 1_Pooling/config.json "
-        "that sentence-transformers saves",
+        "take a model that was trained for embeddings; if this one was, say its --pooling, or add the modules.json and "
+        "1_Pooling/config.json that sentence-transformers saves",
     ),
     (
         ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
@@ -131,16 +133,12 @@ _OTHER_PURPOSES = (
 def purpose(model: Model) -> tuple[list[Problem], list[str]]:
     """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
     its vectors would mean little."""
-    is_dense = "dense" in model.capabilities
-    if (Path(model.folder) / "modules.json").is_file() or model.model_type == "model2vec" or not is_dense:
+    if not model.assumption:
         return [], []
     for suffixes, fault, suggestion in _OTHER_PURPOSES:
         if model.architecture.endswith(suffixes):
             return [Problem(f"{model.architecture} {fault}", suggestion)], []
-    return [], [
-        f"no modules.json: {'+'.join(model.pooling)} pooling without normalisation is assumed, as "
-        "sentence-transformers does; right only if the model was trained with it"
-    ]
+    return [], [model.assumption]
 
 
 # --- what to do about it ----------------------------------------------------------------------------------------
@@ -151,6 +149,12 @@ _SUGGESTIONS = (
     (r"hub has no such model", "check the name; of a private model, set HF_TOKEN"),
     (r"this revision", "name another --revision, or none"),
     (r"asks for permission|HF_TOKEN", "accept the terms on the model's page, and set HF_TOKEN"),
+    (r"is in the GGUF format", "take the model that it was made from, mostly the same name without GGUF"),
+    (r"is a file, and", "name the folder that it is in"),
+    (r"LoRA adapter", "merge it into that model (merge_and_unload of peft), and save the result with its tokenizer"),
+    (r"has images", "take a model for text alone"),
+    (r"without modules\.json", "give the --kind, or add the modules.json that sentence-transformers saves"),
+    (r"--(kind|pooling) [\w-]+ given", "leave it out, or take a model of that kind"),
     (r"no such folder", "check the path; a model of the hub is named owner/name, without a leading ./ or /"),
     (r"git-lfs", _LFS),
     (r"cut off|behind its tensors|not a safetensors file|is damaged|is missing, which", _AGAIN),
@@ -167,7 +171,6 @@ _SUGGESTIONS = (
      "decoders of text that transformers implements itself"),
     (r"pooling_mode", "correct 1_Pooling/config.json; other modes cannot be served"),
     (r"quantized weights", "take the original weights; --dtype int8 quantizes them itself"),
-    (r"adapters", "merge the adapter into the model (merge_and_unload of peft) and save it"),
     (r"in the weights and|the weights lack|config\.json has no place|in_features", "config.json and the weights are of "
      "different models: copy both from the same one"),
     (r"nan or infinity|not finite", "the weights are broken, or overflow in this type: fetch them again, or try "
@@ -178,7 +181,7 @@ _SUGGESTIONS = (
      "and config_sentence_transformers.json with the original's"),
     (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, "
      "and copy vecd-reference.json from there"),
-    (r"not supported", "take another model, or serve this one with sentence-transformers itself"),
+    (r"not supported|is a mixture of", "take another model, or serve this one with sentence-transformers itself"),
     (r"SIGKILL|MemoryError|out of memory|can't allocate memory", "take a smaller model, or a machine with more memory"),
     (r"SIGILL", "the installed torch uses instructions that this processor lacks: install another build"),
     (r"no answer within", "raise --start-timeout; a disk or network drive may be slow"),
@@ -191,15 +194,21 @@ _SUGGESTIONS = (
 `vecd.workers.engines.torch.loading` and others; a test compares each pattern with the real message."""
 
 
+UNKNOWN = "see whether sentence-transformers loads it; if it does, vecd should: please report it"
+"""The suggestion for other messages."""
+
+
 def problem(message: str) -> Problem:
     """A refusal and its suggestion."""
     path = message.partition(": ")[0]
     if _is_lfs_pointer(Path(path)):
         return Problem(f"{path}: is a pointer of git-lfs, not the file itself", _LFS)
+    if instead := published(names_of(Path(path).parent, {})).instead:
+        return Problem(message, f"take {instead}, which vecd serves")
     for pattern, suggestion in _SUGGESTIONS:
         if re.search(pattern, message):
             return Problem(message, suggestion)
-    return Problem(message, "see whether sentence-transformers loads it; if it does, vecd should: please report it")
+    return Problem(message, UNKNOWN)
 
 
 def _is_lfs_pointer(path: Path) -> bool:

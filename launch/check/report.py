@@ -68,6 +68,10 @@ class Model:
     labels: tuple[str, ...] = ()
     token_dim: int = 0
     """Of the vectors of tokens."""
+    assumption: str = ""
+    """As of the model's card."""
+    truncate_dim: int = 0
+    """Dimensions for a request that does not say how many; 0: all."""
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What is behind the transformer besides a dense vector: "score", "sparse" or "tokens" → its steps, in words."""
 

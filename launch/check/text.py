@@ -147,7 +147,9 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
     is_dense = "dense" in model.capabilities
     yield "kind", ", ".join(model.capabilities)
     if is_dense:
-        yield "dimensions", f"{model.dim}" + (f", from {model.hidden_size} a token" * (model.dim != model.hidden_size))
+        of_states = f", from {model.hidden_size} a token" * (model.dim != model.hidden_size)
+        by_default = f", of which {model.truncate_dim} by default" if model.truncate_dim else ""
+        yield "dimensions", f"{model.dim}{of_states}{by_default}"
     if model.token_dim:
         yield "of a token", f"{model.token_dim} dimensions"
     if model.labels:
@@ -162,7 +164,7 @@ def _model(model: Model) -> Iterator[tuple[str, str]]:
         yield f"head: {name}", ", ".join(steps) or "of transformers' own class"
     yield "prompts", ", ".join(prompts) or "none"
     if is_dense:
-        yield "Matryoshka", f"yes{dims}" if model.is_matryoshka else "config.json does not say so"
+        yield "Matryoshka", f"yes{dims}" if model.is_matryoshka else "nothing says so"
     yield "vocabulary", f"{model.vocab_size:,} tokens"
     yield "tokenizer", model.tokenizer
     parameters = f"{model.num_parameters:,} parameters in {dtypes}" if model.num_parameters else "an ONNX export"

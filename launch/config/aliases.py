@@ -193,13 +193,13 @@ def _check_dimensions(defaults: AliasDefaults, card: ModelCard, *, is_matryoshka
         return f"the model's vectors have {card.dim}, {dimensions} given{hint}"
     if card.matryoshka_dims and dimensions not in card.matryoshka_dims:
         known = ", ".join(map(str, sorted({*card.matryoshka_dims, card.dim})))
-        return f"must be one of {known} (given: {dimensions})"
+        return f"must be one of {known} (given: {dimensions}); matryoshka = true allows any"
     return ""
 
 
 def _check_dtype(defaults: AliasDefaults, card: ModelCard, *, has_ranges: bool) -> str:
     """As `vecd.gateway.encoding.forms.check_forms`."""
-    dtype, dimensions = defaults.dtype, defaults.dimensions or card.dim
+    dtype, dimensions = defaults.dtype, defaults.dimensions or card.default_dim
     if dtype is None:
         return ""
     if "dense" not in card.capabilities:

@@ -32,8 +32,8 @@ _FORMAT = 1
 _NUM_DIGITS = 32
 _PLACES = frozenset({"folder", "weights_folder", "weights_bytes", "tokenizer_file", "export_file", "path", "file"})
 """Fields of a card that say where something is; its content counts."""
-_OF_THE_CONFIGURATION = frozenset({"max_tokens", "is_matryoshka"})
-"""Fields of a card in whose place the configuration's count."""
+_NOT_COUNTED = frozenset({"max_tokens", "is_matryoshka", "assumes_pooling"})
+"""Fields of a card in whose place the configuration's count, and one that changes no number."""
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Keys of config.json that change no number: names, who wrote it, and the format, which the workers say."""
 _MIN_AGE_S = 2.0
@@ -93,7 +93,7 @@ def of_alias(model: str, defaults: AliasDefaults) -> str:
 def _facts_of(plan: Plan) -> dict[str, Any]:
     config, card, ranges = plan.gateway, plan.gateway.card, plan.settings.quantization_ranges
     chat = config.chat_template
-    card_facts = {name: value for name, value in _facts(card).items() if name not in _OF_THE_CONFIGURATION}
+    card_facts = {name: value for name, value in _facts(card).items() if name not in _NOT_COUNTED}
     return {
         "format": _FORMAT,
         # The vectors of the dummy engine are not the model's.

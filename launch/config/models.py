@@ -32,7 +32,8 @@ _SHOWN_CHARACTERS = 60
 
 _SOURCE_KEYS = ("source", "model")
 _SETTINGS_OF_MODEL = (
-    "revision", "kind", "dtype", "engine", "device", "workers", "threads_per_worker", "max_tokens", "max_batch_tokens",
+    "revision", "kind", "pooling", "dtype", "engine", "device", "workers", "threads_per_worker", "max_tokens",
+    "max_batch_tokens",
     "max_requests", "max_wait", "max_request_tokens", "max_inputs", "max_priority", "token_ids", "overflow",
     "max_embed_len", "matryoshka", "quantization_ranges", "literal_special_tokens", "unverified", "accept_unordered",
     "batch_timeout", "load", "keep_alive", "pinned", "dummy_ms_per_text",
@@ -104,7 +105,7 @@ def folder_of(model: str) -> Path | None:
     """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty.
     Reads the file system, and raises nothing for what cannot be a path."""
     path = os.path.expanduser(model)
-    is_path = os.path.isdir(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
+    is_path = os.path.exists(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     return Path(path).absolute() if is_path else None
 
 

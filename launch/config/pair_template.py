@@ -20,8 +20,9 @@ from vecd.gateway.types.config import ChatTemplateSpec
 from vecd.launch.config.chat_template import read_chat_template
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import PairTemplate
-from vecd.shm.llm_reranker_card import known_template, names_of
+from vecd.shm.llm_reranker_card import known_template
 from vecd.shm.model_files import inner, read_object, read_optional
+from vecd.shm.published import names_of
 
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue000Query\ue001", "\ue000Document\ue001", "\ue000Instruction\ue001"
 _ODD = " \t<&\"'\\{}%> Stra\u00dfe\n"

@@ -180,6 +180,11 @@ class Settings(BaseSettings):
         description="what the model is served as, where its files do not say it, or say it wrongly; auto: as its files "
         "say. A kind that the model has no head for is refused",
     )
+    pooling: Literal["auto", "mean", "cls", "lasttoken"] = Field(
+        "auto",
+        description="how the tokens of a dense model become a vector, whatever its files say; auto: as its files say, "
+        "else lasttoken for a causal language model and mean for others, with a warning",
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: _Port = Field(8000, description="port to listen on; 0 takes a free one")
     uds: _Path | None = Field(
@@ -297,7 +302,8 @@ class Settings(BaseSettings):
     )
     matryoshka: bool = Field(
         False,
-        description="allow dimensions below the model's own, even if its config does not declare support for them",
+        description="allow any number of dimensions up to the model's own, even if neither its files nor what is "
+        "published about it say that it was trained for them",
     )
     quantization_ranges: _Path | None = Field(
         None,

@@ -42,7 +42,7 @@ def summary(
         fields["models"] = [_fields_of(*model) for model in models]
 
     card, gateway, settings = plan.card, plan.gateway, plan.settings
-    of_vectors = f"{card.dim} dimensions, " if "dense" in card.capabilities else ""
+    of_vectors = f"{card.default_dim} dimensions, " if "dense" in card.capabilities else ""
     of_pooling = f", {card.pooling_of_output} pooling" if card.pooling_of_output else ""
     if "dense" in card.capabilities and card.is_normalized:
         of_pooling += ", normalized"
@@ -78,6 +78,7 @@ def summary(
     lines = [
         f"vecd {gateway.version} is ready",
         *([*map(_line_of, models), f"  gateways   {num_gateways}"] if others else about_model),
+        *(f"  assumed    {each.gateway.model}: {said}" for each, _ in models if (said := each.card.assumption)),
         f"  memory     {memory_mb} MB in all",
         f"  listening  {url}",
         *([f"  admin      {admin_url}"] if admin_url else []),
@@ -92,7 +93,7 @@ def _fields_of(plan: Plan, facts: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "model": plan.gateway.model,
         "capabilities": list(plan.card.capabilities),
-        "dimensions": plan.card.dim if "dense" in plan.card.capabilities else None,
+        "dimensions": plan.card.default_dim if "dense" in plan.card.capabilities else None,
         "labels": plan.card.num_labels or None,
         "max_tokens": plan.gateway.max_tokens,
         "engine": facts.get("path"),

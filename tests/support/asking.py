@@ -92,7 +92,7 @@ def reports_of(asked: ParsedEmbed, num_inputs: int) -> tuple[InputReport, ...]:
 def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Response:
     """The answer with these rows, one for each input. `changes`: of the `Embedded`."""
     dim = rows.shape[1]
-    card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True)
+    card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True, truncate_dim=0)
     collectors = Encoder(card).make_collectors(asked.request)
     for collector in collectors:
         collector.put(0, rows)

@@ -79,6 +79,19 @@ def of_generation(gateway: FakeGateway, generation: int) -> list[str]:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
+def test_an_assumed_pooling_is_told_at_each_start(folder, tmp_path, models, caplog) -> None:
+    async def start(*flags: str) -> list[str]:
+        caplog.clear()
+        async with supervising(folder, tmp_path, *flags):
+            return [record.getMessage() for record in caplog.records if "is assumed" in record.getMessage()]
+
+    with caplog.at_level(logging.WARNING, "vecd.supervisor"):
+        assert run(start()) == []
+        (folder / "modules.json").unlink()
+        assert [each[:26] for each in run(start())] == ["a: no modules.json: mean p", "b: no modules.json: mean p"]
+        assert run(start("--pooling", "cls")) == []
+
+
 def test_a_server_is_ready_when_all_its_models_are_connected(bench, models) -> None:
     models["c"] = {"workers": 1}
 

@@ -291,7 +291,7 @@ def _digest(model_info: ModelInfo) -> str:
         model_info.model,
         model_info.version,
         model_info.model_type,
-        model_info.dim,
+        model_info.truncate_dim or model_info.dim,
         model_info.hidden_size,
         model_info.max_tokens,
         model_info.pooling,

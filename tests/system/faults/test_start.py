@@ -125,7 +125,15 @@ def test_a_broken_model(model, tmp_path, break_it, says):
 
 
 def test_a_missing_folder(tmp_path):
-    assert fail_to_start(tmp_path, "./nowhere") == (3, f"vecd: {tmp_path / 'nowhere'}: no such folder\n")
+    remedy = "check the path; a model of the hub is named owner/name, without a leading ./ or /"
+    assert fail_to_start(tmp_path, "./nowhere") == (3, f"vecd: {tmp_path / 'nowhere'}: no such folder; {remedy}\n")
+
+
+def test_a_file_is_no_hub_id(tmp_path):
+    (tmp_path / "bge-m3-q8.gguf").write_bytes(b"GGUF")
+    code, stderr = fail_to_start(tmp_path, "bge-m3-q8.gguf")
+    assert (code, stderr.count("\n")) == (3, 1)
+    assert "bge-m3-q8.gguf: is in the GGUF format, which vecd does not serve; take the model that it was" in stderr
 
 
 def test_a_hub_model_that_is_not_cached(tmp_path):

@@ -385,7 +385,7 @@ def test_weights_only_as_pickle(folder: Folder, name: str) -> None:
         ({**CONFIG, "auto_map": ["modeling.BertModel"]}, "auto_map must be a JSON object"),
         # The right class by name, of another family.
         ({**CONFIG, "auto_map": {"AutoModel": "x--y.NewModel"}}, "no architecture"),
-        ({**NOMIC, "num_experts": 8}, "num_experts is 8"),
+        ({**NOMIC, "num_experts": 8, "activation_function": "gelu"}, "is a mixture of 8 experts"),
         ({**NOMIC, "activation_function": "gelu"}, "activation_function is 'gelu'"),
         ({key: value for key, value in NOMIC.items() if key != "qkv_proj_bias"}, "qkv_proj_bias is True"),
         ({key: value for key, value in NOMIC.items() if key != "rotary_emb_fraction"}, "rotary_emb_fraction is 0.0"),
@@ -448,9 +448,92 @@ def test_a_configuration_that_cannot_be_served(folder: Folder, changes: dict[str
     assert why in refusal
 
 
-def test_an_adapter(folder: Folder) -> None:
-    folder.write("adapter_config.json", {})
-    assert "adapters are not supported" in folder.refusal()
+def test_a_guessed_pooling_is_told_and_may_be_given(folder: Folder) -> None:
+    assert (folder.read().pooling, folder.read().assumption) == (("mean",), "")
+    assert read_card(folder.path, pooling="cls").pooling == ("cls",)  # whatever the files say
+    (folder.path / "modules.json").unlink()
+    card = folder.read()
+    assert "mean pooling without normalisation is assumed" in card.assumption
+    given = read_card(folder.path, pooling="cls")
+    assert (given.pooling, given.assumption) == (("cls",), "")
+    folder.change("config.json", architectures=["BertForMaskedLM"])
+    assert read_card(folder.path, pooling="cls") == given  # it says that the model is dense
+
+
+def test_a_pooling_is_not_for_a_model_that_has_none(folder: Folder) -> None:
+    (folder.path / "modules.json").unlink()
+    folder.change("config.json", architectures=["BertForSequenceClassification"], id2label={"0": "a"})
+    with pytest.raises(ModelError, match="--pooling cls given, and the model is for rerank and classify"):
+        read_card(folder.path, pooling="cls")
+
+
+_TAGS = "---\nlicense: mit\ntags:\n- text\n- reranker\n---\n# A model\n"
+_OF_AN_EMBEDDER = "---\ntags: [mteb]\nmodel-index:\n- task:\n    type: Reranking\n---\ntags: reranker\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "readme", "is_refused"),
+    [
+        ("zerank-1-small", "", True),
+        ("models--a--ctxl-rerank-v2/snapshots/0a1b", "", True),
+        ("a", _TAGS, True),
+        ("a", "---\npipeline_tag: text-ranking\n---\n", True),
+        ("a", _OF_AN_EMBEDDER, False),
+        ("a", "", False),
+    ],
+)
+def test_a_causal_model_that_is_named_a_reranker(tmp_path: Path, place: str, readme: str, is_refused: bool) -> None:
+    folder = Folder(tmp_path / place)
+    (folder.path / "modules.json").unlink()
+    folder.change("config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    folder.write("README.md", readme)
+    assert read_card(folder.path, "dense").pooling == ("lasttoken",)
+    if is_refused:
+        assert "name or tags say that it is a reranker: --kind rerank" in folder.refusal()
+    else:
+        assert "lasttoken pooling without normalisation is assumed" in folder.read().assumption
+
+
+@pytest.mark.parametrize(
+    ("content", "base"), [({"base_model_name_or_path": "BAAI/bge-m3"}, "BAAI/bge-m3"), ({}, "a model that it does not")]
+)
+def test_an_adapter(tmp_path: Path, content: dict[str, str], base: str) -> None:
+    write(tmp_path / "adapter_config.json", content)
+    with pytest.raises(ModelError, match=f"adapter_config.json: is a LoRA adapter of {base}"):
+        read_card(tmp_path)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_weights_in_gguf(folder: Folder, has_config: bool) -> None:
+    (folder.path / "model.safetensors").rename(folder.path / "q8.gguf")
+    if not has_config:
+        (folder.path / "config.json").unlink()
+    assert folder.refusal() == ": is in the GGUF format, which vecd does not serve"
+    folder.write("model.safetensors", "")  # beside others
+    assert not has_config or folder.read().dim == 32
+
+
+@pytest.mark.parametrize("name", ["models--a--b-GGUF/snapshots/0a1b", "b.gguf"])
+def test_a_name_that_says_gguf(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelError, match="GGUF format"):  # the fetch leaves nothing there
+        read_card(tmp_path / name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", "")
+    with pytest.raises(ModelError, match=r"model.safetensors: is a file, and a model is a folder"):
+        read_card(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("model_type", ["clip", "siglip2", "colqwen2"])
+def test_a_model_of_images(folder: Folder, model_type: str) -> None:
+    folder.change("config.json", model_type=model_type)
+    assert folder.refusal() == f"config.json: a model of type {model_type} has images; vecd serves text"
+
+
+def test_a_module_of_images(folder: Folder) -> None:
+    folder.write("modules.json", modules(("CLIPModel", "0_CLIPModel")))
+    assert folder.refusal() == "modules.json: module CLIPModel has images; vecd serves text"
 
 
 @pytest.mark.parametrize(
@@ -497,7 +580,9 @@ def test_a_prompt_that_is_to_be_left_out_of_the_pooling(folder: Folder) -> None:
     ("config", "why"),
     [
         ({"default_prompt_name": "clustering"}, "'clustering' is not among"),
-        ({"truncate_dim": 16}, "truncate_dim"),
+        ({"truncate_dim": 0}, "truncate_dim is missing or not a positive whole number"),
+        ({"truncate_dim": "16"}, "truncate_dim is missing or not a positive whole number"),
+        ({"matryoshka_dims": [8, 64]}, "matryoshka_dims must be a list of whole numbers from 1 to 32"),
     ],
 )
 def test_settings_of_sentence_transformers_that_are_not_supported(
@@ -507,6 +592,48 @@ def test_settings_of_sentence_transformers_that_are_not_supported(
     refusal = folder.refusal()
     assert refusal.startswith("config_sentence_transformers.json: ")
     assert why in refusal
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "dims", "truncate_dim"),
+    [
+        ({"truncate_dim": 16}, {}, (), 16),
+        ({"truncate_dim": 32}, {}, (), 0),  # all of them
+        ({"truncate_dim": 16, "matryoshka_dims": [16, 8]}, {}, (8, 16), 16),
+        ({}, {"matryoshka_dims": [8]}, (8,), 0),
+        ({}, {"matryoshka_dimensions": [8]}, (8,), 0),
+        ({}, {"is_matryoshka": True}, (), 0),
+    ],
+)
+def test_shorter_vectors_by_the_model_s_files(
+    folder: Folder, settings: dict[str, Any], config: dict[str, Any], dims: tuple[int, ...], truncate_dim: int
+) -> None:
+    folder.write("config_sentence_transformers.json", settings)
+    folder.change("config.json", **config)
+    card = folder.read()
+    assert (card.is_matryoshka, card.matryoshka_dims, card.truncate_dim) == (True, dims, truncate_dim)
+    assert (card.default_dim, card.is_normalized) == (truncate_dim or 32, not truncate_dim)
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "dims"),
+    [
+        ("nomic-embed-text-v1.5", {}, (64, 128, 256)),  # no longer than the model's own
+        ("models--nomic-ai--nomic-embed-text-v1.5/snapshots/0a1b", {}, (64, 128, 256)),
+        ("here", {"_name_or_path": "nomic-ai/nomic-embed-text-v1.5"}, (64, 128, 256)),
+        ("nomic-embed-text-v1.5", {"matryoshka_dimensions": [32]}, (32,)),  # the files come first
+        ("Qwen3-Embedding-0.6B", {}, ()),
+        ("nomic-embed-text-v1", {}, None),
+        ("my-nomic-embed-text-v1.5", {}, None),
+    ],
+)
+def test_shorter_vectors_as_published_about_a_name(
+    tmp_path: Path, place: str, config: dict[str, Any], dims: tuple[int, ...] | None
+) -> None:
+    folder = Folder(tmp_path / place)
+    folder.change("config.json", hidden_size=256, **config)
+    card = folder.read()
+    assert (card.is_matryoshka, card.matryoshka_dims) == (dims is not None, dims or ())
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_kind_that_a_classifier_has_no_head_for_is_refused(kind: str, fault: s
 
 
 @pytest.mark.parametrize("kind", ["rerank", "classify", "token-classify"])
-@pytest.mark.parametrize("architecture", ["BertModel", "BertForMaskedLM"])
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForPreTraining"])
 def test_an_embedder_is_never_served_as_a_reranker(architecture: str, kind: str, tmp_path: Path) -> None:
     folder = Classifier(tmp_path, architecture)
     assert folder.card().capabilities == ("dense",)

@@ -142,9 +142,11 @@ def test_norms_and_decoders_under_other_names(folder: Folder) -> None:
     assert card.sparse.steps[2].tensor == "cls.predictions.decoder"
 
 
-def test_a_plain_model_for_masked_words_is_sparse_where_the_kind_says_so(folder: Folder) -> None:
+def test_a_plain_model_for_masked_words_is_what_the_kind_says(folder: Folder) -> None:
     plain(folder)
-    assert folder.read().capabilities == ("dense",)
+    refusal = folder.refusal()
+    assert "BertForMaskedLM without modules.json" in refusal
+    assert "--kind dense serves it with mean pooling, --kind sparse as SPLADE" in refusal
     assert folder.read("dense").capabilities == ("dense",)
     card = folder.read("sparse")
     assert card.capabilities == ("sparse",)

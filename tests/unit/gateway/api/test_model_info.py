@@ -146,6 +146,7 @@ def test_a_model_that_leaves_prompts_out_of_its_pooling_takes_none():
     assert (model_info.checked("", "prompt"), model_info.prompt_for("clustering")) == ("", None)
 
 
+ONE_OF, ALLOWS_ANY = "'d' must be one of", "(--matryoshka allows any)"
 NO_DIMENSIONS = "This model does not support specifying dimensions. Its vectors have 384, 'd' is"
 
 
@@ -164,8 +165,10 @@ NO_DIMENSIONS = "This model does not support specifying dimensions. Its vectors 
         ({"is_matryoshka": True}, 385, "'d' must be 1 to 384, is 385"),
         ({"is_matryoshka": True, "matryoshka_dims": (64, 128)}, 128, 128),
         ({"is_matryoshka": True, "matryoshka_dims": (64, 128)}, 384, None),
-        ({"is_matryoshka": True, "matryoshka_dims": (64, 128)}, 100, "'d' must be one of 64, 128, 384, is 100"),
-        ({"is_matryoshka": True, "matryoshka_dims": (64, 384)}, 100, "'d' must be one of 64, 384, is 100"),
+        ({"is_matryoshka": True, "matryoshka_dims": (64, 128)}, 100, f"{ONE_OF} 64, 128, 384, is 100 {ALLOWS_ANY}"),
+        ({"is_matryoshka": True, "matryoshka_dims": (64, 384)}, 100, f"{ONE_OF} 64, 384, is 100 {ALLOWS_ANY}"),
+        ({"is_matryoshka": True, "truncate_dim": 64}, 64, 64),
+        ({"is_matryoshka": True, "truncate_dim": 64}, 384, 384),  # None would be 64
     ],
 )
 def test_dimensions(changes, dimensions, expected):

@@ -1,5 +1,6 @@
 import asyncio
 import base64
+from dataclasses import replace
 from io import BytesIO
 from itertools import product
 
@@ -211,6 +212,23 @@ def test_fewer_dimensions_are_the_first_ones_brought_to_length_1(form):
     if isinstance(short, Matrix):
         assert short.dim == 16
         assert short.row_bytes * 3 == len(short.view())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, lambda rows: rows[:, :16]),  # as sentence-transformers, which cuts after its last step
+        ({"normalize": True}, lambda rows: normalize(rows[:, :16].copy())),
+        ({"output": Output.UNNORMALIZED}, lambda rows: rows[:, :16]),
+        ({"dimensions": 8}, lambda rows: rows[:, :8]),
+        ({"dimensions": 24}, lambda rows: rows),
+    ],
+)
+def test_a_model_with_truncate_dim_is_cut_unless_the_request_says_otherwise(fields, expected):
+    rows = unit_rows(3, 24)
+    [collector] = Encoder(replace(card_of(24), truncate_dim=16)).make_collectors(request_of(3, Form(), **fields))
+    collector.put(0, rows)
+    assert [orjson.loads(row) for row in kept(collector)] == pytest.approx(expected(rows), abs=1e-7)
 
 
 @pytest.mark.parametrize("encoding", Encoding)

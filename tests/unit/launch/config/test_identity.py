@@ -72,6 +72,7 @@ def ranges(model: Model) -> list[str]:
         ["--token-ids", "model"],
         ["--literal-special-tokens"],
         ["--matryoshka"],
+        ["--pooling", "cls"],
         ["--engine", "dummy"],
     ],
     ids=" ".join,
@@ -91,6 +92,7 @@ def test_a_setting_that_decides_what_a_text_gets_changes_it(model: Model, flags:
         ["--served-model-name", "another", "--model-aliases", "one,two"],
         ["--max-batch-tokens", "512", "--max-inputs", "7", "--max-requests", "9"],
         ["--max-tokens", "256"],
+        ["--pooling", "mean"],
         ["--vector-cache", "100000000"],
         ["--uds", "/tmp/another.sock"],
         ["--api-key", "a-key-of-somebody"],
@@ -137,6 +139,11 @@ def test_the_content_of_the_ranges_changes_it(model: Model) -> None:
     assert before != model.digest()
     np.save(flags[1], np.stack([np.full(384, -2, np.float32), np.ones(384, np.float32)]))
     assert model.digest(*flags) != before
+
+
+def test_a_pooling_is_the_same_assumed_or_given(model: Model) -> None:
+    (model.folder / "modules.json").unlink()
+    assert model.digest() == model.digest("--pooling", "mean") != model.digest("--pooling", "cls")
 
 
 def test_names_places_and_times_leave_it(model: Model) -> None:

@@ -22,7 +22,7 @@ def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
     minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = replace(read_card(minilm_folder), capabilities=("sparse",), sparse=SparseHead(()), dim=30522)
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
     settings = load_settings([str(minilm_folder), "--vector-cache", "1000000000"])
     with pytest.raises(ConfigurationError, match="--vector-cache: 1000000000 bytes given, which keep dense vectors"):
         make_plan(settings, num_gateways=1)
@@ -44,7 +44,9 @@ def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
 def test_a_slot_has_a_row_for_each_token_of_a_text(
     max_tokens: int, flags: list[str], rows: int, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind: replace(read_card(folder), max_tokens=max_tokens))
+    monkeypatch.setattr(
+        plan, "read_card", lambda folder, kind, pooling: replace(read_card(folder), max_tokens=max_tokens)
+    )
     made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
     assert made.gateway.arena.rows_per_slot == rows
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
@@ -54,7 +56,7 @@ def test_rows_that_no_machine_has_room_for_are_refused(minilm_folder: Path, monk
     card = replace(
         read_card(minilm_folder), max_tokens=10**30, token_dim=384, capabilities=("multi-vector",), tokens=TokenHead(())
     )
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
     with pytest.raises(ModelError, match="rows of 384 floats are too many for a batch"):
         make_plan(load_settings([str(minilm_folder), "--device", "cpu"]), num_gateways=1)
 
@@ -63,7 +65,7 @@ def test_fewer_rows_are_enough_for_a_model_without_late_chunks(
     minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = replace(read_card(minilm_folder), max_tokens=8192, pooling=("cls",))
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
     assert make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena.rows_per_slot == 2048
 
 
@@ -154,7 +156,7 @@ def test_an_export_is_computed_on_the_processor(
 
 def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(read_card(minilm_folder), max_tokens=8192, dim=128)
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind: card)
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
     arena = make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena
     assert (arena.rows_per_slot, arena.dim) == (512, 128)
 

@@ -47,6 +47,15 @@ def test_the_line_to_try_is_a_command_that_works(plan: Plan, settings: dict[str,
     assert line.startswith(curl)
 
 
+def test_a_guess_is_told(plan: Plan) -> None:
+    def assumed(plan: Plan) -> list[str]:
+        return [line for line in summary(plan, "http://h:80", "", {}, 1, 1.0)[0] if "assumed" in line]
+
+    assert assumed(plan) == []
+    [line] = assumed(replace(plan, card=replace(plan.card, assumes_pooling=True)))
+    assert f"{plan.gateway.model}: no modules.json: mean pooling without" in line
+
+
 def test_several_models_have_a_line_each(plan: Plan) -> None:
     other = replace(plan, gateway=replace(plan.gateway, model="b", max_tokens=100), workers=plan.workers[:1])
     facts = {"path": "packed", "dtype": "float32"}
