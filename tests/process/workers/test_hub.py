@@ -23,6 +23,15 @@ def save_template(folder: Path) -> Path:
     return folder
 
 
+def save_pickled_heads(folder: Path) -> Path:
+    save_bge_m3(folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    pickled(folder)
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
 def save_export(folder: Path) -> Path:
     save_body(folder, "bert")
     (folder / "model.safetensors").unlink()
@@ -36,7 +45,7 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "a chat template": save_template,
     "modules": lambda folder: save_own(folder, "bert"),
     "Stanford's ColBERT": save_stanford,
-    "BGE-M3": save_bge_m3,
+    "BGE-M3": save_pickled_heads,
     "pickles": lambda folder: pickled(save_bge_m3(folder)),
     "pickles in shards": lambda folder: pickled(save_template(folder), num_shards=2),
     "pickled modules": lambda folder: pickled(save_own(folder, "bert")),
