@@ -4,6 +4,7 @@ Imports nothing of the program before the kind is known, so that the gateway sta
 without uvloop.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ def main(kind: str, *arguments: str) -> int:
             return _answer(parent_pid, answer_fd, lambda answer: _fetch(model, revision, answer))
         case "convert", folder, vocab_size, parent_pid, answer_fd:
             return _answer(parent_pid, answer_fd, lambda answer: _convert(folder, vocab_size, answer))
+        case "unpickle", pickles, parent_pid, answer_fd:
+            return _answer(parent_pid, answer_fd, lambda answer: _unpickle(pickles))
         case "pairs", card, max_tokens, parent_pid, answer_fd:
             return _answer(parent_pid, answer_fd, lambda answer: _pairs(card, max_tokens, answer))
         case "select", answer_fd:
@@ -78,6 +81,13 @@ def _convert(folder: str, vocab_size: str, answer: Path) -> None:
     from vecd.workers import conversion  # takes seconds
 
     conversion.convert(Path(folder), int(vocab_size), answer)
+
+
+def _unpickle(pickles: str) -> None:
+    """Make safetensors of pickles."""
+    from vecd.workers.engines.torch.pickles import convert  # takes seconds
+
+    convert(json.loads(pickles))
 
 
 def _pairs(card: str, max_tokens: str, answer: Path) -> None:

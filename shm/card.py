@@ -24,8 +24,17 @@ from vecd.shm.llm_reranker_card import (
     refuse_other_rankings,
     stated_head,
 )
+from vecd.shm.model_files import (
+    EXPORT,
+    inner,
+    positive,
+    read_object,
+    read_optional,
+    single_file,
+    tensor_shapes,
+    token_ids,
+)
 from vecd.shm.model_files import ModelError as ModelError
-from vecd.shm.model_files import inner, positive, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.shm.model_files import one_line as one_line
 from vecd.shm.modules import Module, check_modules, read_modules, read_pooling, read_steps
 from vecd.shm.multi_vector_card import STANFORD, has_bge_m3, layout_of, read_bge_m3, read_token_head, read_token_steps
@@ -557,7 +566,7 @@ def export_files(export: Path) -> list[Path]:
 
 def _export_of(weights_folder: Path) -> Path | None:
     """The ONNX export to serve, where there are no safetensors."""
-    export = weights_folder / "onnx" / "model.onnx"
+    export = weights_folder / EXPORT
     has_safetensors = any((weights_folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
     return export if export.is_file() and not has_safetensors else None
 
@@ -566,18 +575,19 @@ def _weights_of(weights_folder: Path) -> list[Path]:
     """The files of the model's weights."""
     index = weights_folder / "model.safetensors.index.json"
     has_shards = index.is_file() and not (weights_folder / "model.safetensors").is_file()
-    return _shards(index) if has_shards else [single_file(weights_folder)]
+    # By its name, because transformers unpickles every file that is not called .safetensors.
+    return shards(index, ".safetensors") if has_shards else [single_file(weights_folder)]
 
 
-def _shards(index: Path) -> list[Path]:
-    shards = read_object(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+def shards(index: Path, suffix: str) -> list[Path]:
+    """The files that an index names, all with this suffix."""
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelError(f"{index}: weight_map must name a file for each tensor")
-    names = sorted(set(shards.values()))
+    names = sorted(set(places.values()))
     for name in names:
-        # By its name, because transformers unpickles every file that is not called .safetensors.
-        if not name.endswith(".safetensors"):
-            raise ModelError(f"{index}: {name} is not safetensors")
+        if not name.endswith(suffix):
+            raise ModelError(f"{index}: {name} is not a {suffix} file")
         if not (index.parent / name).is_file():
             raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
     return [index.parent / name for name in names]

@@ -1,17 +1,47 @@
-"""The reading of a model's JSON files, and the error that a broken one raises.
+"""Which files a model is made of, the reading of its JSON files, and the error that a broken one raises.
 
 Owns what the readers of every kind of model need (`vecd.shm.card`, `vecd.shm.multi_vector_card`). Knows no kind, and
 reads no tensor.
 """
 
 import json
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata", "*.safetensors")
+"""What a model is made of, by the names of files in its folder and in those of its modules: settings, vocabularies,
+templates and weights. The hub is asked for these, and a reload looks at them, so no reader may open others but these:
+"""
+PICKLED_WEIGHTS = "pytorch_model*.bin"
+PICKLED_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
+"""Of BGE-M3. All pickles are made into safetensors before anything reads them (`vecd.launch.config.pickles`)."""
+EXPORT = "onnx/model.onnx"
+"""Its weights may be in files of any name in the same folder."""
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of the model in `folder`. Raises OSError."""
+    wanted = (*MODEL_FILES, PICKLED_WEIGHTS, *PICKLED_HEADS)
+    found = (*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*"))
+    is_of_model = (path.parent.name == "onnx" or any(fnmatch(path.name, name) for name in wanted) for path in found)
+    return [path for path, is_one in zip(found, is_of_model, strict=True) if is_one and path.is_file()]
+
+
+def source_of(path: str) -> str:
+    """The path that the user knows. Where a model's pickles have been converted, it is read from a folder in the cache,
+    `…/converted/<32 digits>` and then the path of the model's own folder, in which all other files are links."""
+    return re.sub(r"^.*/converted/[0-9a-f]{32}(?=/)", "", path)
 
 
 class ModelError(Exception):
     """The model cannot be served. The message is one line with the file and its fault."""
+
+    def __init__(self, message: str) -> None:
+        path, colon, fault = message.partition(": ")
+        super().__init__(source_of(path) + colon + fault)
 
 
 def one_line(error: Exception) -> str:
@@ -84,8 +114,7 @@ def single_file(folder: Path) -> Path:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for path in folder.glob(pattern))
     if pickles:
         raise ModelError(
-            f"{folder}: weights only as pickle ({pickles[0]}), which vecd refuses: loading a pickle runs "
-            "code from the file; convert it to model.safetensors"
+            f"{folder}: weights only as pickle ({pickles[0]}); of pickles, vecd converts pytorch_model.bin alone"
         )
     exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
     of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
@@ -99,21 +128,39 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 
 def tensor_facts(path: Path) -> dict[str, tuple[str, list[int]]]:
     """The type, as F32, and the shape of each tensor of a safetensors file. Reads its header alone, which need not fit
-    what follows. Raises ModelError when it is broken.
-    Source of the format: https://github.com/huggingface/safetensors, "Format"."""
+    what follows. Raises ModelError when it is broken."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {size:,} bytes, and may have {_MAX_HEADER_BYTES:,}")
-            header = json.loads(file.read(size))
+        header, _ = _header_of(path)
         return {
             name: (str(facts.get("dtype")), [int(length) for length in facts["shape"]])
             for name, facts in header.items()
-            if name != "__metadata__"
         }
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except _BROKEN as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether `path` is a safetensors file with room for all tensors of its header, and nothing behind them."""
+    try:
+        header, start = _header_of(path)
+        end: int = max(facts["data_offsets"][1] for facts in header.values())
+        return start + end == path.stat().st_size
+    except _BROKEN:
+        return False
+
+
+def _header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """The facts of each tensor, and where the first begins.
+    Source of the format: https://github.com/huggingface/safetensors, "Format"."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header would have {size:,} bytes, and may have {_MAX_HEADER_BYTES:,}")
+        header = json.loads(file.read(size))
+    return {name: facts for name, facts in header.items() if name != "__metadata__"}, 8 + size
+
+
+_BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 _MAX_HEADER_BYTES = 100_000_000

@@ -40,6 +40,11 @@ class Module:
     def kind(self) -> str:
         return self.type.rpartition(".")[2]
 
+    @property
+    def leads_out(self) -> bool:
+        """Whether its path is not within the model's folder."""
+        return Path(self.path).is_absolute() or ".." in Path(self.path).parts
+
 
 def read_modules(path: Path) -> list[Module]:
     """Those of a modules.json. Raises ModelError when it is something else."""
@@ -52,6 +57,19 @@ def read_modules(path: Path) -> list[Module]:
     return [Module(entry["type"], entry["path"]) for entry in entries]
 
 
+def folders_without_safetensors(folder: Path) -> list[Path]:
+    """Of the model in `folder` and its modules, those that may have weights, and have none as safetensors."""
+    path = folder / "modules.json"
+    modules = read_modules(path) if path.exists() else [Module("Transformer", "")]
+    paths = {module.path for module in modules if module.kind not in _WITHOUT_WEIGHTS and not module.leads_out}
+    files = ("model.safetensors", "model.safetensors.index.json")
+    folders = (folder / each for each in sorted(paths))
+    return [each for each in folders if not any((each / name).is_file() for name in files)]
+
+
+_WITHOUT_WEIGHTS = ("Pooling", "Normalize", "MultiVectorMask", "SpladePooling", "LogitScore", "Router")
+
+
 def check_modules(path: Path, modules: Sequence[Module]) -> None:
     """Raises ModelError for a module of the file at `path` that is code of the model's repository, or that leads out of
     the model's folder."""
@@ -60,7 +78,7 @@ def check_modules(path: Path, modules: Sequence[Module]) -> None:
             raise ModelError(f"{path}: module CLIPModel has images; vecd serves text")
         if module.type.partition(".")[0] != "sentence_transformers" and module.type != _PYLATE_DENSE:
             raise ModelError(f"{path}: module {module.type} is not sentence-transformers' own, which vecd refuses")
-        if Path(module.path).is_absolute() or ".." in Path(module.path).parts:
+        if module.leads_out:
             raise ModelError(f"{path}: module path {module.path!r} leads out of the model's folder")
 
 

@@ -202,29 +202,25 @@ def _words_in(path: Path, settings: Mapping[str, Any]) -> list[str]:
 
 # --- BGE-M3 -----------------------------------------------------------------------------------------------------
 
-SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear", "colbert_linear"
-"""Files beside the model's, as .safetensors or .pt."""
+SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.safetensors", "colbert_linear.safetensors"
+"""Files beside the model's."""
 
 _UNUSED_TOKENS = ("cls_token", "sep_token", "eos_token", "pad_token", "unk_token")
 
 
 def has_bge_m3(folder: Path) -> bool:
     """Whether `folder` has the files of the two heads that BGE-M3 has beside its dense vector."""
-    return all(_linear_file(folder, name) for name in (SPARSE_LINEAR, COLBERT_LINEAR))
+    return all((folder / name).is_file() for name in (SPARSE_LINEAR, COLBERT_LINEAR))
 
 
 def read_bge_m3(folder: Path, weights_folder: Path, hidden_size: int) -> tuple[SparseHead, TokenHead]:
     """The two heads. Raises ModelError when the tokenizer in `weights_folder` cannot be read."""
-    lexical = Step("dense", file=_linear_file(folder, SPARSE_LINEAR), in_dim=hidden_size, out_dim=1, activation="relu")
-    projection = Step("dense", file=_linear_file(folder, COLBERT_LINEAR), in_dim=hidden_size, out_dim=hidden_size)
+    lexical = Step("dense", file=SPARSE_LINEAR, in_dim=hidden_size, out_dim=1, activation="relu")
+    projection = Step("dense", file=COLBERT_LINEAR, in_dim=hidden_size, out_dim=hidden_size)
     vocabulary = Vocabulary(weights_folder)
     ids = {token_id for name in _UNUSED_TOKENS if (token_id := vocabulary.special(name)) is not None}
     sparse = SparseHead((lexical,), is_lexical=True, ignored_ids=tuple(sorted(ids)))
     return sparse, TokenHead((projection, Step("normalize")), drops_first=True, is_mean=True)
-
-
-def _linear_file(folder: Path, name: str) -> str:
-    return next((name + end for end in (".safetensors", ".pt") if (folder / (name + end)).is_file()), "")
 
 
 # --- the vocabulary ---------------------------------------------------------------------------------------------

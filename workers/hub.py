@@ -1,9 +1,11 @@
 """Fetches a model from the Hugging Face hub into its cache, or finds it there.
 
-Owns the selection of files: JSON, vocabularies and safetensors, and nothing executable. Runs in a process of its own
-(`vecd.launch.child`), so that neither the library nor a download's memory stays.
+Owns the order in which forms of weights are asked for: safetensors, pickles, and where these cannot be read an ONNX
+export, none if another is there. Runs in a process of its own (`vecd.launch.child`), so that neither the library nor a
+download's memory stays.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -15,9 +17,12 @@ from huggingface_hub.errors import (
 )
 
 from vecd.shm.card import ModelError, one_line
+from vecd.shm.model_files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS
+from vecd.shm.modules import folders_without_safetensors
+from vecd.workers.installed import NEEDS_TORCH, has_torch
 
-_WANTED = ["*.json", "*.txt", "*.model", "*.safetensors"]
-_UNWANTED = ["onnx/*", "openvino/*", "*.onnx*", "coreml/*"]
+_UNWANTED = ["openvino/*", "coreml/*"]
+_EXPORTS = ["onnx/*", "*/onnx/*"]
 
 
 def fetch(model: str, revision: str | None) -> Path:
@@ -28,7 +33,9 @@ def fetch(model: str, revision: str | None) -> Path:
     """
     at = f"{model}@{revision}" if revision else model
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return _fetch(model, revision)
+    except ModelError as error:
+        raise ModelError(f"{at}: {error}") from None
     except GatedRepoError:
         raise ModelError(
             f"{at}: the hub asks for permission: accept the model's terms there and set HF_TOKEN"
@@ -43,3 +50,23 @@ def fetch(model: str, revision: str | None) -> Path:
         raise ModelError(f"{at}: no such folder, not in the hub's cache, and the hub cannot be reached") from None
     except Exception as error:  # the HTTP library may raise anything
         raise ModelError(f"{at}: cannot be fetched: {one_line(error)}") from None
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    def download(*weights: str, unwanted: Sequence[str] = ()) -> Path:
+        wanted = [*MODEL_FILES, *PICKLED_HEADS, *weights]
+        unwanted = [*_UNWANTED, *unwanted]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
+
+    def lacking(form: str) -> list[str]:
+        parts = (part for part in folders_without_safetensors(folder) if not any(part.glob(PICKLED_WEIGHTS)))
+        return [str(part.relative_to(folder) / form) for part in parts]
+
+    folder = download(unwanted=_EXPORTS)
+    if has_torch() and (pickles := lacking(PICKLED_WEIGHTS)):
+        download(*pickles, unwanted=_EXPORTS)
+    if exports := lacking(f"{EXPORT}*"):
+        download(*exports)
+    if not (has_torch() or any(folder.rglob("*.safetensors")) or (folder / EXPORT).is_file()):
+        raise ModelError(f"has neither safetensors nor {EXPORT}, and making safetensors of pickles {NEEDS_TORCH}")
+    return folder

@@ -16,6 +16,7 @@ from typing import Any
 from vecd.launch.check.report import Model, Problem
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
 from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.model_files import source_of
 from vecd.shm.published import names_of, published
 from vecd.workers.weights import read_header
 
@@ -41,11 +42,10 @@ def describe(card: ModelCard, name: str) -> Model:
         for dtype, count in read_header(path).values():
             if dtype not in _BUFFERS:
                 elements[_NAMES.get(dtype, dtype)] += count
-    # Linear layers that torch has saved do not tell their type without being read: they are few numbers.
-    elements["float32"] += sum((step.in_dim + 1) * step.out_dim for step in card.all_steps if _is_state_dict(step))
     of_card = {field.name: getattr(card, field.name) for field in fields(Model) if hasattr(card, field.name)}
     others: dict[str, Any] = {
         "name": name,
+        "folder": source_of(card.folder),
         "architecture": str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         "steps": tuple(map(_describe_step, card.steps)),
         "labels": () if card.score is None else card.score.labels,
@@ -91,7 +91,7 @@ def _weights_files(card: ModelCard) -> Iterator[Path]:
     """The safetensors of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
     folder = Path(card.weights_folder)
     yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.all_steps if step.path)
-    yield from (Path(card.folder) / step.file for step in card.all_steps if step.file and not _is_state_dict(step))
+    yield from (Path(card.folder) / step.file for step in card.all_steps if step.file)
     if card.export_file:
         return
     if (folder / "model.safetensors").is_file():
@@ -104,10 +104,6 @@ def _weights_files(card: ModelCard) -> Iterator[Path]:
         if missing:
             raise ModelError(f"{folder / shard}: {min(missing)} is missing, which {index.name} says is there")
         yield folder / shard
-
-
-def _is_state_dict(step: Step) -> bool:
-    return bool(step.file) and not step.file.endswith(".safetensors")
 
 
 # --- its purpose ---------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """The identity of a model: a digest of everything that decides which numbers a text gets.
 
-Owns what is in it, and the folder `digests` in the cache directory, where the digests of the weights' files are
-remembered. The number format is not in it: the workers say it. Called by `vecd.launch.processes.identities`, in a
-thread: the first time it reads all weights.
+Owns what is in it. The number format is not in it: the workers say it. Called by `vecd.launch.processes.identities`,
+in a thread: the first time it reads all weights.
 
 What is in it, and why not more, is in docs/api.md and docs/adr/0028-fleet.md. A field of a card that has its default is
 left out, so that a version of vecd with a new field gives the models that do not use it the identity of before.
@@ -10,22 +9,17 @@ left out, so that a version of vecd with a new field gives the models that do no
 
 import hashlib
 import json
-import logging
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from vecd.gateway.types.config import AliasDefaults
+from vecd.launch.config.file_digests import digest_of_content, digest_of_file
 from vecd.launch.config.plan import Plan
 from vecd.shm.card import ModelCard, export_files
 from vecd.shm.model_files import ModelError, read_optional, single_file
-from vecd.workers.json_file import write_json
 from vecd.workers.weights import weight_files
-
-log = logging.getLogger("vecd.supervisor")
 
 _FORMAT = 1
 """Another one gives every model another identity: only for a change of what vecd computes from the same files."""
@@ -36,10 +30,6 @@ _NOT_COUNTED = frozenset({"max_tokens", "is_matryoshka", "assumes_pooling"})
 """Fields of a card in whose place the configuration's count, and one that changes no number."""
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Keys of config.json that change no number: names, who wrote it, and the format, which the workers say."""
-_MIN_AGE_S = 2.0
-"""A file that was changed later than this before it was read may be changed again within the clock's tick, and then
-have the same times: its digest is not remembered."""
-_MAX_FILE_BYTES = 200
 _ABSENT = 0, 0, 0
 """The version of a file that a model may have or not, and has not."""
 
@@ -101,14 +91,14 @@ def _facts_of(plan: Plan) -> dict[str, Any]:
         "card": {**card_facts, "prompts": dict(card.prompts)},
         "files": _digests_of_files(card, plan.settings.cache_folder),
         "config": _without_names(read_optional(Path(card.weights_folder) / "config.json")),
-        "tokenizer": _digest_of_content(Path(card.tokenizer_file)),
+        "tokenizer": digest_of_content(Path(card.tokenizer_file)),
         "chat_template": None if chat is None else [chat.source, chat.tokens],
         "max_tokens": config.max_tokens,
         "overflow": config.overflow,
         "token_ids": config.token_ids,
         "literal_special_tokens": config.literal_special_tokens,
         "matryoshka": config.is_matryoshka,
-        "quantization_ranges": None if ranges is None else _digest_of_content(ranges),
+        "quantization_ranges": None if ranges is None else digest_of_content(ranges),
     }
 
 
@@ -158,8 +148,8 @@ def _is_of(plan: Plan, versions: Versions) -> bool:
 def _digests_of_files(card: ModelCard, cache_folder: Path) -> dict[str, list[str]]:
     """Of the weights in any order, because they may be cut into files of any name; of the steps in theirs."""
     return {
-        "weights": sorted(_digest_of(path, cache_folder) for path in _weights_of(card)),
-        "steps": [_digest_of(path, cache_folder) for path in _others_of(card)],
+        "weights": sorted(digest_of_file(path, cache_folder) for path in _weights_of(card)),
+        "steps": [digest_of_file(path, cache_folder) for path in _others_of(card)],
     }
 
 
@@ -175,30 +165,3 @@ def _weights_of(card: ModelCard) -> list[Path]:
         return export_files(Path(card.export_file))
     folder = Path(card.weights_folder)
     return [single_file(folder)] if card.is_static else weight_files(folder)
-
-
-def _digest_of(path: Path, cache_folder: Path) -> str:
-    """The digest of a file's content: as remembered, if it is the same file, unchanged."""
-    stamp = list(_stamp_of(path))
-    remembered = cache_folder / "digests" / f"{_digest({'path': str(path), 'stamp': stamp})}.json"
-    with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), remembered.open("rb") as file:
-        return str(json.loads(file.read(_MAX_FILE_BYTES))["sha256"])
-    is_old = time.time() - max(path.stat().st_mtime, path.stat().st_ctime) > _MIN_AGE_S
-    digest = _digest_of_content(path)
-    if is_old and list(_stamp_of(path)) == stamp:
-        try:
-            write_json(remembered, {"sha256": digest})
-        except OSError as error:
-            log.warning("the digest of %s cannot be remembered: %s", path, error)
-    return digest
-
-
-def _stamp_of(path: Path) -> Iterator[int]:
-    """Values that change when the file does."""
-    stat = path.stat()
-    yield from (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-
-def _digest_of_content(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """From settings to plans: each model's folder and card, the devices, and the configuration of each child.
 
 Owns the choice of defaults that depend on the machine and the model. Starts no process but those that fetch a hub model
-and convert a tokenizer. Called by `vecd.supervisor`, and by `vecd check`, which has one model.
+and convert its weights or tokenizer. Called by `vecd.supervisor`, and by `vecd check`, which has one model.
 """
 
 import importlib.metadata
@@ -28,6 +28,7 @@ from vecd.launch.config.models import BUNDLED_NAME, BUNDLED_PACKAGE, ModelEntry,
 from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pair_template import with_pair_template
+from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.settings import Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
@@ -35,6 +36,7 @@ from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
 from vecd.shm.card import ModelCard, ModelError, read_card
+from vecd.shm.model_files import files_of, source_of
 from vecd.shm.output import span_of
 from vecd.shm.residence import parse_keep_alive
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
@@ -98,9 +100,10 @@ class Plan:
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """The versions of all files, also of modules' folders; empty without the folder. Reference vectors do not count."""
+    """The versions of the model's files, also of those that were converted; empty without the folder. Reference vectors
+    do not count."""
     try:
-        return _versions([*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*")])
+        return _versions([*files_of(folder), *files_of(Path(source_of(str(folder))))])
     except OSError:
         return frozenset()
 
@@ -211,7 +214,8 @@ def _plan_model(
     """As `make_plan`."""
     settings = entry.settings
     check_ranges(settings.quantization_ranges)
-    folder, name = _find_model(settings, report)
+    source, name = _find_model(settings, report)
+    folder = without_pickles(source, name, settings.cache_folder, report)
     model_files = _files_in(folder.resolve())  # as `card.folder` is
     card = with_pair_template(read_card(folder, settings.kind, settings.pooling))
     if settings.matryoshka:

@@ -378,7 +378,8 @@ class Settings(BaseSettings):
     )
     cache_dir: _Path | None = Field(
         None,
-        description="cache directory for engine selections and converted tokenizers; default: vecd in the user's cache",
+        description="cache directory for engine selections, converted tokenizers and converted weights; default: vecd "
+        "in the user's cache",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_format: Literal["text", "json"] = Field("text", description="plain text, or one JSON object per line")

@@ -154,7 +154,7 @@ def save_stanford(folder: Path, **metadata: Any) -> Path:
     return folder
 
 
-def save_bge_m3(folder: Path, suffix: str = ".pt", dtype: torch.dtype = torch.float32) -> Path:
+def save_bge_m3(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Dense modules, and two linear layers beside them."""
     save_body(folder / "body", "xlm-roberta")
     modules = [Transformer(str(folder / "body")), Pooling(32, pooling_mode="cls"), Normalize()]
@@ -162,10 +162,7 @@ def save_bge_m3(folder: Path, suffix: str = ".pt", dtype: torch.dtype = torch.fl
     for name, width in (("sparse_linear", 1), ("colbert_linear", 32)):
         torch.manual_seed(width)
         state = torch.nn.Linear(32, width).to(dtype).state_dict()
-        if suffix == ".pt":
-            torch.save(state, folder / f"{name}.pt")
-        else:
-            save_file(state, folder / f"{name}.safetensors")
+        save_file(state, folder / f"{name}.safetensors")
     return folder
 
 

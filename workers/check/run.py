@@ -20,6 +20,7 @@ import numpy as np
 
 from vecd.missing import not_installed
 from vecd.shm.card import ModelError
+from vecd.shm.model_files import source_of
 from vecd.shm.output import Output
 from vecd.workers.check.forks import in_workers
 from vecd.workers.check.libraries import library_of, our_rows
@@ -249,7 +250,7 @@ def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
     Raises ModelError when they cannot be computed or written."""
     if config.card.export_file:
         raise ModelError(f"{config.card.export_file}: an ONNX export has no weights to compute reference vectors from")
-    reference, path = recall_reference(config), Path(config.card.folder) / REFERENCE_FILE
+    reference, path = recall_reference(config), Path(source_of(config.card.folder)) / REFERENCE_FILE
     if reference is None:
         from vecd.workers.engines.torch.selection import compute_reference
 

@@ -22,7 +22,6 @@ from vecd.shm.output import Output, span_of
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import Parity, compare, vectors_of
-from vecd.workers.plain_pickle import PickleError, load_state_dict
 from vecd.workers.weights import broken
 
 if TYPE_CHECKING:
@@ -133,13 +132,6 @@ def refuse_not_finite(card: ModelCard) -> None:
                 found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
         except Exception as error:  # SafetensorError, OSError, types that torch does not know
             raise broken(path, error) from error
-    for path in (Path(card.folder) / step.file for step in card.all_steps if step.file):
-        if path.suffix != ".safetensors":  # which the glob has found
-            try:
-                tensors = load_state_dict(path)
-            except (OSError, PickleError) as error:
-                raise ModelError(f"{path}: {error}") from error
-            found += [f"{path}: {name}" for name, tensor in tensors.items() if not np.isfinite(tensor).all()]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")

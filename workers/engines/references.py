@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
+from vecd.shm.model_files import source_of
 from vecd.shm.output import Output
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import PackedBatch
@@ -132,7 +133,7 @@ def _files_of(card: ModelCard) -> Iterator[Path]:
 
 
 def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:
-    yield Path(config.card.folder) / REFERENCE_FILE
+    yield Path(source_of(config.card.folder)) / REFERENCE_FILE
     if not digest:
         return
     yield _SHIPPED / f"{digest}.json"

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str, str]] = {
     ),
     "masked words": (save_masked_words, "sparse", "sparse weights", _ST, "(cls.predictions.transform.dense)"),
     "multi-vector": (lambda folder: save_own(folder, "bert"), "auto", "vectors", _ST, "Dense 32 → 8"),
-    "bge-m3": (save_bge_m3, "auto", "vectors", _ST, "(sparse_linear.pt)"),
+    "bge-m3": (save_bge_m3, "auto", "vectors", _ST, "(sparse_linear.safetensors)"),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def hybrid(minilm_folder: Path, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("m3")
     for file in minilm_folder.iterdir():
         (folder / file.name).symlink_to(file)
-    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+    for name in ("sparse_linear.safetensors", "colbert_linear.safetensors"):
         (folder / name).touch()
     with running_server(str(folder), "--served-model-name", "m3", "--engine", "weightless", "--workers", "1") as server:
         yield server

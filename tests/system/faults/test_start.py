@@ -103,7 +103,7 @@ BROKEN = {
     ),
     "remote code": (edit_config(auto_map={"AutoModel": "x--y.Z"}), "auto_map"),
     "unknown architecture": (edit_config(model_type="nosuch"), "nosuch"),
-    "pickle": (only_pickle, "only as pickle"),
+    "pickle": (only_pickle, "pytorch_model.bin: is not a pickle of weights: IndexError"),
 }
 
 

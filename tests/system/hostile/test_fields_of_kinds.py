@@ -220,7 +220,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
     folders["hybrid"].mkdir()
     for file in (Path(spec.origin).parent / "model").iterdir():
         (folders["hybrid"] / file.name).symlink_to(file)
-    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+    for name in ("sparse_linear.safetensors", "colbert_linear.safetensors"):
         (folders["hybrid"] / name).touch()
     with ExitStack() as stack:
         flags = ("--engine", "weightless", "--workers", "1", "--log-level", "debug")

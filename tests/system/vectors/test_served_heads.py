@@ -19,15 +19,16 @@ from torch.nn import functional
 from transformers import AutoModel, PreTrainedTokenizerFast, pipeline
 
 from tests.support import tiny_tokenizers
+from tests.support.hub_stand_in import running_hub
 from tests.support.llm_checkpoints import save_causal, save_reranker
 from tests.support.multi_vector_checkpoints import WORDS, save_bge_m3, save_own, save_pylate, save_stanford
+from tests.support.pickled import pickled
 from tests.support.score_checkpoints import save_classifier, save_minilm_cross_encoder
 from tests.support.serving import Server, exact_server, running_server
 from tests.support.soak.form import only_long, record
 from tests.support.sparse_checkpoints import save_splade, splade_tiny
 from tests.support.texts import make_texts
 from vecd.shm.card import read_card
-from vecd.workers.plain_pickle import load_state_dict
 
 Floats = NDArray[np.floating[Any]]
 Pairs = list[tuple[str, str]]
@@ -431,9 +432,15 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(name: str, tmp_pat
 
 
 def test_one_pass_has_the_vectors_of_three_requests_and_of_the_reference(tmp_path: Path) -> None:
-    folder = save_bge_m3(tmp_path / "model")
+    """By its id on a stand-in of the hub, and with pickles alone, as the published model."""
+    folder = pickled(save_bge_m3(tmp_path / "model"))
     kinds = ("dense", "sparse", "multi-vector")
-    with exact_server(str(folder), "--workers", "1") as server:
+    with (
+        running_hub(model=folder) as hub,
+        running_server(
+            "org/model", "--dtype", "float32", "--workers", "1", env=hub.environment(tmp_path / "hub")
+        ) as server,
+    ):
         together = post(server, "/v1/embeddings", input=MANY_WORDS, output=list(kinds))["data"]
         alone = {kind: post(server, "/v1/embeddings", input=MANY_WORDS, output=kind)["data"] for kind in kinds}
     dense = SentenceTransformer(str(folder), device="cpu", local_files_only=True).encode(MANY_WORDS, batch_size=1)
@@ -457,11 +464,8 @@ def _by_hand(folder: Path, texts: list[str]) -> Iterator[tuple[dict[int, float],
     every token but the first."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    heads = {name: load_state_dict(folder / f"{name}_linear.pt") for name in ("sparse", "colbert")}
-    linear = {
-        name: (torch.from_numpy(np.array(state["weight"])), torch.from_numpy(np.array(state["bias"])))
-        for name, state in heads.items()
-    }
+    heads = {name: torch.load(folder / f"{name}_linear.pt", weights_only=True) for name in ("sparse", "colbert")}
+    linear = {name: (state["weight"], state["bias"]) for name, state in heads.items()}
     for text in texts:
         encoding = tokenizer(text, truncation=True, return_tensors="pt")
         ids = encoding["input_ids"]

@@ -275,7 +275,7 @@ def bge_m3(new: Callable[[], Folder]) -> Folder:
     folder.write("2_Normalize/config.json", {})
     special = {"cls_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]", "unk_token": {"content": "[UNK]"}}
     folder.change("tokenizer_config.json", mask_token="[MASK]", **special)
-    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+    for name in ("sparse_linear.safetensors", "colbert_linear.safetensors"):
         (folder.path / name).write_bytes(bytes(100))
     return folder
 
@@ -291,7 +291,7 @@ def test_bge_m3(bge_m3: Folder) -> None:
     assert card.sparse is not None
     assert card.sparse.is_lexical
     assert card.sparse.ignored_ids == (0, 1, 2, 3), "padding, unknown, first and last; not the mask"
-    assert [step.file for step in card.all_steps] == ["", "sparse_linear.pt", "colbert_linear.pt", ""]
+    assert [step.file for step in card.all_steps] == ["", "sparse_linear.safetensors", "colbert_linear.safetensors", ""]
     assert card.tokens is not None
     assert (card.tokens.drops_first, card.tokens.is_mean, card.tokens.has_unattended) == (True, True, False)
     assert card.weights_bytes == (bge_m3.path / "model.safetensors").stat().st_size + 200
@@ -301,16 +301,8 @@ def test_bge_m3(bge_m3: Folder) -> None:
 def test_bge_m3_as_a_dense_model(bge_m3: Folder) -> None:
     assert read_card(bge_m3.path, "dense").capabilities == ("dense",)
     assert read_card(bge_m3.path, "sparse") == read_card(bge_m3.path, "multi-vector") == bge_m3.card
-    (bge_m3.path / "sparse_linear.pt").unlink()
+    (bge_m3.path / "sparse_linear.safetensors").unlink()
     assert bge_m3.card.capabilities == ("dense",)
-
-
-def test_safetensors_come_before_pickles(bge_m3: Folder) -> None:
-    (bge_m3.path / "colbert_linear.safetensors").touch()
-    assert [step.file for step in bge_m3.card.all_steps if step.file] == [
-        "sparse_linear.pt",
-        "colbert_linear.safetensors",
-    ]
 
 
 def test_the_default_words_are_punctuation(pylate: Folder) -> None:

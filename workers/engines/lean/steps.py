@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from vecd.shm.card import ModelCard, ModelError, one_line
 from vecd.shm.heads import Step
 from vecd.workers.engines.lean.arrays import Arrays
-from vecd.workers.linear_file import load_linear
 from vecd.workers.weights import weight_files
 
 Floats: TypeAlias = NDArray[np.float32]
@@ -171,26 +170,23 @@ def weights_of(card: ModelCard, step: Step) -> tuple[Floats, Floats | None, Floa
     """Weight, bias and the matrix of the residual of a step that is dense or a norm, None for those that it lacks.
     Raises ModelError when a file or a tensor is missing or misshapen."""
     shape = (step.out_dim, step.in_dim) if step.kind == "dense" else (step.out_dim,)
-    if step.file:
-        weight, bias = load_linear(Path(card.folder) / step.file, step.out_dim, step.in_dim)
-        return weight, bias, None
     if step.tensor:
         own = _own(card)
         bias_name = step.bias_tensor or f"{step.tensor}.bias"
         found = _find(card, own, f"{step.tensor}.weight", shape)
         return found, _find(card, own, bias_name, shape[:1]) if step.bias else None, None
-    module = "linear" if step.kind == "dense" else "norm"
-    shapes: dict[str, tuple[int, ...]] = {f"{module}.weight": shape}
+    module = "" if step.file else "linear." if step.kind == "dense" else "norm."
+    shapes: dict[str, tuple[int, ...]] = {f"{module}weight": shape}
     if step.bias:
-        shapes[f"{module}.bias"] = shape[:1]
+        shapes[f"{module}bias"] = shape[:1]
     if step.has_residual and step.in_dim != step.out_dim:
         shapes["residual.weight"] = shape
     read = _read_exactly(_file_of(card, step), shapes)
-    return read[f"{module}.weight"], read.get(f"{module}.bias"), read.get("residual.weight")
+    return read[f"{module}weight"], read.get(f"{module}bias"), read.get("residual.weight")
 
 
 def _file_of(card: ModelCard, step: Step) -> Path:
-    return Path(card.folder) / step.path / "model.safetensors"
+    return Path(card.folder, step.file or Path(step.path, "model.safetensors"))
 
 
 def _own(card: ModelCard) -> Arrays:

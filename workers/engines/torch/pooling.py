@@ -89,8 +89,8 @@ def load_head(card: ModelCard, device: torch.device) -> Head:
 
 
 def load_step(card: ModelCard, step: Step, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The function of a step that has a folder of its own, or no weights. Raises what `load_head` raises."""
-    path = Path(card.folder) / step.path / "model.safetensors"
+    """The function of a step that has a folder or a file of its own, or no weights. Raises what `load_head` raises."""
+    path = Path(card.folder, step.file or Path(step.path, "model.safetensors"))
     match step.kind:
         case "normalize":
             return normalize
@@ -111,13 +111,14 @@ def _dense(step: Step, path: Path, device: torch.device) -> Callable[[Tensor], T
     if step.activation not in ACTIVATIONS:
         raise ModelError(f"{path.parent / 'config.json'}: activation {step.activation} is not supported")
     activation = ACTIVATIONS[step.activation]
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (step.out_dim, step.in_dim)}
+    module = "" if step.file else "linear."
+    shapes: dict[str, tuple[int, ...]] = {f"{module}weight": (step.out_dim, step.in_dim)}
     if step.bias:
-        shapes["linear.bias"] = (step.out_dim,)
+        shapes[f"{module}bias"] = (step.out_dim,)
     if step.has_residual and step.in_dim != step.out_dim:
         shapes["residual.weight"] = (step.out_dim, step.in_dim)
     weights = _read_weights(path, shapes, device)
-    weight, bias, residual = weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight")
+    weight, bias, residual = weights[f"{module}weight"], weights.get(f"{module}bias"), weights.get("residual.weight")
 
     def apply(vectors: Tensor) -> Tensor:
         made = activation(functional.linear(vectors, weight, bias))

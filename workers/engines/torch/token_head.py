@@ -5,7 +5,6 @@ Owns the application of such steps to hidden states, in float32, and the rows of
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -18,9 +17,8 @@ from vecd.shm.output import Output
 from vecd.workers.engines.torch.device import to_device
 from vecd.workers.engines.torch.outputs import Heads
 from vecd.workers.engines.torch.own_steps import load_own_steps
-from vecd.workers.engines.torch.pooling import ACTIVATIONS, Head, load_step
+from vecd.workers.engines.torch.pooling import Head, load_step
 from vecd.workers.layout import Layout
-from vecd.workers.linear_file import load_linear
 
 _Apply: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -65,11 +63,6 @@ def _hybrid(hidden: Tensor, layout: Layout, head: Head, vectors: _Apply, weights
 
 
 def _load_step(card: ModelCard, step: Step, device: torch.device) -> _Apply:
-    if step.file:
-        loaded = load_linear(Path(card.folder) / step.file, step.out_dim, step.in_dim)
-        weight, bias = (torch.from_numpy(array).to(device) for array in loaded)
-        activation = ACTIVATIONS[step.activation]
-        return lambda rows: activation(functional.linear(rows, weight, bias))
     if step.tensor:
         return load_own_steps(card, [step], device)
     return load_step(card, step, device)

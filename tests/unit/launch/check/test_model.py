@@ -80,10 +80,8 @@ def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: s
         ("/x/tokenizer.json: file missing, and nothing there to make it from", "copy tokenizer.json"),
         ("/x/model.safetensors: file missing (the model's weights)", "copy the weights"),
         ("/x/config.json: file missing", "copy the file"),
-        (
-            "/x: weights only as pickle (pytorch_model.bin), which vecd refuses: loading a pickle runs",
-            "save_pretrained",
-        ),
+        ("/x: weights only as pickle (model.pt); of pickles, vecd converts pytorch_model.bin alone", "save_pretrained"),
+        ("/x/a.bin: is a pickle that names os.system, which torch's safe loader refuses", "save_pretrained"),
         ("/x/config.json: transformers 5.23.0 has no architecture 'nosuch' (model_type)", "newer transformers"),
         (
             "/x/config.json: asks for Python code … (auto_map: x) …; transformers has no architecture that",

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from vecd.gateway.types.config import AliasDefaults
-from vecd.launch.config import identity
+from vecd.launch.config import file_digests, identity
 from vecd.launch.config.identity import Digests, is_unchanged, read_identity
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -178,14 +178,14 @@ def test_weights_are_read_once_and_again_when_the_file_is_another(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    digest_of_content = identity._digest_of_content
+    digest_of_content = file_digests.digest_of_content
 
     def record(path: Path) -> str:
         read.append(path.name)
         return digest_of_content(path)
 
-    monkeypatch.setattr(identity, "_digest_of_content", record)
-    monkeypatch.setattr(identity, "_MIN_AGE_S", -1.0)
+    monkeypatch.setattr(file_digests, "digest_of_content", record)
+    monkeypatch.setattr(file_digests, "_MIN_AGE_S", -1.0)
     before = model.digest()
     assert read.count("model.safetensors") == 1
     assert model.digest() == before
@@ -236,7 +236,7 @@ def test_a_file_that_does_not_count_may_change(model: Model) -> None:
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(identity, "_MIN_AGE_S", -1.0)
+    monkeypatch.setattr(file_digests, "_MIN_AGE_S", -1.0)
     before = model.digest()
     shutil.rmtree(model.cache)
     model.cache.write_text("a file")
