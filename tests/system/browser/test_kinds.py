@@ -137,6 +137,7 @@ def test_who_may_not_see_the_figures_picks_among_the_models_own_names(tmp_path: 
     ):
         wait_for_card(page)
         assert page.locator("#picked option").all_inner_texts() == ["a", "b"]
+        expect(page.locator("#dimensions-field")).to_be_hidden()  # the models have one number of them
         page.select_option("#picked", "b")
         expect(page.locator("#model-name")).to_have_text("b")
         page.select_option("#mode", "rank")
