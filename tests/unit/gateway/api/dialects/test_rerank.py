@@ -252,20 +252,24 @@ def test_a_large_body_is_read_in_pieces():
 @pytest.mark.parametrize(
     ("fields", "server", "expected"),
     [
-        ({}, Overflow.ERROR, Overflow.TRUNCATE),
+        ({}, Overflow.TRUNCATE, Overflow.TRUNCATE),
+        ({}, Overflow.ERROR, Overflow.ERROR),
         ({}, Overflow.CHUNK, Overflow.TRUNCATE),
         ({}, Overflow.TRUNCATE_LEFT, Overflow.TRUNCATE_LEFT),
         ({"truncation": True}, Overflow.ERROR, Overflow.TRUNCATE),
         ({"truncation": False}, Overflow.TRUNCATE, Overflow.ERROR),
         ({"truncate": "NONE"}, Overflow.TRUNCATE, Overflow.ERROR),
         ({"truncate": "START"}, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT),
-        ({"truncation_side": "left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
+        ({"truncation_side": "left"}, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT),
+        ({"truncation_side": "left"}, Overflow.ERROR, Overflow.ERROR),
+        ({"truncate": True, "truncation_side": "left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
+        ({"max_tokens_per_doc": 8}, Overflow.ERROR, Overflow.ERROR),
         ({"truncation_side": "right"}, Overflow.CHUNK, Overflow.TRUNCATE),
         ({"truncate_prompt_tokens": 64}, Overflow.ERROR, Overflow.TRUNCATE),
         ({"overflow": "error"}, Overflow.TRUNCATE, Overflow.ERROR),
     ],
 )
-def test_a_long_document_is_cut_unless_the_request_says_otherwise(fields, server, expected):
+def test_a_long_document_is_cut_unless_the_server_or_the_request_says_otherwise(fields, server, expected):
     model_info = replace(CROSS_ENCODER, overflow=server)
     assert ask(RERANK, {**BODY, **fields}, model_info=model_info).request.tokenizing.overflow is expected
 
@@ -343,16 +347,22 @@ def test_tei_gets_a_bare_list():
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "server", "expected"),
     [
-        ({}, Overflow.TRUNCATE),
-        ({"truncate": True, "truncation_direction": "Left"}, Overflow.TRUNCATE_LEFT),
-        ({"truncate": False, "truncation_direction": "Left"}, Overflow.ERROR),
+        ({}, Overflow.TRUNCATE, Overflow.TRUNCATE),
+        ({}, Overflow.TRUNCATE_LEFT, Overflow.TRUNCATE_LEFT),
+        ({}, Overflow.CHUNK, Overflow.TRUNCATE),
+        ({}, Overflow.ERROR, Overflow.ERROR),
+        ({"truncate": True}, Overflow.ERROR, Overflow.TRUNCATE),
+        ({"truncation_direction": "Left"}, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT),
+        ({"truncation_direction": "Left"}, Overflow.ERROR, Overflow.ERROR),
+        ({"truncate": True, "truncation_direction": "Left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
+        ({"truncate": False, "truncation_direction": "Left"}, Overflow.TRUNCATE, Overflow.ERROR),
     ],
 )
-def test_tei_s_texts_are_cut_unless_it_says_otherwise(fields, expected):
+def test_tei_s_texts_are_cut_unless_the_server_or_the_request_says_otherwise(fields, server, expected):
     body = {"query": "q", "texts": ["a"], **fields}
-    model_info = replace(CROSS_ENCODER, overflow=Overflow.ERROR)
+    model_info = replace(CROSS_ENCODER, overflow=server)
     assert ask(TEI, body, model_info=model_info).request.tokenizing.overflow is expected
 
 
