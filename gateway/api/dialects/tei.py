@@ -3,9 +3,9 @@
 Owns the shapes of `/embed`, `/embed_all`, `/embed_sparse`, `/similarity`, `/rerank`, `/tokenize`, `/decode`, `/vertex`,
 and of its errors. `/`, `/invocations` and Hugging Face's paths with the name of a model do what the model is for: as
 `/embed`, `/predict` (`vecd.gateway.api.dialects.predict`) or `/embed_sparse`. `/` and `/invocations` rank a body with a
-`query`, whose texts Elasticsearch sends as `documents`; a model that ranks scores pairs in `inputs` there. `/info`
-belongs to `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types,
-version 1.9.
+`query` and `texts`, which Elasticsearch sends to `/` as `documents`; a model that ranks scores pairs in `inputs` there.
+`/info` belongs to `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's
+types, version 1.9.
 
 Differences from text-embeddings-inference:
 
@@ -639,7 +639,7 @@ _INVOCATION = replace(
     _DEFAULT,
     fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
     embed=parse_invocation,
-    claims=(INPUTS.name, TEXT_INPUTS.name, QUERY.name),
+    claims=(INPUTS.name, TEXT_INPUTS.name, RANKED.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
