@@ -120,3 +120,12 @@ class Context:
         if self.models is None or principal.models is None:
             return self.models
         return self.models.only(principal.models)
+
+    def models_named(self, name: str, http: HttpRequest, principal: Principal) -> "Models[Context]":
+        """Those that `name` in the path may mean: of `models_for`, or this one alone where only one can be meant, by
+        the configuration or by what stands before the path. Raises BadRequest for a name that this one refuses."""
+        models = self.models_for(principal)
+        if models is None or http.choice is None or http.choice.is_made:
+            self.model_info.prompt_of_model_name(name)
+            return Models((self,), refuses_unknown=False)
+        return models

@@ -75,11 +75,9 @@ class OperationsHandler:
 
     async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
-        models = context.models
-        if models is not None and principal.models is not None:
-            models = models.only(principal.models)
+        models = context.models_for(principal)
         if first.operation.describe is not None:
-            return self._describe(context, models, first.operation, first.operation.describe, http)
+            return self._describe(context, principal, first.operation, first.operation.describe, http)
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         if models is None:
@@ -157,19 +155,20 @@ class OperationsHandler:
     def _describe(
         self,
         context: Context,
-        models: Models[Context] | None,
+        principal: Principal,
         operation: Operation,
         describe: Callable[[ModelInfo, str], Response],
         http: HttpRequest,
     ) -> Response:
-        path, choice = http.path, http.choice
-        if models is None or choice is None or choice.is_made:
-            http.identity = context.identity
-            return describe(context.describe_model(), path)
+        path, models = http.path, context.models_for(principal)
+        is_only = models is None or http.choice is None or http.choice.is_made
+        if is_only:
+            http.identity = context.identity  # errors have it, too
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
-            context = models.choose(name, ())
+            models = context.models_named(name, http, principal)
+            context = models.choose(name, (), refuses_unknown=True)
             path = self._path_of_model.replace("*", models.own_name(context, name))
-        elif operation.describe_all is not None:
+        elif models is not None and not is_only and operation.describe_all is not None:
             return operation.describe_all([model.describe_model() for model in models.all])
         http.identity = context.identity
         return describe(context.describe_model(), path)

@@ -144,10 +144,10 @@ class Models(Generic[M]):
 
     # --- the choice -----------------------------------------------------------------------------------------
 
-    def choose(self, name: str | None, needs: Sequence[str]) -> M:
+    def choose(self, name: str | None, needs: Sequence[str], *, refuses_unknown: bool = False) -> M:
         """The model for a request that names one, or none: then, and for an unknown name if that is not refused, it is
         the first that has the first of the capabilities `needs`, or else of those that have the second, and so on. It
-        is the first of all where none is needed, and where no model has one.
+        is the first of all where none is needed, and where no model has one. `refuses_unknown`: whatever the policy is.
 
         Raises ModelNotFound, and Unavailable while models are still to come.
         """
@@ -156,7 +156,7 @@ class Models(Generic[M]):
             return found
         if not self.is_complete:
             raise _not_ready()
-        if name and self._refuses_unknown:
+        if name and (refuses_unknown or self._refuses_unknown):
             known = [own for model in self.able(needs) or self.all for own in model.model_info.names]
             raise ModelNotFound(name, listed(known))
         able = (model for need in needs for model in self.able((need,)))

@@ -60,13 +60,9 @@ async def model(context: Context, http: HttpRequest, principal: Principal) -> Re
 
 
 def _named(pattern: str, context: Context, http: HttpRequest, principal: Principal) -> Context:
-    """The model in the path. Where only one can be meant, by the configuration or by what stands before the path, its
-    own policy decides about other names."""
+    """The model in the path, by any name that finds it, whatever the policy for others is. Raises ApiError."""
     name = name_in(pattern, http.path) or ""
-    models = context.models_for(principal)
-    if models is None or http.choice is None or http.choice.is_made:
-        context.model_info.prompt_of_model_name(name)
-        return context
+    models = context.models_named(name, http, principal)
     found = models.find(name)
     if found is None:
         raise models.refusal(name)

@@ -226,7 +226,8 @@ def check_length(num_own: int, max_own: int, limits: PairLimits, index: int, *, 
     """Raises InputTooLong for more than `max_own` tokens without the special ones."""
     if num_own > max_own:
         num_tokens = num_own + limits.max_tokens - max_own
-        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param="input", index=index)
+        where = f" It is the pair of 'input[{index}]'."
+        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param="input", where=where)
 
 
 def beyond(index: int, max_chars: int) -> BadRequest:

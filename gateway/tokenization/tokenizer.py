@@ -417,17 +417,26 @@ class Tokenizer:
         for part, its_indices, role, most_own in parts:
             if part:
                 in_role = self._in_role(how, role, most_own)
-                tokenized += yield from self._take_texts(part, its_indices, in_role, source)
+                try:
+                    tokenized += yield from self._take_texts(part, its_indices, in_role, source)
+                except InputTooLong as error:
+                    if role is Role.QUERY:
+                        error.param = "query"
+                    error.message += " It is the query." if role is Role.QUERY else f" It is 'input[{error.index}]'."
+                    raise
         return tokenized
 
     def _in_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
-        """`how` for texts of one role. `most_own`: their limit, without special tokens."""
-        template = self._roles[role].around(self._template) if self._roles else self._template
-        limits = [how.max_tokens, None if most_own is None else most_own + template.num_tokens]
+        """`how` for texts of one role. `most_own`: they are cut to so many tokens, without special tokens, even with
+        Overflow.ERROR, which is about longer limits."""
+        limits = self._limits(how, how.add_special_tokens, self._roles.get(role))
+        cut = None if most_own is None else most_own + limits.template.num_tokens
+        is_cut = cut is not None and cut < limits.max_tokens and limits.overflow is Overflow.ERROR
         return how._replace(
             role=role,
             num_queries=0,
-            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            overflow=Overflow.TRUNCATE if is_cut else how.overflow,
+            max_tokens=how.max_tokens if cut is None else min(limits.max_tokens, cut),
             max_query_tokens=None,
             max_document_tokens=None,
         )
@@ -492,7 +501,7 @@ class Tokenizer:
             own = yield from self._texts.all_steps(text, truncation.prompt)
             num_tokens = len(own) + truncation.template.num_tokens
             if num_tokens > truncation.max_tokens:
-                raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input")
+                raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input", index=index)
         if is_beyond:
             raise self._beyond(index, f"{self.max_chars} characters")
         if truncation.overflow is Overflow.TRUNCATE_LEFT:

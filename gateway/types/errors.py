@@ -80,11 +80,13 @@ class InputTooLong(BadRequest):
         *,
         is_at_least: bool = False,
         param: str | None = None,
+        where: str = "",
         index: int | None = None,
     ) -> None:
-        """`is_at_least`: not all of the input was read. `index`: of the pair, where the input is one."""
+        """`is_at_least`: not all of the input was read. `where`: what follows OpenAI's sentence. `index`: of the input,
+        for whoever can say more than that."""
+        self.index = index
         num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
-        where = "" if index is None else f" It is the pair of 'input[{index}]'."
         super().__init__(
             f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
             f"your prompt; 0 for the completion). Please reduce your prompt; or completion length.{where}",

@@ -259,13 +259,17 @@ def _read_overflow(values: Values, default: Overflow) -> Overflow | None:
 
 
 def _dimensions(name: str, description: str) -> Field[int]:
-    # The allowed numbers depend on the model; the error has OpenAI's words.
-    return Field(name, description, nullable("integer", minimum=1), fields.read_whole_number)
+    # The allowed numbers depend on the model; the error has OpenAI's words. infinity's client always sends a number.
+    def read(value: Any, name: str) -> Any:
+        return fields.read_whole_number(value, name) or None
+
+    return Field(name, description, nullable("integer", minimum=0), read)
 
 
 DIMENSIONS = _dimensions(
     "dimensions",
-    "length of the vectors: the model's own, or, of models made for it (Matryoshka), fewer, brought to length 1 again",
+    "length of the vectors: the model's own, or, of models made for it (Matryoshka), fewer, brought to length 1 again; "
+    "0: the model's own",
 )
 OUTPUT_DIMENSION = _dimensions("output_dimension", "the same, by Voyage's and Cohere's name")
 TRUNCATE_DIM = _dimensions("truncate_dim", "the same, by sentence-transformers' name")

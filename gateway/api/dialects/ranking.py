@@ -7,10 +7,10 @@ Owns how queries and documents are read, the policy for long documents, and whic
 - A multi-vector model gets the queries, and behind them the documents (`Tokenizing.num_queries`). The score of a
   document is MaxSim (`vecd.gateway.encoding.max_sim`), which no activation is applied to.
 
-A document that is too long is cut, and its query is kept: one long document of fifty is no reason to rank none. A
-request may ask for an error instead. Documents are ranked by their logits, equal ones in their own order. Scores are
-JSON numbers with all digits of a float64, and always with a point or an exponent, because some clients read nothing
-else as a floating-point number.
+A document that is too long is cut, and its query is kept: one long document of fifty is no reason to rank none. The
+server (`--overflow error`) or the request may say that it is an error instead. Documents are ranked by their logits,
+equal ones in their own order. Scores are JSON numbers with all digits of a float64, and always with a point or an
+exponent, because some clients read nothing else as a floating-point number.
 
 Called by `vecd.gateway.api.dialects.rerank`, `tei` and `vllm`.
 """
@@ -86,8 +86,8 @@ TRUNCATION = replace(
 )
 OVERFLOW = fields.choice(
     "overflow",
-    "what becomes of a document that is too long: an error, its beginning (`truncate`, the default), or its end "
-    "(`truncate_left`)",
+    "what becomes of a document that is too long: an error, its beginning (`truncate`), or its end (`truncate_left`); "
+    "default: the server's --overflow, or its beginning where that is `chunk`",
     {overflow.value: frozenset((overflow,)) for overflow in (Overflow.ERROR, *_CUTS)},
 )
 TOKENIZING_FIELDS: tuple[Field[Any], ...] = (
@@ -152,8 +152,8 @@ def read_tokenizing(values: Values, model_info: ModelInfo) -> Tokenizing:
 
 
 def default_overflow(model_info: ModelInfo) -> Overflow:
-    """The server's own policy, if that cuts."""
-    return model_info.overflow if model_info.overflow in _CUTS else Overflow.TRUNCATE
+    """The server's own policy. What is ranked has no chunks, and is cut instead."""
+    return Overflow.TRUNCATE if model_info.overflow is Overflow.CHUNK else model_info.overflow
 
 
 def _check_instruction(model_info: ModelInfo) -> None:

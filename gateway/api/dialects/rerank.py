@@ -1,9 +1,9 @@
 """Rerank routes with `documents`: those of Cohere, Jina, Voyage, vLLM, infinity, Weaviate and NVIDIA. Pure.
 
 Owns the shapes of `/rerank` with `documents`, `/v1/rerank`, `/v2/rerank`, `/api/rerank`, `/v1/ranking`, and of
-`/invocations` with `text_pairs`. Bodies with `texts` at `/rerank`, and with a `query` at `/` and `/invocations`, are
-text-embeddings-inference's. Sources of the shapes: the clients of each, because these APIs share paths, and clients
-choose a path by their own name for it. What a request gets:
+`/invocations` with `documents`, with `text_pairs`, or with what vLLM's `/score` takes. Bodies with `texts` at `/rerank`
+and `/invocations`, and with a `query` at `/`, are text-embeddings-inference's. Sources of the shapes: the clients of
+each, because these APIs share paths, and clients choose a path by their own name for it. What a request gets:
 
 - An object with `results` that has what any of these clients reads: Cohere's `meta`, Jina's and vLLM's `model` and
   `usage`, infinity's `object`.
@@ -20,6 +20,7 @@ Scores are between 0 and 1, by a sigmoid, whatever the model's own activation is
 are sums or means of cosines.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.options import MODEL, PRIORITY
 from vecd.gateway.api.dialects.ranking import NEEDS, QUERY, TOP_N, TRUNCATION, Relevance, read_documents
 from vecd.gateway.api.dialects.rows import object_with_list, usage
+from vecd.gateway.api.dialects.vllm import QUERIES, SCORE, SCORED, parse_score
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
@@ -222,7 +224,17 @@ def parse_text_pairs(call: Call) -> ParsedEmbed:
         TEXT_PAIRS.name,
         ranking.read_tokenizing(values, model_info),
         render_scores,
+        is_raw=ranking.agreed_flag(values) is True,
+        priority=values.get(PRIORITY),
     )
+
+
+def parse_invocation(call: Call) -> ParsedEmbed:
+    """As vLLM has it for `documents` and for queries in its request for scores; or pairs."""
+    if call.values.get(TEXT_PAIRS) is not None:
+        return parse_text_pairs(call)
+    is_scored = any(call.values.get(SCORED[name]) is not None for name in QUERIES)
+    return parse_score(call) if is_scored else parse_rerank(call)
 
 
 def render_scores(embedded: Embedded, relevance: Relevance) -> Response:
@@ -290,11 +302,11 @@ DIALECT = Dialect(
             needs=NEEDS,
         ),
         "POST /invocations": Operation(
-            summary="Score pairs of texts",
-            fields=Fields(TEXT_PAIRS, MODEL, *ranking.TOKENIZING_FIELDS),
-            embed=parse_text_pairs,
-            response=record(scores=list_of(_SCORE)),
-            claims=(TEXT_PAIRS.name,),
+            summary="Rank documents, or score pairs of texts, where SageMaker looks for it",
+            fields=Fields(*(replace(field, is_required=False) for field in (TEXT_PAIRS, *SCORED.values(), *_FIELDS))),
+            embed=parse_invocation,
+            response=any_of(record(scores=list_of(_SCORE)), SCORE.response, _RERANKED, _SCORED),
+            claims=(TEXT_PAIRS.name, DOCUMENTS.name, QUERY.name, *QUERIES),
             needs=NEEDS,
         ),
     },

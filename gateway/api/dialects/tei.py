@@ -3,9 +3,9 @@
 Owns the shapes of `/embed`, `/embed_all`, `/embed_sparse`, `/similarity`, `/rerank`, `/tokenize`, `/decode`, `/vertex`,
 and of its errors. `/`, `/invocations` and Hugging Face's paths with the name of a model do what the model is for: as
 `/embed`, `/predict` (`vecd.gateway.api.dialects.predict`) or `/embed_sparse`. `/` and `/invocations` rank a body with a
-`query`, whose texts Elasticsearch sends as `documents`; a model that ranks scores pairs in `inputs` there. `/info`
-belongs to `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's types,
-version 1.9.
+`query` and `texts`, which Elasticsearch sends to `/` as `documents`; a model that ranks scores pairs in `inputs` there.
+`/info` belongs to `vecd.gateway.api.info`, because operators get more fields there. Source of the shapes: its router's
+types, version 1.9.
 
 Differences from text-embeddings-inference:
 
@@ -15,8 +15,7 @@ Differences from text-embeddings-inference:
 - an empty text is embedded, not refused;
 - `dimensions` is refused unless the model was made for it, or declared so (`--matryoshka`);
 - texts inside objects, as in `/similarity` and `/vertex`, may take 256 KiB of a body that is larger than 64 KiB;
-- `top_n` of a request to rank is heeded;
-- a text that is ranked is cut, unless the request says otherwise, whatever the server's policy is.
+- `top_n` of a request to rank is heeded.
 """
 
 import re
@@ -49,6 +48,7 @@ from vecd.gateway.api.dialects.tei_options import (
     headers_of,
     parameters,
     read_nested,
+    read_overflow,
     read_tokenizing,
 )
 from vecd.gateway.api.fields import Field, Fields, contradiction, json_type
@@ -374,8 +374,7 @@ def _parse_ranked(
     repeated: tuple[str, ...] = (),
 ) -> ParsedEmbed:
     options = Options(call.values)
-    cut = options.get(DIRECTION) or ranking.default_overflow(call.model_info)
-    tokenizing = Tokenizing(overflow=Overflow.ERROR if options.get(TRUNCATE) is False else cut)
+    tokenizing = Tokenizing(overflow=read_overflow(options, ranking.default_overflow(call.model_info)))
     is_raw = options.get(RAW_SCORES) is True
     return ranking.parse(call, queries, texts, field, tokenizing, render, is_raw=is_raw, repeated=repeated)
 
@@ -640,7 +639,7 @@ _INVOCATION = replace(
     _DEFAULT,
     fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
     embed=parse_invocation,
-    claims=(INPUTS.name, TEXT_INPUTS.name, QUERY.name),
+    claims=(INPUTS.name, TEXT_INPUTS.name, RANKED.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(

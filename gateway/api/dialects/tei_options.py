@@ -97,18 +97,17 @@ def checked_inputs(inputs: Any, name: str, model_info: ModelInfo) -> list[str] |
 def read_tokenizing(options: Options, model_info: ModelInfo) -> Tokenizing:
     name = options.get(PROMPT_NAME)
     prompt = None if name is None else model_info.prompt_named(name, options.name_of(PROMPT_NAME))
-    return Tokenizing(prompt=prompt, overflow=_overflow(options, model_info), are_ids_of_model=True)
+    return Tokenizing(prompt=prompt, overflow=read_overflow(options, model_info.overflow), are_ids_of_model=True)
 
 
-def _overflow(options: Options, model_info: ModelInfo) -> Overflow | None:
-    """A direction alone does not decide whether inputs are cut; the server's default decides what is left open."""
-    truncates, cut, default = options.get(TRUNCATE), options.get(DIRECTION), model_info.overflow
-    cuts_by_default = default in _CUTS.values()
-    if truncates is None and not cuts_by_default:
-        return None
+def read_overflow(options: Options, default: Overflow) -> Overflow:
+    """A direction alone does not decide whether inputs are cut; the server's `default` decides what is left open."""
+    truncates, cut = options.get(TRUNCATE), options.get(DIRECTION)
     if truncates is False:
         return Overflow.ERROR
-    return cut or (default if cuts_by_default else Overflow.TRUNCATE)
+    if default in _CUTS.values():
+        return cut or default
+    return default if truncates is None else cut or Overflow.TRUNCATE
 
 
 def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:

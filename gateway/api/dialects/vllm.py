@@ -1,8 +1,9 @@
 """vLLM's API beside `/v1/embeddings`: parses requests, renders responses. Pure, but for the clock.
 
 Owns the shapes of `/pooling`, `/score`, `/tokenize`, `/detokenize` and `/version`, the paths of `/classify`
-(`vecd.gateway.api.dialects.classify`), and SageMaker's `/invocations` with the body of an embeddings request. Its
-`/rerank` belongs to `vecd.gateway.api.dialects.rerank`. Source of the shapes: vLLM's published OpenAPI document.
+(`vecd.gateway.api.dialects.classify`), and SageMaker's `/invocations` with an `input`, to embed or to classify. Its
+`/rerank`, and what ranks or scores at `/invocations`, belong to `vecd.gateway.api.dialects.rerank`. Source of the
+shapes: vLLM's published OpenAPI document.
 """
 
 import time
@@ -16,7 +17,7 @@ import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import conversations, labels, options, ranking
-from vecd.gateway.api.dialects.classify import CLASSIFY
+from vecd.gateway.api.dialects.classify import CLASSIFY, parse_classify
 from vecd.gateway.api.dialects.conversations import MESSAGES, read_messages
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_ids, parse_inputs
@@ -25,6 +26,7 @@ from vecd.gateway.api.dialects.openai import (
     INPUT,
     VECTOR,
     Item,
+    parse_embeddings,
     render_fragments,
     render_response,
     response_schema,
@@ -218,6 +220,8 @@ SCORED = {
     }.items()
 }
 _SPELLINGS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+QUERIES = ("queries", "data_1", "text_1")
+"""The names of SCORED that only a request for scores has."""
 
 
 def parse_score(call: Call) -> ParsedEmbed:
@@ -263,6 +267,15 @@ def render_score(embedded: Embedded, relevance: ranking.Relevance, *, model: str
         "usage": usage(embedded),
     }
     return Response(200, orjson.dumps(body), response_headers(embedded))
+
+
+# --- SageMaker --------------------------------------------------------------------------------------------------
+
+
+def parse_invocation(call: Call) -> ParsedEmbed | ParsedMessages:
+    """By what the model is for."""
+    embeds = not set(EMBEDDINGS.needs).isdisjoint(call.model_info.capabilities)
+    return parse_embeddings(call) if embeds else parse_classify(call)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
@@ -375,7 +388,7 @@ _TOKENIZED = record(
     token_strs=nullable("array", items=schemas.STRING),
 )
 
-_SCORE = Operation(
+SCORE = Operation(
     summary="Score how well documents answer queries",
     fields=Fields(*SCORED.values(), ranking.RAW_SCORES, ranking.USE_ACTIVATION, *ranking.COMMON),
     embed=parse_score,
@@ -403,9 +416,9 @@ DIALECT = Dialect(
             returns_tokens=True,
             binary_media_types=EMBEDDINGS.binary_media_types,
         ),
-        "POST /score": _SCORE,
-        "POST /v1/score": _SCORE,
-        "POST /openai/v1/score": _SCORE,
+        "POST /score": SCORE,
+        "POST /v1/score": SCORE,
+        "POST /openai/v1/score": SCORE,
         "POST /classify": CLASSIFY,
         "POST /v1/classify": CLASSIFY,
         "POST /openai/v1/classify": CLASSIFY,
@@ -423,7 +436,13 @@ DIALECT = Dialect(
             response=record(prompt=schemas.STRING),
         ),
         "POST /invocations": replace(
-            EMBEDDINGS, summary="Embed texts or token ids, where SageMaker looks for it", claims=(INPUT.name,)
+            EMBEDDINGS,
+            summary="Embed or classify texts or token ids, where SageMaker looks for it",
+            fields=Fields(*EMBEDDINGS.fields, *CLASSIFY.fields),
+            embed=parse_invocation,
+            response=any_of(EMBEDDINGS.response, CLASSIFY.response),
+            claims=(INPUT.name,),
+            needs=(*EMBEDDINGS.needs, *CLASSIFY.needs),
         ),
         "GET /version": Operation(
             summary="The server's version", describe=version, response=record(version=schemas.STRING)

@@ -74,11 +74,11 @@ def test_health(server: Server) -> None:
     assert get(server, "/v2/health/ready") == (200, {"ready": True})
 
 
-def test_a_model_by_its_name_and_by_any_other(server: Server) -> None:
-    """As for an embedding, where only one model can be meant."""
-    for name in (MODEL, "some/other"):
-        assert get(server, f"/v2/models/{name}") == (200, METADATA)
-        assert get(server, f"/v2/models/{name}/ready") == (200, {"name": MODEL, "ready": True})
+def test_a_model_by_its_name_and_by_no_other(server: Server) -> None:
+    assert get(server, f"/v2/models/{MODEL}") == (200, METADATA)
+    assert get(server, f"/v2/models/{MODEL}/ready") == (200, {"name": MODEL, "ready": True})
+    for path in ("/v2/models/some/other", "/v2/models/some/other/ready", "/v1/models/some/other"):
+        assert get(server, path)[0] == 404
 
 
 def test_tensors_are_not_served(server: Server) -> None:

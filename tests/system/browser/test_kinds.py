@@ -56,8 +56,16 @@ def test_a_reranker_sorts_documents_and_its_errors_are_shown(tmp_path: Path, ope
             assert json.dumps(documents[0]) in page.inner_text("#snippet")
             assert "/rerank" in page.inner_text("#snippet")
             page.select_option("#mode", "classify")
-            for text, [label] in zip(ask_in(page, documents, ""), labels, strict=True):
+            expect(page.locator("#query")).to_have_value("")  # a query is no second text
+            for text, [label] in zip(ask_in(page, documents), labels, strict=True):
                 assert f"{label['score']:.4f}" in text
+            ask_in(page, documents, "w8")
+            page.select_option("#mode", "rank")
+            expect(page.locator("#query")).to_have_value("w7")
+            assert ask_in(page, documents) == shown
+            page.select_option("#mode", "classify")
+            expect(page.locator("#query")).to_have_value("w8")
+            assert '"w8"' in page.inner_text("#snippet")
             page.fill("#texts", "w4\n" * 9)
             page.press("#texts", "Control+Enter")
             expect(page.locator("#embed-error")).to_contain_text("--max-inputs")
@@ -88,6 +96,10 @@ def test_bge_m3_shows_its_three_outputs_and_ranks(tmp_path: Path, open_page: Any
         ranked = post(server, "/rerank", {"query": "cat", "documents": texts})["results"]
         with open_page(server.url) as page:
             wait_for_card(page)
+            page.evaluate("document.querySelector('#dimensions').value = 8")  # as for a model that had the field
+            page.fill("#texts", texts[0])
+            assert texts[0] in page.inner_text("#snippet")
+            assert "dimensions" not in page.inner_text("#snippet")
             page.select_option("#mode", "vectors")
             for text, each in zip(ask_in(page, texts), expected, strict=True):
                 assert f"{len(each['embedding'])} dimensions" in text
@@ -124,7 +136,7 @@ def test_one_of_several_models_is_picked_and_each_has_its_row(tmp_path: Path, op
                 assert f"(raw {each['relevance_score']:.4f})" in text
             assert "/m/org/second/rerank" in page.inner_text("#snippet")
             page.select_option("#mode", "classify")  # whose body names no model
-            ask_in(page, documents, "")
+            ask_in(page, documents)
 
 
 def test_who_may_not_see_the_figures_picks_among_the_models_own_names(tmp_path: Path, open_page: Any) -> None:
@@ -137,6 +149,7 @@ def test_who_may_not_see_the_figures_picks_among_the_models_own_names(tmp_path: 
     ):
         wait_for_card(page)
         assert page.locator("#picked option").all_inner_texts() == ["a", "b"]
+        expect(page.locator("#dimensions-field")).to_be_hidden()  # the models have one number of them
         page.select_option("#picked", "b")
         expect(page.locator("#model-name")).to_have_text("b")
         page.select_option("#mode", "rank")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.clients.corpus import LONG, QUERY, RANKED
+from tests.support.clients.corpus import LONG, QUERY, RANKED, TEXTS
 from tests.support.clients.driving import Client, ClientError, running_client
 
 RERANKERS = [
@@ -61,6 +61,11 @@ def test_a_document_that_may_not_be_cut_is_named(rankers, reranker, name, option
         rankers.call(name, url=reranker.url, query=QUERY, texts=[RANKED[0], LONG], num=None, **options)
     assert "maximum context length is 60 tokens" in caught.value.message
     assert "documents[1]" in caught.value.message
+
+
+def test_infinity_embeds(rankers, float32_server, is_right):
+    """Its client always sends `dimensions` 0, for all of them."""
+    assert is_right(rankers.call("infinity_embed", url=float32_server.url, texts=TEXTS), TEXTS)
 
 
 def test_infinity_classifies(rankers, classifier):

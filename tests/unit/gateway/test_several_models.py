@@ -807,10 +807,35 @@ def test_one_model_is_described_by_any_of_its_names(unknown_model):
             for field in ("model", "name"):
                 shown = json_of(await bench.post("/api/show", {field: name}))
                 assert shown["model_info"]["general.basename"] == root
-        unknown = await bench.get("/v1/models/gpt-4")
-        assert unknown.status == (404 if unknown_model == "refuse" else 200)
+        for path in ("/v1/models/gpt-4", "/models/gpt-4:latest", "/m/dense/v1/models/ranker"):
+            unknown = await bench.get(path)
+            assert (unknown.status, json_of(unknown)["error"]["code"]) == (404, "model_not_found"), path
+        assert (await bench.get("/v2/models/gpt-4")).status == 404
 
     run(test, unknown_model=unknown_model)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_the_only_model_is_described_by_any_of_its_names_alone(is_strict):
+    """Embeddings have it by any name, unless names are strict."""
+
+    async def test(bench: Bench) -> None:
+        names = {"dense": "dense", "text-embedding-3-small": "text-embedding-3-small", "dense:latest": "dense:latest"}
+        found = {"DENSE": "dense", "org/dense": "dense", "minilm-dense:v2": "dense:v2", "dense:query": "dense:query"}
+        for name, listed in (names if is_strict else {**names, **found}).items():
+            for path in ("/v1/models", "/models", "/openai/v1/models"):
+                assert json_of(await bench.get(f"{path}/{name}"))["id"] == listed
+            assert json_of(await bench.get(f"/v2/models/{name}"))["name"] == "dense"
+        for name in ("gpt-4", "gpt-4:latest", "dens", *(["DENSE", "org/dense"] if is_strict else [])):
+            for path in ("/v1/models", "/models", "/openai/v1/models"):
+                unknown = await bench.get(f"{path}/{name}")
+                assert (unknown.status, json_of(unknown)["error"]["code"]) == (404, "model_not_found"), (path, name)
+            assert (await bench.get(f"/v2/models/{name}")).status == 404
+            response = await bench.post("/v1/embeddings", {"input": TEXT, "model": name})
+            assert response.status == (404 if is_strict else 200)
+        assert (await bench.get("/v2/models/gpt-4/ready")).status == 404
+
+    run(test, "dense", num_models=1, is_strict=is_strict, unknown_model="any")
 
 
 # --- the server's own routes ----------------------------------------------------------------------------------------

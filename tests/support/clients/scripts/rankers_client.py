@@ -37,6 +37,16 @@ def infinity(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
     return [(result.index, result.relevance_score) for result in answer.results]
 
 
+def infinity_embed(url: str, texts: list[str]) -> list[list[float]]:
+    from infinity_client import Client
+    from infinity_client.api.default import embeddings
+    from infinity_client.models import OpenAIEmbeddingInputText
+
+    body = OpenAIEmbeddingInputText(input_=texts, model=MODEL)
+    answer: Any = embeddings.sync(client=Client(base_url=url), body=body)
+    return [item.embedding for item in answer.data]
+
+
 def infinity_classify(url: str, texts: list[str]) -> list[list[tuple[str, float]]]:
     from infinity_client import Client
     from infinity_client.api.default import classify
@@ -191,4 +201,4 @@ _RERANKERS: list[Callable[..., Ranked]] = [
     haystack_vllm,
 ]
 os.environ["VOYAGE_API_KEY"] = "unused"
-serve(*_RERANKERS, infinity_classify)
+serve(*_RERANKERS, infinity_embed, infinity_classify)

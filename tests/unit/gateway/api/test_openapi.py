@@ -111,8 +111,8 @@ def body_fields(document: dict[str, Any], path: str) -> dict[str, Any]:
 def test_vectors_of_tokens_have_a_length_of_their_own():
     """Which some models' vectors have not."""
     described = describe_api(PUBLIC, [replace(SERVED, hidden_size=12)], has_keys=False)
-    assert body_fields(described, "/pooling")["dimensions"]["enum"] == [8, 12, None]
-    assert body_fields(described, "/v1/embeddings")["dimensions"]["enum"] == [8, None]
+    assert body_fields(described, "/pooling")["dimensions"]["enum"] == [0, 8, 12, None]
+    assert body_fields(described, "/v1/embeddings")["dimensions"]["enum"] == [0, 8, None]
     matryoshka = describe_api(PUBLIC, [replace(SERVED, hidden_size=12, is_matryoshka=True)], has_keys=False)
     assert body_fields(matryoshka, "/pooling")["dimensions"]["maximum"] == 12
     assert body_fields(matryoshka, "/v1/embeddings")["dimensions"]["maximum"] == 8
@@ -161,11 +161,11 @@ def test_all_models_are_in_the_document_of_several(several):
 
 def test_what_one_of_several_allows_is_allowed(several):
     fields = body_fields(several, "/v1/embeddings")
-    assert fields["dimensions"]["enum"] == [5, 8, None]
+    assert fields["dimensions"]["enum"] == [0, 5, 8, None]
     assert fields["truncate_prompt_tokens"]["maximum"] == 32
     assert '"maxItems": 9' in json.dumps(fields)
     with_ranker = describe_api(PUBLIC, [SERVED, RANKER], has_keys=True, are_several=True)
-    assert body_fields(with_ranker, "/v1/embeddings")["dimensions"]["enum"] == [8, None]
+    assert body_fields(with_ranker, "/v1/embeddings")["dimensions"]["enum"] == [0, 8, None]
     assert '"maxItems": 7' in json.dumps(body_fields(with_ranker, "/v1/embeddings"))
 
 

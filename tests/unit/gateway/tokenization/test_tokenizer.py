@@ -653,6 +653,30 @@ def test_queries_come_before_documents_and_have_limits_of_their_own(card, num_do
     assert all(item.is_truncated for item in tokenized)
 
 
+@pytest.mark.parametrize(
+    ("texts", "param", "says"),
+    [
+        (["a", "b", "c d e f g h i"], "input", "is 8 tokens, however you requested 9 tokens"),
+        (["a b c d e f g", "b", "c"], "query", "is 8 tokens, however you requested 9 tokens"),
+    ],
+)
+def test_a_text_to_rank_that_may_not_be_cut_is_named(card, texts, param, says):
+    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.ERROR)
+    with pytest.raises(InputTooLong, match=says) as caught:
+        tokenize(tokenizer, texts, Tokenizing(num_queries=1))
+    assert caught.value.param == param
+    assert caught.value.message.endswith(" It is 'input[1]'." if param == "input" else " It is the query.")
+
+
+def test_limits_of_their_own_cut_texts_to_rank_where_longer_ones_are_errors(card):
+    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.ERROR)
+    texts = ["a b c d e f g", "c d e f g h i"]
+    tokenized = tokenize(tokenizer, texts, Tokenizing(num_queries=1, max_query_tokens=3, max_document_tokens=4))
+    assert [(item.num_tokens, item.is_truncated) for item in tokenized] == [(5, True), (6, True)]
+    with pytest.raises(InputTooLong, match="is 8 tokens"):  # a limit of the request that is no less than the model's
+        tokenize(tokenizer, texts, Tokenizing(num_queries=1, max_query_tokens=3, max_document_tokens=7))
+
+
 def test_an_error_counts_documents_behind_the_queries(card):
     tokenizer = Tokenizer(card, 8, "auto")
     how = Tokenizing(num_queries=1, overflow=Overflow.TRUNCATE_LEFT)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from jsonschema_rs import validator_for
 
 from tests.support.arrays import COLBERT, MOODS, NER, RERANKER, SPLADE, TOXIC, render, rendered, rows
 from tests.support.asking import PLAIN, answer, ask, body_of, embedded_of, pieces_of
@@ -21,6 +22,7 @@ PREDICT = tei.DIALECT.operations["POST /predict"]
 DEFAULT = tei.DIALECT.operations["POST /"]
 HUB = tei.DIALECT.operations["POST /models/*/pipeline/text-classification"]
 CLASSIFY = vllm.DIALECT.operations["POST /classify"]
+INVOCATION = vllm.DIALECT.operations["POST /invocations"]
 POOLING = vllm.DIALECT.operations["POST /pooling"]
 ZERO_SHOT = openai.DIALECT.operations["POST /v1/classify"]
 
@@ -236,6 +238,22 @@ def test_vllm_s_probabilities_are_in_the_order_of_labels():
     assert (first["index"], first["label"], first["num_classes"]) == (0, "glad", 3)
     assert first["probs"] == pytest.approx(SOFTMAX[0], rel=1e-12)
     assert (second["label"], second["probs"]) == ("sad", pytest.approx(SOFTMAX[1], rel=1e-6))
+
+
+def test_sagemaker_gets_what_the_model_is_for():
+    """As with vLLM, whose body is the same for both."""
+    body = {"input": ["a", "b"], "model": "m"}
+    for fields in ({}, {"use_activation": False}, {"raw_scores": True}):
+        ours, theirs = (
+            rendered(ask(operation, {**body, **fields}, model_info=MOODS), scores(LOGITS))
+            for operation in (INVOCATION, CLASSIFY)
+        )
+        assert ours["data"] == theirs["data"]
+        assert not [*validator_for(INVOCATION.response).iter_errors(ours)]
+    assert ask(INVOCATION, body).request.output is Output.VECTORS
+    assert ask(INVOCATION, {**body, "output": "sparse"}, model_info=SPLADE).request.output is Output.SPARSE
+    with pytest.raises(BadRequest, match="'input' must be a string"):
+        ask(INVOCATION, {"input": 5}, model_info=MOODS)
 
 
 def test_vllm_s_request_without_an_activation_gets_logits():

@@ -124,7 +124,7 @@ def test_null_is_absent_and_unknown_fields_are_ignored():
         ({"input": "a", "priority": "high"}, "priority", "'interactive', 'normal' or 'bulk', is 'high'"),
         ({"input": "a", "dimensions": "384"}, "dimensions", "whole number"),
         ({"input": "a", "dimensions": True}, "dimensions", "whole number"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "does not support specifying dimensions"),
+        ({"input": "a", "dimensions": -1}, "dimensions", "does not support specifying dimensions"),
         (
             {"input": "a", "dimensions": 128},
             "dimensions",
@@ -141,8 +141,9 @@ def test_bad_requests_name_the_field(body, param, says):
         assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
 
 
-def test_native_dimensions_are_accepted():
-    request = parse({"input": "a", "dimensions": 384})
+@pytest.mark.parametrize("dimensions", [384, 0])
+def test_native_dimensions_are_accepted(dimensions):
+    request = parse({"input": "a", "dimensions": dimensions})
     assert (request.inputs, request.dimensions) == (["a"], None)
 
 

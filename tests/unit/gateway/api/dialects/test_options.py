@@ -246,10 +246,13 @@ def test_dimensions_by_all_their_names(name):
     assert parse(PLAIN, **{name: 384}).dimensions is None
     assert parse(E5, **{name: 64}).dimensions == 64
     assert parse(E5, **{"dimensions": 64, name: 64}).dimensions == 64
+    assert parse(PLAIN, **{name: 0}).dimensions is None
+    assert parse(E5, **{name: 0}).dimensions is None
     error = refusal(PLAIN, **{name: 64})
     assert error.param == name
     assert "This model does not support specifying dimensions." in error.message
     assert refusal(E5, **{name: 385}).param == name
+    assert refusal(E5, **{name: -1}).param == name
     assert refusal(E5, **{name: 64.0}).param == name
 
 

@@ -31,7 +31,7 @@ from vecd.shm.output import Output
 
 RERANK = rerank.DIALECT.operations["POST /v1/rerank"]
 RANKING = rerank.DIALECT.operations["POST /v1/ranking"]
-TEXT_PAIRS = rerank.DIALECT.operations["POST /invocations"]
+INVOCATION = rerank.DIALECT.operations["POST /invocations"]
 VOYAGE = rerank.DIALECT.operations["POST /voyage/v1/rerank"]
 TEI = tei.DIALECT.operations["POST /rerank"]
 ROOT = tei.DIALECT.operations["POST /"]
@@ -252,20 +252,24 @@ def test_a_large_body_is_read_in_pieces():
 @pytest.mark.parametrize(
     ("fields", "server", "expected"),
     [
-        ({}, Overflow.ERROR, Overflow.TRUNCATE),
+        ({}, Overflow.TRUNCATE, Overflow.TRUNCATE),
+        ({}, Overflow.ERROR, Overflow.ERROR),
         ({}, Overflow.CHUNK, Overflow.TRUNCATE),
         ({}, Overflow.TRUNCATE_LEFT, Overflow.TRUNCATE_LEFT),
         ({"truncation": True}, Overflow.ERROR, Overflow.TRUNCATE),
         ({"truncation": False}, Overflow.TRUNCATE, Overflow.ERROR),
         ({"truncate": "NONE"}, Overflow.TRUNCATE, Overflow.ERROR),
         ({"truncate": "START"}, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT),
-        ({"truncation_side": "left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
+        ({"truncation_side": "left"}, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT),
+        ({"truncation_side": "left"}, Overflow.ERROR, Overflow.ERROR),
+        ({"truncate": True, "truncation_side": "left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
+        ({"max_tokens_per_doc": 8}, Overflow.ERROR, Overflow.ERROR),
         ({"truncation_side": "right"}, Overflow.CHUNK, Overflow.TRUNCATE),
         ({"truncate_prompt_tokens": 64}, Overflow.ERROR, Overflow.TRUNCATE),
         ({"overflow": "error"}, Overflow.TRUNCATE, Overflow.ERROR),
     ],
 )
-def test_a_long_document_is_cut_unless_the_request_says_otherwise(fields, server, expected):
+def test_a_long_document_is_cut_unless_the_server_or_the_request_says_otherwise(fields, server, expected):
     model_info = replace(CROSS_ENCODER, overflow=server)
     assert ask(RERANK, {**BODY, **fields}, model_info=model_info).request.tokenizing.overflow is expected
 
@@ -343,16 +347,22 @@ def test_tei_gets_a_bare_list():
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "server", "expected"),
     [
-        ({}, Overflow.TRUNCATE),
-        ({"truncate": True, "truncation_direction": "Left"}, Overflow.TRUNCATE_LEFT),
-        ({"truncate": False, "truncation_direction": "Left"}, Overflow.ERROR),
+        ({}, Overflow.TRUNCATE, Overflow.TRUNCATE),
+        ({}, Overflow.TRUNCATE_LEFT, Overflow.TRUNCATE_LEFT),
+        ({}, Overflow.CHUNK, Overflow.TRUNCATE),
+        ({}, Overflow.ERROR, Overflow.ERROR),
+        ({"truncate": True}, Overflow.ERROR, Overflow.TRUNCATE),
+        ({"truncation_direction": "Left"}, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT),
+        ({"truncation_direction": "Left"}, Overflow.ERROR, Overflow.ERROR),
+        ({"truncate": True, "truncation_direction": "Left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
+        ({"truncate": False, "truncation_direction": "Left"}, Overflow.TRUNCATE, Overflow.ERROR),
     ],
 )
-def test_tei_s_texts_are_cut_unless_it_says_otherwise(fields, expected):
+def test_tei_s_texts_are_cut_unless_the_server_or_the_request_says_otherwise(fields, server, expected):
     body = {"query": "q", "texts": ["a"], **fields}
-    model_info = replace(CROSS_ENCODER, overflow=Overflow.ERROR)
+    model_info = replace(CROSS_ENCODER, overflow=server)
     assert ask(TEI, body, model_info=model_info).request.tokenizing.overflow is expected
 
 
@@ -367,16 +377,15 @@ def test_tei_s_errors():
         ask(TEI, {"query": "q", "texts": ["a"] * 7}, model_info=CROSS_ENCODER)
 
 
-@pytest.mark.parametrize("path", ["/", "/invocations"])
-def test_elasticsearch_gets_a_bare_list_for_documents(path):
-    operation = tei.DIALECT.operations[f"POST {path}"]
+def test_elasticsearch_gets_a_bare_list_for_documents():
     body = {"query": "q", "documents": ["a", "b"], "return_documents": True}
-    answer = rank(operation, body, [0.0, 1.0])
-    check(operation, answer)
+    answer = rank(ROOT, body, [0.0, 1.0])
+    check(ROOT, answer)
     assert answer == [
         {"index": 1, "score": pytest.approx(sigmoid(1)), "text": "b"}, {"index": 0, "score": 0.5, "text": "a"},
     ]  # fmt: skip
-    assert rank(operation, {"query": "q", "texts": ["a"]}, [0.0]) == [{"index": 0, "score": 0.5}]
+    for operation in (ROOT, tei.DIALECT.operations["POST /invocations"]):
+        assert rank(operation, {"query": "q", "texts": ["a"]}, [0.0]) == [{"index": 0, "score": 0.5}]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/", {"inputs": "a"}), ("/invocations", {"text_inputs": ["a"]})])
@@ -400,7 +409,11 @@ def test_a_model_that_ranks_embeds_nothing(path, body):
         ("/v1/rerank", {"query": "q", "texts": ["a"]}, "rerank"),
         ("/v2/rerank", {}, "rerank"),
         ("/", {"query": "q", "documents": ["a"]}, "tei"),
-        ("/invocations", {"query": "q", "documents": ["a"]}, "tei"),
+        ("/invocations", {"query": "q", "documents": ["a"]}, "rerank"),
+        ("/invocations", {"query": "q", "texts": ["a"]}, "tei"),
+        ("/invocations", {"query": "q"}, "rerank"),
+        ("/invocations", {"queries": "q", "items": ["a"]}, "rerank"),
+        ("/invocations", {"text_1": "q", "text_2": ["a"]}, "rerank"),
         ("/invocations", {"text_pairs": [["a", "b"]]}, "rerank"),
         ("/invocations", {"inputs": "a"}, "tei"),
         ("/invocations", {"input": "a"}, "vllm"),
@@ -421,6 +434,7 @@ def test_a_body_belongs_to_a_dialect(path, body, dialect):
         ("/classify", "sparse", "openai"),
         ("/invocations", "rerank", "tei"),
         ("/invocations", "dense", "vllm"),
+        ("/invocations", "classify", "vllm"),
     ],
 )
 def test_a_body_without_inputs_belongs_to_what_the_model_can_do(path, capability, dialect):
@@ -448,9 +462,27 @@ def test_nvidia_gets_logits():
 
 
 def test_sagemaker_gets_scores_in_the_order_of_its_pairs():
-    asked = ask(TEXT_PAIRS, {"text_pairs": [["q", "a"], ["r", "b"]]}, model_info=CROSS_ENCODER)
+    asked = ask(INVOCATION, {"text_pairs": [["q", "a"], ["r", "b"]]}, model_info=CROSS_ENCODER)
     assert asked.request.inputs == [Pair("q", "a"), Pair("r", "b")]
     assert orjson.loads(body_of(asked.render(of_logits([0.0, 1.0])))) == {"scores": [0.5, pytest.approx(sigmoid(1))]}
+
+
+def test_sagemaker_gets_what_vllm_has_for_documents_and_for_two_lists():
+    ranked: dict[str, Any] = {"model": "m", "query": "q", "documents": ["a", "b"]}
+    answer = rank(INVOCATION, ranked, [0.0, 1.0])
+    check(INVOCATION, answer)
+    assert answer == rank(RERANK, ranked, [0.0, 1.0])
+    assert scored(answer["results"]) == [(1, pytest.approx(sigmoid(1))), (0, 0.5)]
+    one: dict[str, Any] = {"queries": "q", "documents": ["a", "b"]}
+    for body in (one, {"data_1": ["q", "q"], "data_2": ["a", "b"]}):
+        answer = rank(INVOCATION, body, [3.0, 1.0])
+        check(INVOCATION, answer)
+        assert [item["score"] for item in answer["data"]] == [
+            item["score"] for item in rank(SCORE, body, [3.0, 1.0])["data"]
+        ]
+    for missing in ("query", "documents"):
+        with pytest.raises(BadRequest, match=f"'{missing}' is required"):
+            ask(INVOCATION, {**ranked, missing: None}, model_info=CROSS_ENCODER)
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
@@ -493,7 +525,7 @@ def test_other_inputs_of_a_model_that_ranks_are_refused(inputs, error):
 )
 def test_wrong_pairs_are_refused(pairs, in_pieces):
     with pytest.raises(BadRequest, match="text_pairs"):
-        ask(TEXT_PAIRS, {"text_pairs": pairs}, model_info=CROSS_ENCODER, in_pieces=in_pieces)
+        ask(INVOCATION, {"text_pairs": pairs}, model_info=CROSS_ENCODER, in_pieces=in_pieces)
 
 
 # --- vLLM's scores ----------------------------------------------------------------------------------------------

@@ -67,18 +67,17 @@ _CUT, _CUT_LEFT, _ERROR, _CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Ove
         (_CUT_LEFT, None, "right", _CUT),
         (_CUT_LEFT, True, None, _CUT_LEFT),
         (_CUT_LEFT, True, "right", _CUT),
-        (_ERROR, None, "left", None),
+        (_ERROR, None, "left", _ERROR),
         (_ERROR, True, None, _CUT),
         (_ERROR, True, "left", _CUT_LEFT),
         (_ERROR, False, None, _ERROR),
-        (_CHUNK, None, None, None),
-        (_CHUNK, None, "left", None),
+        (_CHUNK, None, None, _CHUNK),
+        (_CHUNK, None, "left", _CHUNK),
         (_CHUNK, True, None, _CUT),
         (_CHUNK, False, None, _ERROR),
     ],
 )
 def test_what_becomes_of_a_long_text(model_info, default, truncate, direction, expected):
-    """None: the server's default."""
     model_info = replace(model_info, overflow=default)
     request = request_of(model_info, truncate=truncate, truncation_direction=direction)
     assert request.tokenizing.overflow is expected

@@ -60,7 +60,7 @@ def test_pooling_takes_what_embeddings_take():
             "'classify', 'token_classify', is 'retrieval.query'",
         ),
         ({"task": "token_embed", "dimensions": 64}, PLAIN, "dimensions", "must be 384, as many as a token's"),
-        ({"task": "token_embed", "truncate_dim": 0}, PLAIN, "truncate_dim", "must be 384"),
+        ({"task": "token_embed", "truncate_dim": 1}, PLAIN, "truncate_dim", "must be 384"),
         ({"task": "token_embed", "overflow": "chunk"}, PLAIN, "overflow", "does not go with chunks"),
         ({"task": "token_embed"}, replace(PLAIN, overflow=Overflow.CHUNK), "overflow", "does not go with chunks"),
         ({"task": "token_embed", "encoding_format": "npy"}, PLAIN, "encoding_format", "must be 'float' or 'base64'"),
