@@ -30,7 +30,7 @@ from benchmarks.lives import measure_deaths, measure_starts
 from benchmarks.memory import measure_memory
 from benchmarks.servers import ServerFailure
 from benchmarks.targets import CONTESTS
-from vecd.workers.processor import has_bfloat16
+from vecd.workers.processor import this_processor
 
 RESULTS = Path(__file__).parent / "results"
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -178,7 +178,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    native = ["float32", "bfloat16"] if has_bfloat16() else ["float32"]
+    native = ["float32", "bfloat16"] if this_processor().has_bfloat16 else ["float32"]
     shapes = ", ".join((BUNDLED, *SHAPES))
     add("--model", default=BUNDLED, metavar="MODEL", help=f"a model's folder, or a shape: {shapes}")
     add(

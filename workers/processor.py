@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_ROOT, _PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -89,16 +90,31 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     return frozenset(cpuinfo("flags|Features", root).split())
 
 
-def has_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16."""
-    return bool(cpu_flags() & {"avx512_bf16", "amx_tile"})
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What the choice of a number format needs to know of a processor."""
+
+    flags: frozenset[str]
+    """As of `cpu_flags`."""
+    vendor: str
+    """As in /proc/cpuinfo, for example "AuthenticAMD"."""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it has instructions for products of bfloat16."""
+        return bool(self.flags & {"avx512_bf16", "amx_tile"})
+
+    @property
+    def is_fast_in_bfloat16(self) -> bool:
+        """Whether these are known to be faster than those of float32. Intel's AVX512-BF16 has half the rate of
+        float32."""
+        return "amx_tile" in self.flags or ("avx512_bf16" in self.flags and self.vendor == "AuthenticAMD")
+
+
+def this_processor() -> Processor:
+    return Processor(cpu_flags(), cpuinfo("vendor_id"))
 
 
 def has_vnni() -> bool:
     """Whether the processor has instructions that add products of int8 in 32 bits."""
     return bool(cpu_flags() & {"avx512_vnni", "avx_vnni"})
-
-
-def has_amx_int8() -> bool:
-    """Whether the processor has a unit for products of matrices of int8."""
-    return "amx_int8" in cpu_flags()

@@ -67,22 +67,11 @@ def is_disturbed(measured: Measurements) -> bool:
 
 
 def _dtype(path: Path, measured: Measurements) -> Setting:
-    """By the first rule that holds."""
-    dtypes = {speed.dtype for speed in measured.speeds}
-    is_compared = path.device == "cpu" and "float32" in dtypes and len(dtypes) > 1
-    is_alone = "bfloat16" in measured.not_measured and bool(dtypes)
-    factor = _factor(measured, "bfloat16", "float32")
-    faster = f"{factor:.2f} times the tokens/s of float32{_parity(measured.agreements.get('bfloat16', {}))}"
+    """What `vecd serve` takes, for its reason, and the speeds that were measured here."""
     selected = path.reasons[-1].partition(": ")[2] if path.reasons else "what --dtype auto selects here"
-    rules = (
-        (is_compared and "bfloat16" not in dtypes, "float32", "exact, and the fastest of the types besides int8"),
-        (is_compared and factor >= _CLEARLY_FASTER, "bfloat16", faster),
-        (is_compared, "float32", f"bfloat16 has {factor:.2f} times its tokens/s, which is not worth it"),
-        (path.dtype != "float32", path.dtype, selected + _parity(path.probes)),
-        (is_alone, "float32", "the only type that this processor computes natively"),
-        (True, "float32", selected),
-    )
-    return next(Setting("dtype", dtype, reason) for holds, dtype, reason in rules if holds)
+    is_alone = path.dtype == "float32" and "bfloat16" in measured.not_measured and bool(measured.speeds)
+    reason = "the only type that this processor computes natively" if is_alone else selected
+    return Setting("dtype", path.dtype, reason + _parity({} if path.dtype == "float32" else path.probes))
 
 
 def _int8_notes(measured: Measurements) -> list[str]:

@@ -237,8 +237,8 @@ def _plan_model(
         )
     own_engine = "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
     devices = _devices_on_processor(settings, own_engine) if own_engine else _devices(settings.device)
-    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean", "fused")):
-        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto, lean or fused"])
+    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean")):
+        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or lean"])
     if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
         raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8"])
     why_gateways = ""

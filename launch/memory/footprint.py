@@ -20,10 +20,9 @@ from vecd.shm.batch_limits import MAX_BATCH_TOKENS
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.model_files import tensor_facts
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engines.precedence import is_lean_wanted
+from vecd.workers.engines.formats import LARGEST_MEASURED, formats_of, is_lean_wanted
 from vecd.workers.families.encoders import FUSED_FAMILIES
 from vecd.workers.process.kernel import kilobytes
-from vecd.workers.processor import has_bfloat16
 from vecd.workers.weights import weight_files
 
 _MB = 1 << 20
@@ -159,4 +158,4 @@ def _weights_nbytes(config: WorkerConfig) -> int:
 def _expected_dtype(config: WorkerConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if is_lean_wanted(config) or not has_bfloat16() else "bfloat16"
+    return formats_of(config)[0] if config.card.weights_bytes > LARGEST_MEASURED else "float32"

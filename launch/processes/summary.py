@@ -49,9 +49,10 @@ def summary(
     engine = _ON_DEMAND
     if facts is not None:
         parity = facts.get("agreement", {})
-        agrees = ", not compared with the plain model"
+        agrees = ", not compared with the reference model"
         if parity is not None:
-            agrees = f", within {parity['max_abs_diff']:.1e} of the plain model" if parity else ""
+            compared_with = f"the reference model in {parity['compared_with']}" if parity else ""
+            agrees = f", within {parity['max_abs_diff']:.1e} of {compared_with}" if parity else ""
         engine = f"{facts.get('path')}, {facts.get('dtype')}{agrees}"
     worker = plan.workers[0]
     device = worker.device.partition(":")[0]

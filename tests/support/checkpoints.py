@@ -27,7 +27,7 @@ from vecd.shm.output import Output
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.engines.selection import build
 from vecd.workers.engines.torch.fused import FusedForward
 from vecd.workers.engines.torch.linear import type_between_layers
 
@@ -234,7 +234,7 @@ def engine_of(folder: Path, path: str, dtype: str = "float32") -> Engine:
     if path == "fused":
         skip_without(dtype)
     with mock.patch.object(FusedForward, "warm"):
-        return build_engine(worker_config(folder), path, dtype)
+        return build(worker_config(folder), path, dtype)
 
 
 def embed(engine: Engine, batch: PackedBatch, dim: int = HIDDEN_SIZE) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ from vecd.shm.output import Output, span_of
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, PackedBatch
 from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.engines.selection import build
 
 
 def save_masked_words(folder: Path, family: str = "bert", **settings: Any) -> Path:
@@ -74,7 +74,7 @@ class SparseReference:
 
 
 def sparse_engine(folder: Path, path: str, dtype: str = "float32") -> Engine:
-    return build_engine(sparse_config(folder), path, dtype)
+    return build(sparse_config(folder), path, dtype)
 
 
 def sparse_config(folder: Path) -> WorkerConfig:

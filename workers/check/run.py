@@ -36,6 +36,7 @@ from vecd.workers.engines.timing import Times, in_words
 from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
+from vecd.workers.processor import this_processor
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
@@ -87,7 +88,7 @@ def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, flo
         return selection
 
     if config.device == "cpu":
-        return load_engine(replace(config, num_threads=1), report, select, must_measure=True), selecting_s
+        return load_engine(replace(config, num_threads=1), report, select), selecting_s
     return load_engine(config, report), 0.0
 
 
@@ -100,7 +101,7 @@ def _load_others(order: Order, served_dtype: str, report: ReportProgress) -> tup
     for dtype in ("float32", "bfloat16", "int8"):
         if dtype == served_dtype:
             continue
-        if dtype == "bfloat16" and not _has_native_bfloat16():
+        if dtype == "bfloat16" and not this_processor().has_bfloat16:
             not_measured[dtype] = "this processor does not compute it natively"
             continue
         report(f"loading the model in {dtype}")
@@ -144,26 +145,22 @@ def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
         "dtype": dtype,
         "device": config.device + (f" ({facts['gpu']})" if "gpu" in facts else ""),
         "attention": attention,
-        "reasons": [_why_path(config, path, dtype, facts.get("times_ms", {})), _why_dtype(config, dtype)],
+        "reasons": [_why_path(config, path, dtype), _why_dtype(config, dtype, facts.get("times_ms") or {})],
         "refused": engine.warnings,
         "probes": facts.get("agreement") or {},
         "ranks_in_order": facts.get("ranks_in_order"),
     }
 
 
-def _why_path(config: WorkerConfig, path: str, dtype: str, times: Times) -> str:
+def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
     if config.engine != "auto":
         return f"--engine {config.engine} was given"
     if path == "static":
         return "static: the model is a table of rows, which has one engine"
     if path == "export":
         return "export: the folder has no other weights than an ONNX export, which has one engine"
-    if len(next(iter(times.values()), {})) > 1:
-        return in_words(times)
-    if path == "lean":
-        return f"lean: the family {config.card.model_type} has it, and it agrees with the reference model"
-    if path == "fused":
-        return f"fused: the family {config.card.model_type} has it, and it agrees with the reference model"
+    if path in ("lean", "fused"):
+        return f"{path}: the family {config.card.model_type} has it, and it agrees with the reference model"
     from vecd.workers.engines.torch.build import build_engine
     from vecd.workers.families.description import NotDescribed
 
@@ -172,26 +169,22 @@ def _why_path(config: WorkerConfig, path: str, dtype: str, times: Times) -> str:
         build_engine(config, "fused", dtype)
     except NotDescribed as error:
         not_fused = str(error).splitlines()[0]
-    rest = "it agrees with the reference model, and is the next fastest" if path == "packed" else "packed is refused"
+    rest = "it agrees with the reference model, and is the next in order" if path == "packed" else "packed is refused"
     return f"{path}: {not_fused}; {rest}"
 
 
-def _why_dtype(config: WorkerConfig, dtype: str) -> str:
+def _why_dtype(config: WorkerConfig, dtype: str, times: Times) -> str:
+    if times:
+        return f"{dtype}: {in_words(times)}"
     if config.dtype != "auto":
         return f"{dtype}: --dtype {config.dtype} was given" + (", and is not available" * (dtype != config.dtype))
     if config.card.export_file:
         return f"{dtype}: the ONNX export has it"
     if dtype != "float32":
-        return f"{dtype}: computed natively here, and it agrees with the reference model"
-    if config.device == "cpu" and not _has_native_bfloat16():
+        return f"{dtype}: computed natively here, and it agrees with the reference model; too large to be measured"
+    if config.device == "cpu" and not this_processor().has_bfloat16:
         return "float32: the processor does not compute bfloat16 natively"
-    return "float32: a shorter type is refused"
-
-
-def _has_native_bfloat16() -> bool:
-    from vecd.workers.engines.torch.linear import has_native_bfloat16
-
-    return has_native_bfloat16()
+    return "float32: a shorter type is refused, or not known to be faster"
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------
@@ -252,7 +245,7 @@ def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
         raise ModelError(f"{config.card.export_file}: an ONNX export has no weights to compute reference vectors from")
     reference, path = recall_reference(config), Path(source_of(config.card.folder)) / REFERENCE_FILE
     if reference is None:
-        from vecd.workers.engines.torch.selection import compute_reference
+        from vecd.workers.engines.selection import compute_reference
 
         report("computing the reference vectors in float32")
         [reference] = in_workers(on_cpu := replace(config, device="cpu"), lambda: lambda: compute_reference(on_cpu))

@@ -1,8 +1,8 @@
 """Remembered vectors of reference models: what every engine on every processor has to give.
 
 Owns `Reference`, its file, and the places where one is found. The plain model computes it once, in float32 and with
-transformers (`vecd.workers.engines.torch.selection`). From then on an engine is compared with it without torch.
-Imports no torch. Called by `vecd.workers.engines.load` and by that module.
+transformers (`vecd.workers.engines.selection`). From then on an engine is compared with it without torch.
+Imports no torch. Called by that module.
 
 A reference belongs to the content of a model's files, not to their place, so it can travel:
 
@@ -52,10 +52,13 @@ class Reference:
     """Tokens of each probe; `vecd.workers.engines.parity.random_batch` gives their ids. Shape [P]."""
     vectors: NDArray[np.float32]
     """Shape [P, D]."""
+    dtype: str = "float32"
+    """The format that the reference model was computed in."""
 
     def figures(self, parity: Parity) -> dict[str, Any]:
         """The figures of a comparison with these vectors, as JSON values."""
-        return {**parity.to_json(), "probes": len(self.lengths), "longest_probe_tokens": max(self.lengths)}
+        lengths = {"probes": len(self.lengths), "longest_probe_tokens": max(self.lengths)}
+        return {**parity.to_json(), "compared_with": self.dtype, **lengths}
 
     def probes(self, card: ModelCard) -> PackedBatch:
         return random_batch(card, self.lengths)

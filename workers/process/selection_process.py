@@ -37,7 +37,7 @@ def serve(orders: TextIO, response_fd: int) -> int:
 def _select(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
     config = WorkerConfig.from_json(order)
     logs.configure("choosing", config.log_level, config.log_format)
-    from vecd.workers.engines.torch.selection import select  # takes seconds
+    from vecd.workers.engines.selection import select
 
     selection, _ = select(config, report)
     on_found("selection", selection.to_json())

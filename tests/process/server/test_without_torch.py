@@ -18,7 +18,7 @@ from tests.support.soak.form import only_long
 from vecd.workers.config import REFERENCE_FILE
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.references import digest_of, write_reference
-from vecd.workers.engines.torch.selection import compute_reference
+from vecd.workers.engines.selection import compute_reference
 
 # Every process that Python starts imports a module of this name, if it finds one.
 _HIDING = """
@@ -117,7 +117,7 @@ def test_an_unknown_model_is_served_unverified(
         assert len(server.embed(["w3 w4"])[0]) == 32
         [worker] = server.info()["workers"]
         assert (worker["path"], worker["agreement"]) == ("lean", None)
-        assert "lean, float32, not compared with the plain model" in server.stderr
+        assert "lean, float32, not compared with the reference model" in server.stderr
         assert "the vectors are not compared with the reference model's" in server.stderr
     # Not remembered: otherwise the next start would need no flag.
     assert _run(without_torch, tmp_path, "serve", str(checkpoint("bert")), "--port", "0").returncode == 3

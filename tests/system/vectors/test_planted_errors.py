@@ -21,9 +21,9 @@ from tests.support.checkpoints import (
     worker_config,
 )
 from vecd.shm.card import ModelError
+from vecd.workers.engines.formats import PATHS
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import packed_attention as packing
-from vecd.workers.engines.torch.build import PATHS
 from vecd.workers.engines.torch.fused import Embeddings, FusedForward
 from vecd.workers.engines.torch.fused_attention import Attention
 from vecd.workers.engines.torch.packed import PackedForward

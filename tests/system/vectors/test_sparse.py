@@ -35,8 +35,8 @@ from vecd.gateway.types.request import SparseOptions
 from vecd.shm.card import ModelError, read_card
 from vecd.workers.engines.lean import sparse_head as lean_sparse_head
 from vecd.workers.engines.parity import compare
+from vecd.workers.engines.selection import select
 from vecd.workers.engines.torch import sparse_head
-from vecd.workers.engines.torch.selection import select
 from vecd.workers.engines.torch.sparse_reference import sparse_reference
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]

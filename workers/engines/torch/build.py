@@ -1,7 +1,7 @@
-"""Builds the engine of a path by its name.
+"""Builds an engine that needs torch by the name of its path.
 
-Owns the list of paths and their imports: the fused path does not import transformers, which takes seconds. Compares
-nothing. Called by `vecd.workers.engines.torch.selection` and by `vecd.workers.engines.load`.
+Owns the imports of each: the fused path does not import transformers, which takes seconds. Compares nothing. Called by
+`vecd.workers.engines.selection`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from vecd.shm.card import ModelCard, ModelError
 from vecd.workers import prefix
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine
-from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.torch.fused import load_fused
 from vecd.workers.engines.torch.heads import load_heads
 from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
@@ -24,15 +23,6 @@ from vecd.workers.layout import Layout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PATHS = {
-    "auto": ("lean", "fused", "packed", "padded", "unpadded"),
-    "lean": ("lean",),
-    "fused": ("fused",),
-    "packed": ("packed",),
-    "padded": ("padded", "unpadded"),
-}
-"""By `WorkerConfig.engine`: the paths to try, in this order."""
-
 Load = Callable[[str], "PreTrainedModel"]
 """Gives the transformers model in a dtype."""
 
@@ -40,13 +30,9 @@ Load = Callable[[str], "PreTrainedModel"]
 def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None = None) -> Engine:
     """Build the engine that runs the model of `config` on `path` in `dtype`.
 
-    Raises NotDescribed for a model without a lean or fused path, ModelError for one that cannot be loaded, and anything
+    Raises NotDescribed for a model without a fused path, ModelError for one that cannot be loaded, and anything
     that a model raises on a path that it does not support.
     """
-    if path == "lean":
-        if config.device != "cpu" or dtype not in ("float32", "int8"):
-            raise NotDescribed("the lean engine computes float32 and int8 on a processor")
-        return LeanEngine(config.card, dtype=dtype)
     device = torch.device(config.device)
     load, score = load or partial(_load, config.card, device), config.card.score
     if path in ("padded", "unpadded") and score is not None and not score.steps:

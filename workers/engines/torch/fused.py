@@ -40,7 +40,13 @@ from vecd.workers.engines.torch.fused_attention import (
     paired,
     rotations,
 )
-from vecd.workers.engines.torch.linear import ACTIVATIONS, Activation, Linear, make_linear, type_between_layers
+from vecd.workers.engines.torch.linear import (
+    ACTIVATIONS,
+    Activation,
+    PrepackedLinear,
+    make_linear,
+    type_between_layers,
+)
 from vecd.workers.engines.torch.prefix_states import PrefixStates
 from vecd.workers.families.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
 from vecd.workers.families.encoders import FUSED_FAMILIES
@@ -80,7 +86,7 @@ class Embeddings:
     type_difference: Tensor | None
     """The row of type 1 less that of type 0, float32 [H]: of the second part of a pair. None where all have type 0."""
     norm: Callable[[Tensor], Tensor]
-    projection: Linear | None
+    projection: PrepackedLinear | None
     positions_after: int | None
 
     def __call__(self, layout: Layout, num_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -108,14 +114,14 @@ class Layer:
     is_norm_first: bool
     """Norms come before the two halves of the layer, instead of after their residual sums."""
     attention_norm: Callable[[Tensor], Tensor]
-    qkv: Linear
+    qkv: PrepackedLinear
     attention: Attention
-    out: Linear
+    out: PrepackedLinear
     norm: Norm
-    gate: Linear | None
-    up: Linear
+    gate: PrepackedLinear | None
+    up: PrepackedLinear
     activation: Activation
-    down: Linear
+    down: PrepackedLinear
 
     def __call__(
         self, x: Tensor, runs: list[Run], prefix: PrefixStates | None = None, wanted: Tensor | None = None
@@ -203,7 +209,7 @@ def _up_to(step: int, number: int) -> int:
 
 
 def load_fused(card: ModelCard, dtype: str) -> FusedForward:
-    """Load the fused path of the model of `card` with linear kernels for `dtype`: "float32", "bfloat16" or "int8".
+    """Load the fused path of the model of `card` with linear kernels for `dtype`: "float32" or "bfloat16".
 
     Raises NotDescribed for another family, setting or type, or for a tensor under another name.
     """
@@ -290,7 +296,7 @@ class _Builder:
             down=self._linear(layer.down),
         )
 
-    def _attention(self, layer: LayerSpec) -> tuple[Linear, Attention]:
+    def _attention(self, layer: LayerSpec) -> tuple[PrepackedLinear, Attention]:
         """Query, key and value side by side, and what is computed with them. Without a rotation, the scale of the
         scores, 1/√(head dim), goes into the query."""
         weight, bias = self._rows(layer.qkv), self._biases(layer.qkv)
@@ -339,7 +345,7 @@ class _Builder:
         table = self._weights[f"{self._encoder.distance_bias}.weight"].float().numpy()
         return torch.from_numpy(bias_of_distances(table, self._max_tokens))
 
-    def _linear(self, name: str) -> Linear:
+    def _linear(self, name: str) -> PrepackedLinear:
         return make_linear(self._rows((name,)), self._biases((name,)), self._dtype)
 
     def _rows(self, names: tuple[str, ...]) -> Tensor:

@@ -1,6 +1,6 @@
 """oneDNN's linear kernels inside torch: which of them this processor and this torch have, and the calls to them.
 
-Owns every private name of torch that vecd uses; all are in `FLOAT_NAMES`, `BFLOAT16_NAME` and `INT8_NAMES`. A version
+Owns every private name of torch that vecd uses; all are in `FLOAT_NAMES` and `BFLOAT16_NAME`. A version
 of torch may drop a private name or change what it does. So a kernel is resolved by name and run on a small input before
 its first use. One that is missing or gives a wrong result is reported once in the log and not used; the engine's
 selection then goes on to the next path or dtype. Called by `vecd.workers.engines.torch.linear`.
@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from vecd.shm.card import one_line
 
@@ -28,11 +27,6 @@ FLOAT_NAMES = {
     "linear_with": "ops.mkldnn._linear_pointwise.binary",
 }
 BFLOAT16_NAME = "ops.mkldnn._is_mkldnn_bf16_supported.default"
-INT8_NAMES = {
-    "prepack": "ops.onednn.qlinear_prepack.default",
-    "linear": "ops.onednn.qlinear_pointwise.default",
-    "gelu_": "ops.aten.gelu_.default",
-}
 """Attributes of `torch`, by the field that they fill. A resolved overload saves microseconds at every call."""
 
 
@@ -48,23 +42,6 @@ class FloatKernels:
     """(x, other [T, N], weight, bias, "add" or "mul") → [T, N], the layer's output plus or times the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Kernels:
-    prepack: Operation
-    """(weight int8 [N, K], None) → the weight in oneDNN's own layout."""
-    linear: Operation
-    gelu_: Operation
-    """(x, approximate=algorithm): in place."""
-
-    def multiply(self, x: Tensor, weight: Tensor, scales: Tensor, zero_points: Tensor, dtype: torch.dtype) -> Tensor:
-        """x uint8 [T, K], where 128 is zero, by a prepacked weight with float32 `scales` [N] and int32 `zero_points`
-        [N] → [T, N] of `dtype`, not scaled by x."""
-        product: Tensor = self.linear(
-            x, 1.0, 128, weight, scales, zero_points, None, 1.0, 0, dtype, "none", [], ""
-        )  # fmt: skip
-        return product
-
-
 @cache
 def float_kernels(dtype: torch.dtype) -> FloatKernels | None:
     """The kernels for float32 or bfloat16; None for other types, and if this processor or this torch has none."""
@@ -78,16 +55,6 @@ def float_kernels(dtype: torch.dtype) -> FloatKernels | None:
     found = _resolve(FLOAT_NAMES, str(dtype).removeprefix("torch."))
     kernels = None if found is None else FloatKernels(**found)
     return kernels if kernels is not None and _works(lambda: _probe_float(kernels, dtype), FLOAT_NAMES) else None
-
-
-@cache
-def int8_kernels() -> Int8Kernels | None:
-    """None if this processor or this torch has none."""
-    if float_kernels(torch.float32) is None:
-        return None
-    found = _resolve(INT8_NAMES, "int8")
-    kernels = None if found is None else Int8Kernels(**found)
-    return kernels if kernels is not None and _works(lambda: _probe_int8(kernels), INT8_NAMES) else None
 
 
 def _resolve(names: Mapping[str, str], dtype: str) -> dict[str, Operation] | None:
@@ -123,12 +90,3 @@ def _probe_float(kernels: FloatKernels, dtype: torch.dtype) -> bool:
         and torch.equal(with_itself["add"], 2 * x[:2] + 1)
         and torch.equal(with_itself["mul"], x[:2] * (x[:2] + 1))
     )
-
-
-def _probe_int8(kernels: Int8Kernels) -> bool:
-    x = torch.arange(128, 160, dtype=torch.uint8).view(4, 8)
-    weight, zero_points = kernels.prepack(torch.eye(8, dtype=torch.int8), None), torch.zeros(8, dtype=torch.int32)
-    product = kernels.multiply(x, weight, torch.full((8,), 2.0), zero_points, torch.float32)
-    activated = kernels.gelu_(product.clone(), approximate="none")
-    expected = 2 * (x.float() - 128)
-    return torch.equal(product, expected) and torch.allclose(activated, torch.nn.functional.gelu(expected))

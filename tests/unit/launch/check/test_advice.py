@@ -76,26 +76,16 @@ def test_one_core() -> None:
     assert setting(advice, "workers").reason == "one for the core"
 
 
-def test_bfloat16_where_it_is_faster_and_agrees() -> None:
-    path = replace(PATH, dtype="bfloat16")
-    advice = advise(MACHINE, {}, path, measured(speed("float32", 6000), speed("bfloat16", 24_000)))
-    assert setting(advice, "dtype").value == "bfloat16"
-    assert "4.00 times" in setting(advice, "dtype").reason
-    assert "0.99910" in setting(advice, "dtype").reason
-
-
-def test_float32_where_bfloat16_is_hardly_faster() -> None:
-    path = replace(PATH, dtype="bfloat16")
-    advice = advise(MACHINE, {}, path, measured(speed("float32", 6000), speed("bfloat16", 6300)))
-    assert setting(advice, "dtype").value == "float32"
-    assert "1.05 times" in setting(advice, "dtype").reason
-
-
-def test_all_lengths_count_for_a_dtype() -> None:
-    speeds = [speed("float32", 6000), speed("bfloat16", 12_000)]
-    speeds += [speed("float32", 6000, text_tokens=256), speed("bfloat16", 24_000, text_tokens=256)]
-    advice = advise(MACHINE, {}, replace(PATH, dtype="bfloat16"), measured(*speeds))
-    assert "2.83 times" in setting(advice, "dtype").reason  # √(2 × 4)
+@pytest.mark.parametrize(("dtype", "bfloat16_rate"), [("bfloat16", 6300), ("float32", 24_000)])
+def test_the_format_is_the_one_that_is_served(dtype: str, bfloat16_rate: int) -> None:
+    """Whatever was measured here: `vecd serve` has chosen by its own measurement."""
+    why = "bfloat16 is 1.21 times as fast as float32 (1 x 12: 5.0 against 7.1 ms)"
+    path = replace(PATH, dtype=dtype, reasons=("fused: …", f"{dtype}: {why}"))
+    speeds = (speed("float32", 6000), speed("bfloat16", bfloat16_rate))
+    advice = advise(MACHINE, {}, path, measured(*speeds, not_measured={}))
+    assert setting(advice, "dtype").value == dtype
+    assert setting(advice, "dtype").reason.startswith(why)
+    assert ("0.99910" in setting(advice, "dtype").reason) is (dtype == "bfloat16")
 
 
 def test_int8_is_never_chosen_for_anybody() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
-from vecd.launch.memory import footprint
 from vecd.launch.memory.book import MemoryBook
 from vecd.launch.memory.footprint import Footprint, measured, predict, predict_server
 from vecd.shm.card import ModelError
+from vecd.workers.processor import Processor
 
 MB = 1 << 20
 
@@ -22,8 +22,8 @@ MB = 1 << 20
 @pytest.fixture
 def plan_of(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Plan]]:
     """Makes a plan of the bundled model, or of a copy, from flags."""
-    monkeypatch.setattr(footprint, "has_bfloat16", lambda: True)
-    monkeypatch.setattr("vecd.workers.engines.precedence.has_bfloat16", lambda: True)
+    native = Processor(frozenset({"avx512_bf16"}), "AuthenticAMD")
+    monkeypatch.setattr("vecd.workers.engines.formats.this_processor", lambda: native)
     plans: list[Plan] = []
 
     def plan(*flags: str, folder: Path = minilm_folder) -> Plan:
@@ -64,7 +64,8 @@ def test_it_is_a_little_more_than_was_measured(
 def test_shorter_types_need_less(plan_of: Callable[..., Plan]) -> None:
     pytest.importorskip("torch")
     full, half, quarter = (
-        predict(plan_of("--engine", "fused", "--dtype", dtype)).shared for dtype in ("float32", "bfloat16", "int8")
+        predict(plan_of("--engine", engine, "--dtype", dtype)).shared
+        for engine, dtype in (("fused", "float32"), ("fused", "bfloat16"), ("lean", "int8"))
     )
     assert full > half > quarter
 

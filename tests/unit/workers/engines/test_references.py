@@ -13,9 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from vecd.shm.card import read_card
-from vecd.shm.heads import PairTemplate, ScoreHead
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
-from vecd.workers.engines import precedence
 from vecd.workers.engines.load import expected_path, load_engine
 from vecd.workers.engines.references import Reference, digest_of, recall_reference, write_reference
 
@@ -104,44 +102,3 @@ def test_vectors_that_the_lean_engine_does_not_give_are_not_taken(config: Worker
     write_reference(Reference(reference.lengths, -reference.vectors), digest_of(config.card), folder / REFERENCE_FILE)
     with pytest.raises(Exception, match="not the reference model's"):
         load_engine(replace(config, cache_folder="", engine="lean"), lambda stage: None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_native", "has_torch", "is_wanted"),
-    [
-        ({"dtype": "float32"}, True, True, True),
-        ({"dtype": "auto"}, False, True, True),
-        ({"dtype": "auto"}, True, True, False),
-        ({"dtype": "auto"}, True, False, True),
-        ({"dtype": "bfloat16"}, True, True, False),
-        ({"dtype": "int8"}, False, True, True),
-        ({"dtype": "int8"}, True, False, True),
-        ({"dtype": "int8", "engine": "fused"}, False, True, False),
-        ({"engine": "fused"}, False, True, False),
-        ({"engine": "lean", "dtype": "auto"}, True, True, True),
-        ({"device": "cuda:0"}, False, True, False),
-    ],
-)
-def test_when_the_lean_engine_comes_first(
-    changes: dict[str, Any],
-    is_native: bool,
-    has_torch: bool,
-    is_wanted: bool,
-    config: WorkerConfig,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(precedence, "has_bfloat16", lambda: is_native)
-    monkeypatch.setattr(precedence, "has_torch", lambda: has_torch)
-    assert precedence.is_lean_wanted(replace(config, **changes)) is is_wanted
-
-
-@pytest.mark.parametrize("has_torch", [True, False])
-def test_pairs_that_share_a_template_are_for_torch(
-    has_torch: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its engine computes what they share once."""
-    monkeypatch.setattr(precedence, "has_torch", lambda: has_torch)
-    for template, is_wanted in ((PairTemplate("", "", ""), not has_torch), (None, True)):
-        score = ScoreHead(("a",), "sigmoid", "lasttoken", pair_template=template)
-        of_model = replace(config, card=replace(config.card, score=score), dtype="float32")
-        assert precedence.is_lean_wanted(of_model) is is_wanted

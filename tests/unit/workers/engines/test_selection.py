@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import skip_without
 from vecd.shm.card import ModelError
 from vecd.workers.engine import Engine, PackedBatch
-from vecd.workers.engines.load import load_engine
+from vecd.workers.engines.load import expected_path, load_engine
 from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.torch import selection as torch_selection
-from vecd.workers.engines.torch.linear import has_native_int8
-from vecd.workers.engines.torch.packed import PackedForward
+from vecd.workers.engines.selection import select
+from vecd.workers.engines.selection_cache import remember
+from vecd.workers.engines.timing import speed_beside
 from vecd.workers.engines.torch.padded import rectangles
 from vecd.workers.layout import arrange
+from vecd.workers.processor import Processor
 
 Config = Callable[..., Any]
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
@@ -64,21 +65,73 @@ def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int],
 # --- the choice -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "paths"), [("bert", {"lean", "fused"}), ("nomic_bert", {"lean"})])
-def test_engines_race_and_a_rival_that_is_refused_is_no_warning(
-    family: str,
-    paths: set[str],
-    checkpoint: Callable[..., Path],
-    worker_config: Config,
-    monkeypatch: pytest.MonkeyPatch,
+NATIVE = Processor(frozenset({"avx512_bf16"}), "GenuineIntel")
+
+
+@pytest.mark.parametrize(("bfloat16_ms", "dtype"), [(1.0, "bfloat16"), (2.8, "float32")])
+def test_a_format_is_taken_by_its_speed_and_remembered(
+    bfloat16_ms: float, dtype: str, checkpoint: Callable[..., Path], worker_config: Config, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch_selection, "_SMALLEST", 0)
-    monkeypatch.setitem(torch_selection._RIVALS, "float32", ("lean", "fused", "packed"))
-    monkeypatch.setattr(PackedForward, "__init__", None)  # raises TypeError
-    engine = load(worker_config(checkpoint(family)))
-    assert engine.facts["path"] in paths
-    assert set(next(iter(engine.facts["times_ms"].values()), {})) == (paths if len(paths) > 1 else set())
-    assert engine.warnings == []
+    """With native bfloat16, which this processor may have to emulate: its speed is given here. Then a start imports
+    torch only for bfloat16."""
+    config = worker_config(checkpoint("bert"), dtype="auto", cache_folder=str(tmp_path))
+    measured: list[Any] = []
+
+    def measure(engines: Any, card: Any) -> Any:
+        measured.append({name: (engine.facts["path"], engine.facts["dtype"]) for name, engine in engines.items()})
+        return {"1 x 12": {"bfloat16": bfloat16_ms, "float32": 3.0}}
+
+    selection, engine = select(config, lambda stage: None, processor=NATIVE, measure=measure)
+    assert measured[0]["float32"] == ("lean", "float32")
+    assert measured[0]["bfloat16"][1] == "bfloat16"
+    assert (selection.dtype, engine.facts["dtype"], selection.warnings) == (dtype, dtype, [])
+    assert selection.times == {"1 x 12": {"bfloat16": bfloat16_ms, "float32": 3.0}}
+    assert selection.parity["compared_with"] == "float32"
+    remember(config, selection)
+    assert expected_path(config) == selection.path
+    engine = load(config)
+    assert (engine.facts["dtype"], engine.facts["times_ms"]) == (dtype, selection.times)
+
+
+def test_real_times_decide_too(checkpoint: Callable[..., Path], worker_config: Config) -> None:
+    selection, _ = select(worker_config(checkpoint("bert"), dtype="auto"), lambda stage: None, processor=NATIVE)
+    is_faster = speed_beside(selection.times, "bfloat16", "float32") >= 1.1
+    assert selection.dtype == ("bfloat16" if is_faster else "float32")
+
+
+def test_a_format_with_other_vectors_is_not_measured(
+    checkpoint: Callable[..., Path], worker_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vecd.workers.engines.parity._MIN_COSINE", {"bfloat16": 1.1})
+
+    def measure(engines: Any, card: Any) -> Any:
+        pytest.fail("one format is left")
+
+    config = worker_config(checkpoint("bert"), dtype="auto")
+    selection, _ = select(config, lambda stage: None, processor=NATIVE, measure=measure)
+    assert (selection.path, selection.dtype) == ("lean", "float32")
+    assert all(" bfloat16 is not used: its vectors are not" in warning for warning in selection.warnings)
+    assert selection.warnings
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_a_model_stored_in_16_bits_is_compared_with_float32(
+    stored: torch.dtype, checkpoint: Callable[..., Path], worker_config: Config, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("bert"), tmp_path / "short")
+    weights = {name: weight.to(stored) for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    found = load(worker_config(folder, dtype="bfloat16")).facts["agreement"]
+    assert found["compared_with"] == "float32"
+    assert found["max_abs_diff"] > 1e-5, "bfloat16 was compared with itself"
+
+
+def test_where_float32_does_not_fit_the_format_that_was_compared_with_is_named(
+    checkpoint: Callable[..., Path], worker_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vecd.workers.engines.formats._fits", lambda card, share: False)
+    found = load(worker_config(checkpoint("albert"), dtype="bfloat16")).facts["agreement"]
+    assert found["compared_with"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -112,31 +165,6 @@ def test_sixteen_bits_are_compared_with_float32(
     batch = random_batch(LENGTHS)
     cosines = (vectors(engine, batch) * reference(folder, batch)).sum(axis=1)
     assert cosines.min() > 0.998
-
-
-@pytest.mark.skipif(not has_native_int8(), reason="this processor has no int8 products (VNNI)")
-@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "distilbert", "mpnet"])
-def test_int8_is_compared_with_float32(
-    family: str, checkpoint: Callable[..., Path], worker_config: Config, reference: Any, random_batch: Any
-) -> None:
-    folder = checkpoint(family)
-    engine = load(worker_config(folder, dtype="int8", engine="fused"))
-    assert (engine.facts["dtype"], engine.facts["path"], engine.warnings) == ("int8", "fused", [])
-    batch = random_batch(LENGTHS)
-    cosines = (vectors(engine, batch) * reference(folder, batch)).sum(axis=1)
-    assert 0.99 < cosines.min() < 0.99999
-
-
-def test_int8_without_a_path_for_it_is_given_up_with_warnings(
-    checkpoint: Callable[..., Path], worker_config: Config
-) -> None:
-    engine = load(worker_config(checkpoint("albert"), dtype="int8"))
-    assert engine.facts["path"] == "packed"
-    assert engine.facts["dtype"] in ("bfloat16", "float32")
-    assert sorted(engine.warnings[:2]) == [
-        "fused int8 is not used: NotDescribed: albert is no family of the fused path",
-        "lean int8 is not used: NotDescribed: albert has no table of its layers",
-    ]
 
 
 def test_a_type_that_cannot_hold_the_model_is_given_up_for_float32(

@@ -30,8 +30,8 @@ from vecd.shm.card import ModelError, read_card
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import compare, random_batch, vectors_of, vectors_one_by_one
+from vecd.workers.engines.selection import select
 from vecd.workers.engines.torch.loading import load_model
-from vecd.workers.engines.torch.selection import select
 from vecd.workers.engines.torch.token_reference import token_rows
 
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.lean import engine as lean_engine
 from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.engines.parity import compare, random_batch, vectors_one_by_one
+from vecd.workers.engines.selection import select
 from vecd.workers.engines.torch.fused import load_fused
-from vecd.workers.engines.torch.selection import select
 from vecd.workers.families.description import NotDescribed
 from vecd.workers.layout import arrange
 

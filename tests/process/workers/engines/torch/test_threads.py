@@ -18,9 +18,9 @@ import torch
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.engines.selection import build
 torch.set_num_threads(1)
-engine = build_engine(WorkerConfig.from_json(json.load(sys.stdin)), *sys.argv[1:3])
+engine = build(WorkerConfig.from_json(json.load(sys.stdin)), *sys.argv[1:3])
 engine.use_threads(1)
 lengths = np.array([5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59], dtype=np.int32)
 batch = PackedBatch(lengths, np.random.default_rng(0).integers(0, 120, lengths.sum(), dtype=np.int32))

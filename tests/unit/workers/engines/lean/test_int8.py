@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,16 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from vecd.shm.card import read_card
+from vecd.shm.card import ModelError, read_card
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engines import load, precedence, timing
+from vecd.workers.engines import formats, load, selection
 from vecd.workers.engines.lean import graph
 from vecd.workers.engines.lean.engine import LeanEngine
 from vecd.workers.engines.lean.int8 import Int8Products, quantize
 from vecd.workers.engines.lean.onnx_file import Element, Graph
 from vecd.workers.engines.load import expected_path, load_engine
 from vecd.workers.engines.parity import all_probes, compare, vectors_of, vectors_one_by_one
-from vecd.workers.engines.torch import selection as torch_selection
+from vecd.workers.engines.selection import select, select_lean
 from vecd.workers.processor import has_vnni
 
 FAMILIES = (
@@ -99,7 +100,13 @@ def config(checkpoint: Callable[..., Path], worker_config: Callable[..., WorkerC
 @pytest.fixture(params=[2.0, 0.9])
 def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether int8 is measured as faster than float32."""
-    monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: request.param)
+
+    def measured(engines: Any, card: Any) -> Any:
+        assert [engine.facts["dtype"] for engine in engines.values()] == ["int8", "float32"]
+        return {"1 x 12": {"int8": 1.0, "float32": request.param}}
+
+    monkeypatch.setattr(load, "select_lean", partial(select_lean, measure=measured))
+    monkeypatch.setattr(load, "select", partial(select, measure=measured))
     return bool(request.param > 1)
 
 
@@ -107,7 +114,7 @@ SLOW = "lean int8 is not used: it is 0.90 times as fast as float32 on this proce
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (load, precedence):
+    for module in (selection, formats):
         monkeypatch.setattr(module, "has_torch", lambda: False)
 
 
@@ -117,7 +124,7 @@ def loaded(config: WorkerConfig) -> tuple[str, str, list[str]]:
 
 
 @pytest.mark.parametrize("unverified", [False, True])
-def test_without_torch_it_is_lean_s_if_that_is_faster(
+def test_without_torch_it_is_served_if_it_is_faster(
     unverified: bool, is_fast: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_torch(monkeypatch)
@@ -132,8 +139,6 @@ def test_without_torch_it_is_lean_s_if_that_is_faster(
 
 
 def test_other_vectors_are_not_served(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_torch(monkeypatch)
-    monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: 2.0)
     monkeypatch.setattr("vecd.workers.engines.parity._MIN_COSINE", {"int8": 1.1})
     path, dtype, [warning] = loaded(config)
     assert (path, dtype) == ("lean", "float32")
@@ -141,32 +146,16 @@ def test_other_vectors_are_not_served(config: WorkerConfig, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("is_remembered", [True, False])
-def test_with_torch_it_comes_before_torch_s(
-    is_remembered: bool, is_fast: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_selection, "has_amx_int8", lambda: False)
-    monkeypatch.setattr(precedence, "has_amx_int8", lambda: False)
+def test_with_torch_nothing_else_is_tried(is_remembered: bool, is_fast: bool, config: WorkerConfig) -> None:
     config = config if is_remembered else replace(config, cache_folder="")
     assert expected_path(config) == ("lean" if is_remembered else None)
     path, dtype, warnings = loaded(config)
-    if is_fast:
-        assert (path, dtype, warnings) == ("lean", "int8", [])
-    else:
-        assert (path, dtype) != ("lean", "int8")
-        assert warnings[0] == SLOW
-
-
-def test_torch_s_comes_first_with_amx(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (precedence, torch_selection):
-        monkeypatch.setattr(module, "has_amx_int8", lambda: True)
-    monkeypatch.setattr(timing, "speed_of_int8", lambda card, int8, float32: 2.0)
-    assert expected_path(config) is None
-    path, dtype, _ = loaded(config)
-    assert dtype == "int8"
-    assert path == ("fused" if has_vnni() else "lean")
-
-
-def test_the_lean_engine_alone_falls_back_to_float32(is_fast: bool, config: WorkerConfig) -> None:
-    path, dtype, warnings = loaded(replace(config, engine="lean"))
     assert (path, dtype) == ("lean", "int8" if is_fast else "float32")
     assert warnings == ([] if is_fast else [SLOW])
+
+
+def test_a_model_without_an_engine_for_it_is_refused_with_what_serves_it(
+    checkpoint: Callable[..., Path], worker_config: Callable[..., WorkerConfig]
+) -> None:
+    with pytest.raises(ModelError, match="no engine for --dtype int8: albert has no table of its layers; --dtype auto"):
+        load_engine(worker_config(checkpoint("albert"), dtype="int8"), lambda stage: None)

@@ -1,4 +1,4 @@
-"""Linear layers of each type against torch's own, and what int8 promises: no token depends on another."""
+"""Linear layers of each type against torch's own."""
 
 import pytest
 import torch
@@ -7,15 +7,14 @@ from torch.nn import functional
 
 from vecd.workers.engines.torch.linear import (
     ACTIVATIONS,
-    QuantizedLinear,
     make_linear,
     prepack_linears,
     restore_linears,
     type_between_layers,
 )
 
-TYPES = [dtype for dtype in ("float32", "bfloat16", "int8") if type_between_layers(dtype) is not None]
-RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 0.01, "int8": 0.03}
+TYPES = [dtype for dtype in ("float32", "bfloat16") if type_between_layers(dtype) is not None]
+RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 0.01}
 
 
 @pytest.fixture
@@ -73,35 +72,9 @@ def test_an_output_is_multiplied(layer, dtype, num_tokens, has_bias):
     assert relative_error(ours, functional.linear(x, weight, bias) * factor) < RELATIVE_ERROR[dtype]
 
 
-needs_int8 = pytest.mark.skipif("int8" not in TYPES, reason="this processor has no int8 products (VNNI)")
-
-
-@needs_int8
-def test_an_int8_product_does_not_depend_on_its_neighbours(layer):
-    linear, between = made(layer, "int8")
-    x = torch.randn(8, 64).to(between)
-    among_giants = torch.cat([x, 1000 * x])
-    with torch.inference_mode():
-        assert torch.equal(linear(x), linear(among_giants)[:8])
-
-
-@needs_int8
-def test_an_int8_product_of_zeros_is_the_bias(layer):
-    linear, between = made(layer, "int8")
-    with torch.inference_mode():
-        assert torch.equal(linear(torch.zeros(3, 64, dtype=between))[1], layer[1].to(between))
-
-
-@needs_int8
-def test_int8_weights_of_zero_are_no_division_by_zero():
-    weight = torch.zeros(4, 8)
-    linear = QuantizedLinear.of(weight, torch.ones(4))
-    with torch.inference_mode():
-        assert torch.equal(linear(torch.randn(2, 8)), torch.ones(2, 4))
-
-
 def test_there_is_no_layer_for_other_types():
     assert type_between_layers("float16") is None
+    assert type_between_layers("int8") is None
 
 
 # --- the layers of a model ------------------------------------------------------------------------------------------

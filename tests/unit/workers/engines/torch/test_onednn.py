@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Checkpoints, worker_config
+from vecd.shm.card import ModelError
 from vecd.workers.engine import Engine
 from vecd.workers.engines.load import load_engine
 from vecd.workers.engines.torch import onednn
 from vecd.workers.engines.torch.linear import (
-    has_native_bfloat16,
-    has_native_int8,
     prepack_linears,
     type_between_layers,
 )
-from vecd.workers.engines.torch.onednn import BFLOAT16_NAME, FLOAT_NAMES, INT8_NAMES, float_kernels, int8_kernels
+from vecd.workers.engines.torch.onednn import BFLOAT16_NAME, FLOAT_NAMES, float_kernels
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
@@ -39,10 +38,8 @@ class Without:
 @pytest.fixture(autouse=True)
 def _no_memory() -> Iterator[None]:
     float_kernels.cache_clear()
-    int8_kernels.cache_clear()
     yield
     float_kernels.cache_clear()
-    int8_kernels.cache_clear()
 
 
 @pytest.fixture
@@ -66,13 +63,8 @@ def load(folder: Path, **changes: Any) -> Engine:
     return load_engine(worker_config(folder, **changes), lambda stage: None)
 
 
-def native_dtype() -> str:
-    return "bfloat16" if has_native_bfloat16() else "float32"
-
-
 def test_all_kernels_of_this_torch_work() -> None:
     assert float_kernels(torch.float32) is not None
-    assert int8_kernels() is not None
     assert float_kernels(torch.float16) is None
 
 
@@ -83,9 +75,9 @@ def test_without_a_float_kernel_the_model_is_lean_in_float32(
     rename(name)
     engine = load(bert, dtype="auto")
     assert (engine.facts["path"], engine.facts["dtype"]) == ("lean", "float32")
-    assert f"torch.{name.rpartition('.')[0]}" in caplog.text
     assert prepack_linears(torch.nn.Linear(4, 4)) == 0
-    assert type_between_layers("int8") is None
+    assert f"torch.{name.rpartition('.')[0]}" in caplog.text
+    assert type_between_layers("float32") is None
 
 
 def test_without_the_question_about_bfloat16_the_model_is_lean_in_float32(
@@ -94,17 +86,8 @@ def test_without_the_question_about_bfloat16_the_model_is_lean_in_float32(
     rename(BFLOAT16_NAME)
     engine = load(bert, dtype="auto")
     assert (engine.facts["path"], engine.facts["dtype"]) == ("lean", "float32")
-    if onednn.float_kernels(torch.bfloat16) is None and "avx512_bf16" in Path("/proc/cpuinfo").read_text():
-        assert caplog.text.count("_is_mkldnn_bf16_supported") == 1
-
-
-@pytest.mark.parametrize("name", INT8_NAMES.values())
-def test_without_an_int8_kernel_the_type_of_auto_is_used(name: str, bert: Path, rename: Callable[[str], None]) -> None:
-    rename(name)
-    assert not has_native_int8()
-    engine = load(bert, dtype="int8", engine="fused")
-    assert (engine.facts["path"], engine.facts["dtype"]) == ("fused", native_dtype())
-    assert engine.warnings[0].startswith("fused int8 is not used")
+    assert onednn.float_kernels(torch.bfloat16) is None
+    assert caplog.text.count("_is_mkldnn_bf16_supported") == 1
 
 
 def test_a_kernel_with_other_arguments_is_not_used(
@@ -139,10 +122,9 @@ def test_without_a_name_inside_transformers_the_model_is_padded(
 def test_a_remembered_engine_whose_kernel_is_gone_is_selected_anew(
     bert: Path, tmp_path: Path, rename: Callable[[str], None]
 ) -> None:
-    if not has_native_bfloat16():
-        pytest.skip("without native bfloat16 the model is lean")
-    cache = {"cache_folder": str(tmp_path), "dtype": "bfloat16"}
+    cache = {"cache_folder": str(tmp_path), "dtype": "float32", "engine": "fused"}
     assert load(bert, **cache).facts["path"] == "fused"
     float_kernels.cache_clear()
     rename(FLOAT_NAMES["linear"])
-    assert load(bert, **cache).facts["path"] == "packed"
+    with pytest.raises(ModelError, match="there are no linear kernels for float32 here"):
+        load(bert, **cache)
