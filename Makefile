@@ -18,6 +18,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The first line of a recipe that installs: says what is needed where PYTHON is too old, and makes an environment of another
+# Python anew.
+NEW_VENV = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("vecd needs Python 3.11 or newer, and $(PYTHON) is \
+%d.%d; name another one: make $(or $(firstword $(MAKECMDGOALS)),serve) PYTHON=python3.12" % sys.version_info[:2])' \
+	&& version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
+	&& { test -x $(BIN)/python$$version || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }; }
 # Passed on to `vecd serve`:  make serve ARGS="--port 9000 --workers 1"
 ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
@@ -144,7 +150,7 @@ $(VENV)/.fleet: EXTRAS = fleet
 TORCH_OF_PYTHON := $(shell readlink $(VENV)/torch-of-python/torch-*.dist-info)
 $(TORCH_OF_PYTHON): ;
 $(VENV)/.serve $(VENV)/.test $(VENV)/.check $(VENV)/.bench $(VENV)/.browser $(VENV)/.fleet: pyproject.toml constraints.txt $(TORCH_OF_PYTHON)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(NEW_VENV)
 	-$(PYTHON) -I tools/reuse_torch.py $(VENV) constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@

@@ -47,6 +47,8 @@ THREAD_CHOICES = "thread_choices"
 """The key of a worker's fact: the numbers of threads that it can compute a batch with, the least first."""
 SEND_TIMEOUT_MS = 1000
 """How long a message may wait for room in the other side's buffer."""
+_CHILD_SEND_TIMEOUT_MS = 60_000
+"""The same of a child: hundreds of workers that end at once fill the buffer of a supervisor that is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,11 +472,11 @@ _KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
 class Channel:
     """One end of a control connection. Owns the socket, and the descriptors of a message until it returns them."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, send_timeout_ms: int = SEND_TIMEOUT_MS) -> None:
         self._sock = sock
         # A peer that does not read must not hold up the sender for ever: the send fails with BlockingIOError.
         sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(SEND_TIMEOUT_MS * 1000, 10**6))
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(send_timeout_ms * 1000, 10**6))
         )
 
     @classmethod
@@ -484,8 +486,8 @@ class Channel:
 
     @classmethod
     def from_fd(cls, fd: int) -> "Channel":
-        """Take over an inherited descriptor."""
-        return cls(socket.socket(fileno=fd))
+        """Take over a child's inherited descriptor."""
+        return cls(socket.socket(fileno=fd), _CHILD_SEND_TIMEOUT_MS)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -494,8 +496,8 @@ class Channel:
         """Send one message. The caller keeps its own copies of `fds`, MAX_DESCRIPTORS at most.
 
         Raises OSError (BrokenPipeError, ConnectionResetError) when the other side is dead, BlockingIOError when it has
-        not read for SEND_TIMEOUT_MS, or at all if this does not wait, and ValueError when the message is longer than
-        MAX_MESSAGE_BYTES.
+        not read for SEND_TIMEOUT_MS (_CHILD_SEND_TIMEOUT_MS where a child sends), or at all if this does not wait, and
+        ValueError when the message is longer than MAX_MESSAGE_BYTES.
         """
         packet = json.dumps([type(message).__name__, asdict(message)]).encode()
         flags = 0 if waits else socket.MSG_DONTWAIT

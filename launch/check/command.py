@@ -285,9 +285,8 @@ def _given(settings: Settings) -> dict[str, str | int]:
 
 
 def _disagreement(outputs: str, found: Comparison) -> Problem:
-    figures = f"{found.same_order:.1%} in the same order"
-    if found.min_cosine is not None:
-        figures = f"smallest cosine {found.min_cosine:.5f}"
+    is_order = found.min_cosine is None  # of scores alone
+    figures = f"{found.same_order:.1%} in the same order" if is_order else f"smallest cosine {found.min_cosine:.5f}"
     return Problem(
         f"the {outputs} are not those of {found.against}: {figures}, largest "
         f"difference {found.max_abs_diff:.1e} over {found.num_texts} texts",

@@ -29,7 +29,7 @@ from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pair_template import with_pair_template
 from vecd.launch.config.pickles import without_pickles
-from vecd.launch.config.settings import Settings
+from vecd.launch.config.settings import MAX_WORKERS, Settings
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
 from vecd.shm import logs
@@ -456,7 +456,7 @@ def _as_set(settings: Settings, config: type) -> dict[str, Any]:
 def _num_workers(settings: Settings, devices: list[str]) -> int:
     if settings.workers != "auto":
         return settings.workers
-    return len(devices) if devices != ["cpu"] else max(1, usable_cores() // _num_threads(settings))
+    return len(devices) if devices != ["cpu"] else min(MAX_WORKERS, max(1, usable_cores() // _num_threads(settings)))
 
 
 def _num_threads(settings: Settings) -> int:

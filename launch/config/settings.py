@@ -154,6 +154,10 @@ class GivenModels:
     """The --config file."""
 
 
+MAX_WORKERS = 1024
+"""Of a model: each is a process, and three descriptors of the supervisor's."""
+
+
 class Settings(BaseSettings):
     """Serve models over HTTP. Each flag is also VECD_FLAG in the environment and in .env,
     and a line of the --config file."""
@@ -197,8 +201,9 @@ class Settings(BaseSettings):
     admin_uds: _Path | None = Field(None, description="serve /metrics, /info and /admin on this unix socket instead")
     tls_cert: _Path | None = Field(None, description="serve HTTPS with this certificate chain (PEM)")
     tls_key: _Path | None = Field(None, description="private key of --tls-cert (PEM, without a passphrase)")
-    workers: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
-        "auto", description="worker processes; auto: one per core the process may use, or one per GPU"
+    workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] | Literal["auto"] = Field(
+        "auto",
+        description=f"worker processes; auto: one per core the process may use, or one per GPU. At most {MAX_WORKERS}",
     )
     gateways: Annotated[int, Field(ge=1, le=MAX_GATEWAYS)] | Literal["auto"] = Field(
         1,

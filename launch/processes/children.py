@@ -228,12 +228,28 @@ class ForkServer:
         self._forked: dict[Incarnation, asyncio.Future[tuple[int, int, asyncio.Future[int]]]] = {}
         self._exited: dict[int, asyncio.Future[int]] = {}
         self._reader: asyncio.Task[None] | None = None
+        self._ordering = asyncio.Lock()
+        """Held for one fork at a time. Orders for hundreds of workers, and the replies, which are only read in between,
+        would each fill the control channel, and both sides would wait for room."""
 
     async def fork(
         self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fds: Sequence[int]
     ) -> Process:
         """Fork a worker. Raises ChildDied when the fork server dies or does not answer, OSError without descriptors."""
-        channel = await self._ensure_running()
+        await self._ensure_running()
+        async with self._ordering:
+            if self._process is None:
+                raise ChildDied("the fork server is gone")
+            return await self._fork(self._process.channel, incarnation, config, arena_fd, address_fds)
+
+    async def _fork(
+        self,
+        channel: Channel,
+        incarnation: Incarnation,
+        config: WorkerConfig,
+        arena_fd: int,
+        address_fds: Sequence[int],
+    ) -> Process:
         loop = asyncio.get_running_loop()
         ours, theirs = Channel.pair()
         forked = self._forked[incarnation] = loop.create_future()

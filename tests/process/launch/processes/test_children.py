@@ -55,6 +55,27 @@ async def test_the_next_try_is_another_start(monkeypatch: pytest.MonkeyPatch) ->
     assert stages == ["loading", "loading"]
 
 
+async def test_hundreds_of_workers_are_ordered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server replies to each order before it reads the next one, with a message that fills the channel more
+    than an order does: were all orders sent at once, both sides would wait for room."""
+    reply = "channel.send(WorkerForked(order.worker, order.life, os.getpid()), [os.pidfd_open(os.getpid())])"
+    code = (
+        "channel.send(ForkServerReady([]))\n"
+        "while (received := channel.receive()) is not None:\n"
+        f"    order, fds = received; list(map(os.close, fds)); {reply}"
+    )
+    server, _ = fork_server(monkeypatch, "exec(" + repr(code) + ")")
+    arena_fd = os.memfd_create("arena")
+    forks = (server.fork(Incarnation(index, 1), CONFIG, arena_fd, []) for index in range(600))
+    forked = await asyncio.gather(*forks, return_exceptions=True)
+    os.close(arena_fd)
+    assert [one for one in forked if isinstance(one, BaseException)] == []
+    for process in forked:
+        assert not isinstance(process, BaseException)
+        process.close()
+    await server.stop()
+
+
 async def test_ctrl_c_is_left_to_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal sends it to all processes."""
     monkeypatch.setattr(programs, "self_command", lambda _: [sys.executable, "-c", "import time; time.sleep(60)"])

@@ -380,9 +380,10 @@ async def test_a_model_whose_import_ends_the_zygote_leaves_the_others_alone(
 
 
 async def test_a_zygote_that_cannot_be_started_is_reported(
-    zygote: Zygote, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote, endpoint: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("vecd.launch.base.programs.self_command", lambda _: ["/nonexistent"])
+    missing = str(tmp_path / "missing")  # in a folder of this test's own: nothing else makes it
+    monkeypatch.setattr("vecd.launch.base.programs.self_command", lambda _: [missing])
     with pytest.raises(ChildDied, match=r"^the fork server cannot be started: \[Errno 2\]"):
         await fork(fork_server(zygote), endpoint, 0)
     assert zygote.pids() == []

@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import replace
 from typing import Any
 
+from vecd.launch.check.command import _disagreement
 from vecd.launch.check.report import (
     Advice,
     Comparison,
@@ -173,3 +174,10 @@ def test_several_models_end_in_a_table():
     assert lines[3].split()[:5] == ["c", "-", "-", "-", "problem:"]
     assert lines[-1] == "1 of 2 models cannot be served: c"
     assert all(len(line) <= WIDTH for line in lines)
+
+
+def test_a_disagreement_of_vectors_has_a_cosine_and_one_of_scores_an_order() -> None:
+    of_vectors = Comparison("the reference model in float32", 3, 9, 0.5, 0.25, False, [])
+    assert ": smallest cosine 0.50000, largest difference 2.5e-01" in _disagreement("vectors", of_vectors).what
+    of_scores = replace(of_vectors, min_cosine=None, same_order=0.75)
+    assert ": 75.0% in the same order, largest difference 2.5e-01" in _disagreement("scores", of_scores).what

@@ -86,6 +86,15 @@ def test_cores_are_leased_unless_the_number_of_threads_is_given(
     assert (len(made), made[0].num_threads, made[0].max_threads) == workers
 
 
+def test_a_machine_of_more_threads_than_there_may_be_workers_gets_the_most(
+    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: 2000)
+    assert len(make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).workers) == 1024
+    with pytest.raises(ConfigurationError, match=r"--workers: .*1025.*1024|--workers: .*1024.*1025"):
+        load_settings([str(minilm_folder), "--workers", "1025"])
+
+
 def test_nothing_is_leased_on_a_gpu(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "usable_cores", lambda: 16)
     monkeypatch.setattr(plan, "_devices", lambda wanted: ["cuda:0", "cuda:1"])
