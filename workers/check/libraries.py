@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.output import Output, span_of
@@ -24,13 +23,21 @@ _SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _OF_A_MODEL: dict[str, Any] = {"device": "cpu", "model_kwargs": {"dtype": torch.float32}, **_SAFE}
 
 
+class OfText(NamedTuple):
+    """What a library makes of a text."""
+
+    rows: Rows
+    token_ids: list[int] | None
+    """None where no model of transformers is given any."""
+
+
 class Library(NamedTuple):
     """A library that can make what the main output of a model is."""
 
     name: str
     """Of the package."""
-    compute: Callable[[ModelCard, int, Sequence[str]], Rows]
-    """The card, the limit on tokens and the texts, to rows end to end."""
+    compute: Callable[[ModelCard, int, Sequence[str]], list["OfText"]]
+    """The card, the limit on tokens and the texts, to what it makes of each."""
     output: Output
     """What is compared."""
 
@@ -62,8 +69,8 @@ def our_rows(rows: Rows, card: ModelCard, batch: PackedBatch, kept: Sequence[lis
     return rows if card.main_output.spans_rows else rows[:, : card.main_output.width_of(card)], num_rows
 
 
-def dense_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Rows:
-    """float32 [B, dim]"""
+def dense_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
+    """Of each text: float32 [1, dim]"""
     warnings.simplefilter("ignore")
     from sentence_transformers import SentenceTransformer
 
@@ -71,25 +78,32 @@ def dense_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Row
     model.float()  # StaticEmbedding ignores the type
     if hasattr(model[0], "auto_model"):  # StaticEmbedding takes texts of any length
         model.max_seq_length = max_tokens
-    vectors = model.encode(list(texts), batch_size=1, convert_to_numpy=True, show_progress_bar=False)
-    return _checked(vectors, card.dim)
+
+    def vectors(index: int) -> Any:
+        return model.encode([texts[index]], convert_to_numpy=True, show_progress_bar=False)
+
+    return _of_each(texts, model, vectors, card.dim)
 
 
-def pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Rows:
-    """Logits, float32 [B, labels]"""
+def pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
+    """Logits of each pair, float32 [1, labels]"""
     warnings.simplefilter("ignore")
     from sentence_transformers import CrossEncoder
 
     model = CrossEncoder(card.folder, max_length=max_tokens, **_OF_A_MODEL)
     model.float()
-    made = model.predict(
-        pairs_of(texts), batch_size=1, activation_fn=torch.nn.Identity(), convert_to_numpy=True, show_progress_bar=False
-    )
-    return _checked(np.asarray(made).reshape(len(texts), -1), card.num_labels)
+    pairs = pairs_of(texts)
+
+    def scores(index: int) -> Any:
+        identity = torch.nn.Identity()
+        made = model.predict([pairs[index]], activation_fn=identity, convert_to_numpy=True, show_progress_bar=False)
+        return np.asarray(made).reshape(1, -1)
+
+    return _of_each(texts, model, scores, card.num_labels)
 
 
-def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Rows:
-    """Logits of texts, float32 [B, labels], or of their tokens, [T, labels]"""
+def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
+    """Logits of each text, float32 [1, labels], or of its tokens, [T, labels]"""
     warnings.simplefilter("ignore")
     import transformers
 
@@ -98,43 +112,68 @@ def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Rows
         auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(card.weights_folder, dtype=torch.float32, use_safetensors=True, **_SAFE).train(False)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(card.weights_folder, **_SAFE)
-    rows = []
-    with torch.inference_mode():
-        for text in texts:
-            features = tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt")
-            rows.append(model(**features).logits.reshape(-1, model.config.num_labels).numpy())
-    return _checked(np.concatenate(rows), card.num_labels)
+
+    def logits(index: int) -> Any:
+        features = tokenizer(texts[index], truncation=True, max_length=max_tokens, return_tensors="pt")
+        with torch.inference_mode():
+            return model(**features).logits.reshape(-1, model.config.num_labels).numpy()
+
+    return _of_each(texts, model, logits, card.num_labels)
 
 
-def sparse_weights(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Rows:
-    """Of documents: float32 [B * span, row_dim]"""
+def sparse_weights(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
+    """Of each document: float32 [span, row_dim]"""
     warnings.simplefilter("ignore")
     from sentence_transformers import SparseEncoder
 
     model = SparseEncoder(card.folder, **_OF_A_MODEL)
     model.float()
     model.max_seq_length = max_tokens
-    weights: Any = model.encode_document(
-        list(texts), batch_size=1, convert_to_tensor=True, convert_to_sparse_tensor=False, show_progress_bar=False
-    )
-    found = _checked(weights.cpu().numpy(), card.vocab_size)
-    rows = np.zeros((len(texts), span_of(card) * card.row_dim), dtype=np.float32)
-    rows[:, : card.vocab_size] = found
-    return rows.reshape(-1, card.row_dim)
+
+    def weights(index: int) -> Any:
+        found: Any = model.encode_document(
+            [texts[index]], convert_to_tensor=True, convert_to_sparse_tensor=False, show_progress_bar=False
+        )
+        rows = np.zeros((1, span_of(card) * card.row_dim), dtype=np.float32)
+        rows[:, : card.vocab_size] = _checked(found.cpu().numpy(), card.vocab_size)
+        return rows.reshape(-1, card.row_dim)
+
+    return _of_each(texts, model, weights, card.row_dim)
 
 
-def token_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Rows:
-    """Of the tokens that have a vector: float32 [rows, token_dim]"""
+def token_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
+    """Of the tokens of each text that have a vector: float32 [rows, token_dim]"""
     warnings.simplefilter("ignore")
     from sentence_transformers import MultiVectorEncoder
 
     model = MultiVectorEncoder(card.folder, **_OF_A_MODEL)
     model.float()
-    matrices: list[NDArray[Any]] = []
-    for index, text in enumerate(texts):
+
+    def vectors(index: int) -> Any:
         encode: Any = model.encode_query if is_query(index) else model.encode_document
-        matrices.append(encode([text], batch_size=1, convert_to_numpy=True, show_progress_bar=False)[0])
-    return _checked(np.concatenate(matrices), card.token_dim)
+        return encode([texts[index]], convert_to_numpy=True, show_progress_bar=False)[0]
+
+    return _of_each(texts, model, vectors, card.token_dim)
+
+
+def _of_each(texts: Sequence[str], model: torch.nn.Module, rows_of: Callable[[int], Any], width: int) -> list[OfText]:
+    """`rows_of` the index of each text, and the token ids that the transformer in `model` is given for it."""
+    from transformers import PreTrainedModel
+
+    given: list[list[int]] = []
+
+    def record(_module: torch.nn.Module, args: Any) -> None:
+        given.append(args[0].flatten().tolist())
+
+    transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if transformer is not None:  # the table of words, because sentence-transformers calls no hook of the model's own
+        transformer.get_input_embeddings().register_forward_pre_hook(record)
+    found = []
+    for index in range(len(texts)):
+        given.clear()
+        rows = _checked(rows_of(index), width)
+        found.append(OfText(rows, given[0] if given else None))
+    return found
 
 
 def _checked(rows: Any, width: int) -> Rows:

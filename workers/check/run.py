@@ -9,6 +9,7 @@ The order is an `Order`. What is found is named "path", twice if texts are compa
 """
 
 import importlib.metadata
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -225,17 +226,43 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
     name, compute, output = library_of(card)
     try:
         name = f"{name} {importlib.metadata.version(name)}"
-        theirs = run(lambda: compute(card, order.max_tokens, order.texts), f"comparing with {name}")
-        of_both, num_rows = our_rows(ours, card, batch, order.kept)
-        if theirs.shape != of_both.shape:
-            raise ModelError(f"it has {len(theirs)} rows for these texts, vecd {len(of_both)}")
-        what = "" if output is card.main_output else " (dense vectors alone)"
-        agreements.append(comparison(f"{name} in float32{what}", of_both, theirs, num_rows, output))
+        found = run(lambda: compute(card, order.max_tokens, order.texts), f"comparing with {name}")
+        same = [i for i, one in enumerate(found) if one.token_ids in (None, order.sequences[i])]
+        if len(same) < len(found):
+            not_compared.append(_other_token_ids(name, order, [one.token_ids for one in found]))
+        if same:
+            of_both, num_rows = our_rows(ours, card, batch, order.kept)
+            ours_of_each = np.split(of_both, np.cumsum(num_rows)[:-1])
+            of_both = np.concatenate([ours_of_each[i] for i in same])
+            theirs = np.concatenate([found[i].rows for i in same])
+            if theirs.shape != of_both.shape:
+                raise ModelError(f"it has {len(theirs)} rows for these texts, vecd {len(of_both)}")
+            batch = batch_of(card, [order.sequences[i] for i in same], [order.borders[i] for i in same])
+            what = "" if output is card.main_output else " (dense vectors alone)"
+            of_same = [num_rows[i] for i in same]
+            agreements.append(comparison(f"{name} in float32{what}", of_both, theirs, of_same, output))
     except importlib.metadata.PackageNotFoundError:
         not_compared.append(f"not compared with {name}, which is {not_installed(name)}")
     except ModelError as error:
         not_compared.append(f"not compared with {name}: {error}")
     return {"agreements": agreements, "not_compared": not_compared}
+
+
+def _other_token_ids(name: str, order: Order, theirs: list[list[int] | None]) -> str:
+    """How the tokenizer of a library differs, by the first text of which it makes other token ids."""
+    differing = [i for i, ids in enumerate(theirs) if ids not in (None, order.sequences[i])]
+    first = differing[0]
+    pairs = itertools.zip_longest(order.sequences[first], theirs[first] or [])
+    place, (ours, other) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return (
+        f"{name} makes other token ids of {len(differing)} of {len(theirs)} texts than tokenizer.json, by which vecd "
+        f"goes; their {_WORDS.get(order.config.card.main_output, 'vectors')} are compared with the reference model "
+        f"alone. Text {first + 1}, token {place + 1}: {_or_none(other)} there, {_or_none(ours)} here"
+    )
+
+
+def _or_none(token_id: int | None) -> str:
+    return "none" if token_id is None else f"id {token_id}"
 
 
 def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,3 +64,27 @@ def test_a_model_of_each_kind_agrees_with_the_library_that_made_it(name: str, tm
     assert any(head in step for step in steps), steps
     settings = {setting["name"]: setting["value"] for setting in report["advice"]["settings"]}
     assert settings.get("kind", "auto") == kind
+
+
+def test_the_tokenizer_of_a_library_that_differs_is_said_and_not_called_a_wrong_model(tmp_path: Path) -> None:
+    """As of DeBERTa-v3: transformers' class does not make what tokenizer.json says. Here it lowers the case."""
+    folder = _save_reranker(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    of_class = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **of_class}))
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"w{i} w{i + 1} w{i + 2}\n" for i in range(5, 13)) + "W7 w8\nw9 W10 w5\n")
+    command = [sys.executable, "-m", "vecd", "check", str(folder), "--json", "--quick", "--dtype", "float32"]
+    environment = {**clean_environment(tmp_path, {"HF_HOME": str(tmp_path)}), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [*command, "--texts", str(texts)], capture_output=True, text=True, timeout=220, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["path"]
+    [why] = found["not_compared"]
+    assert re.match(r"sentence-transformers \S+ makes other token ids of 2 of 10 texts than tokenizer\.json", why)
+    assert re.search(r"Text 9, token \d+: id \d+ there, id \d+ here$", why)
+    of_reference, of_library = found["agreements"]
+    assert (of_reference["num_texts"], of_library["num_texts"]) == (10, 8)
+    assert of_reference["is_within_bounds"]
+    assert of_library["is_within_bounds"]
