@@ -27,8 +27,8 @@ from vecd.launch.config.keys import load_keys
 from vecd.launch.config.models import BUNDLED_NAME, BUNDLED_PACKAGE, ModelEntry, folder_of, name_of, names_of
 from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.ordered_pair import ordered_pair
-from vecd.launch.config.pair_template import with_pair_template
 from vecd.launch.config.settings import Settings
+from vecd.launch.config.templates import with_pair_template, with_text_template
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
 from vecd.shm import logs
@@ -213,7 +213,7 @@ def _plan_model(
     check_ranges(settings.quantization_ranges)
     folder, name = _find_model(settings, report)
     model_files = _files_in(folder.resolve())  # as `card.folder` is
-    card = with_pair_template(read_card(folder, settings.kind))
+    card = with_text_template(with_pair_template(read_card(folder, settings.kind)))
     card_with_prompts = _check_table(entry, card)
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
