@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any
 
 from vecd.shm.architecture import native_config
-from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
+from vecd.shm.heads import ScoreHead, SparseHead, Step, TextTemplate, TokenHead
 from vecd.shm.llm_reranker_card import (
     is_causal_model,
     known_head,
@@ -128,6 +128,8 @@ class ModelCard:
     """Of a multi-vector model."""
     assumes_pooling: bool = False
     """Neither the files nor --pooling say how tokens become a vector."""
+    text_template: TextTemplate | None = None
+    """Of a model whose texts go through its chat template. Found by `vecd.launch.config.templates`."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,6 +143,7 @@ class ModelCard:
             "score": fields["score"] and ScoreHead.from_json(fields["score"]),
             "sparse": fields["sparse"] and SparseHead.from_json(fields["sparse"]),
             "tokens": fields["tokens"] and TokenHead.from_json(fields["tokens"]),
+            "text_template": fields["text_template"] and TextTemplate.from_json(fields["text_template"]),
         }
         return cls(**{**fields, **tuples, **heads, "steps": steps, "prompts": prompts})
 
@@ -616,9 +619,11 @@ def _read_sentence_bert(
     task = config.get("transformer_task", default)
     if task != wanted:
         raise ModelError(f"{path}: transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
-    text_only = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
-    modalities = config.get("modality_config", {"text": text_only})
-    if not isinstance(modalities, dict) or modalities.get("text") != text_only:
+    plain = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
+    modalities = config.get("modality_config", {"text": plain})
+    # As messages, if it has them.
+    setting = modalities.get("message", modalities.get("text")) if isinstance(modalities, dict) else None
+    if not isinstance(setting, dict) or {**setting, "format": ""} != {**plain, "format": ""}:
         raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", *(() if may_expand else ("query_expansion",))):
         if config.get(name):

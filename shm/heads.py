@@ -69,6 +69,24 @@ class PairTemplate:
 
 
 @dataclass(frozen=True, slots=True)
+class TextTemplate:
+    """How a model whose texts go through its chat template gets one."""
+
+    variants: tuple[tuple[str, str], ...]
+    """What is before and behind a text, and the same of a text with a prompt, for which "{instruction}" stands; one
+    alone: there is no place for a prompt."""
+    strips: bool = False
+    """The text loses the blanks at its ends."""
+    strips_prompt: bool = False
+    adds_special_tokens: bool = False
+    """The tokenizer puts its own special tokens around all of it."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "TextTemplate":
+        return cls(**{**fields, "variants": tuple(map(tuple, fields["variants"]))})
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreHead:
     """Logits of a sequence, of a pair, or of each token: the card's `num_labels` are their number."""
 

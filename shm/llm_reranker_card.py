@@ -3,7 +3,7 @@
 Owns the head of a model with sentence-transformers' LogitScore module, the models that are known by name because their
 files do not say that they are rerankers, and the refusal of those that do not score one pair at a time. Reads no file:
 `vecd.shm.card` does, and adds the file to the message of a ValueError. The parts of a chat template are found by
-`vecd.launch.config.pair_template`.
+`vecd.launch.config.templates`.
 
 Sources: sentence-transformers 6.2, `LogitScore` and `CrossEncoder`; the model cards of Qwen3-Reranker and of
 bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank.

@@ -7,14 +7,14 @@ Only the tokens of one piece of a text exist as Python objects at a time, becaus
 memory as in a response: a collector writes them as they are made.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
 import tokenizers
 
-from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, SequenceTemplate
+from vecd.gateway.tokenization.text_template import TextFrame
 from vecd.gateway.tokenization.text_tokens import TextTokens
 from vecd.gateway.types.errors import BadRequest, TooManyRequests
 from vecd.gateway.types.request import Token, TokenCollector, TokenIds
@@ -77,11 +77,12 @@ def size_of(items: Sequence[str] | Sequence[TokenIds], prompt: str = "") -> int:
 
 class TokenizeApi:
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, texts: TextTokens, template: SequenceTemplate, vocab_size: int
+        self, tokenizer: tokenizers.Tokenizer, texts: TextTokens, frames: Mapping[bool, TextFrame], vocab_size: int
     ) -> None:
+        """`frames`: with special tokens, and without."""
         self._tokenizer = tokenizer
         self._texts = texts
-        self._template = template
+        self._frames = frames
         self._vocab_size = vocab_size
 
     def describe_steps(
@@ -95,14 +96,15 @@ class TokenizeApi:
     def _describe_steps(
         self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
     ) -> Generator[None, None, int]:
-        template = self._template if add_special_tokens else NO_SPECIAL_TOKENS
+        frame = self._frames[add_special_tokens]
+        template, prompt = frame.around(prompt)
         before, behind = self._special(template.prefix), self._special(template.suffix)
         num_tokens = 0
         for index, text in enumerate(texts):
             collector.put(index, before)
             num_bytes = 0
             context = ""
-            for piece in (yield from self._texts.piece_steps(text, prompt)):
+            for piece in (yield from self._texts.piece_steps(text.strip() if frame.strips else text, prompt)):
                 for tokens in self._tokens_of(piece, context, num_bytes):
                     collector.put(index, tokens)
                     num_tokens += len(tokens)

@@ -3,7 +3,7 @@
 Owns the model's tokenizer, and decides which work is done on the event loop and which in a thread. Never truncates
 silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
 
-    texts ────────────────── text_tokens ─┐
+    texts ── text_template ─ text_tokens ─┐
     ids of cl100k_base ─ cl100k ──────────┤
     ids of the model ─── id_policy ───────┴─ truncation ─ TokenizedInput
     pairs of texts ───── pairs, pair_template ───────────┘
@@ -40,6 +40,7 @@ from vecd.gateway.tokenization.offsets import with_offsets
 from vecd.gateway.tokenization.pair_template import TemplatedPairs
 from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens
 from vecd.gateway.tokenization.roles import RoleTemplate, role_templates
+from vecd.gateway.tokenization.text_template import TextFrame
 from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of, shifted
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
@@ -148,18 +149,29 @@ class Tokenizer:
         self.vocabulary = TokenVocabulary(
             self._tokenizer.id_to_token, getattr(self._tokenizer.model, "continuing_subword_prefix", None) or ""
         )
-        self._template = _template_of(self._tokenizer)
+        own = self._template = _template_of(self._tokenizer)
+        self._frames = {
+            True: TextFrame(self._tokenizer, own, card.text_template, card.weights_folder),
+            False: TextFrame(self._tokenizer, NO_SPECIAL_TOKENS),
+        }
+        """By `Tokenizing.add_special_tokens`."""
+        self._is_templated = card.text_template is not None
+        if self._is_templated:
+            self._template = self._frames[True].whole("")
+            own = SequenceTemplate(self._template.prefix[:1], self._template.suffix[-1:])  # a prompt may be between
         self.least_tokens = min(max_tokens, self._template.num_tokens + 1)
         """The smallest limit on the tokens of an input."""
-        self._policy = IdPolicy(token_id_policy, card.vocab_size, self._template)
+        self._policy = IdPolicy(token_id_policy, card.vocab_size, own)
         max_own_tokens = max_tokens - self._template.num_tokens
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
-        self._is_template_plain = max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
+        self._is_template_plain = self._is_templated or (
+            max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
+        )
         self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
         template = None if card.score is None else card.score.pair_template
         self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self._texts, template)
         self._pairs = PairTokens(self._tokenizer, self._texts)
-        self.api = TokenizeApi(self._tokenizer, self._texts, self._template, card.vocab_size)
+        self.api = TokenizeApi(self._tokenizer, self._texts, self._frames, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
         self._frame = lru_cache(_NUM_REMEMBERED)(self._make_frame)
@@ -174,7 +186,7 @@ class Tokenizer:
             most = most if role.max_tokens is None else min(most, role.max_tokens)
             if role.num_filled:
                 return len(inputs) * most
-        extra = 2 + len(prompt) // 3
+        extra = max(2, self._template.num_tokens) + len(prompt) // 3
         if _are_pairs(inputs):
             if self._pair_template is not None:
                 extra = self._pair_template.num_estimated(how.instruction)
@@ -198,7 +210,10 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token)
 
     def num_added(self, token_ids: TokenIds) -> tuple[int, int]:
-        """How many special tokens a sequence has before and behind the tokens of its input."""
+        """How many special tokens a sequence has before and behind the tokens of its input. In a chat template, all
+        that is before the input counts."""
+        if self._is_templated:
+            return len(token_ids), 0
         prefix, suffix = self._template
         return (len(prefix), len(suffix)) if self._template.matches(token_ids) else (0, 0)
 
@@ -277,14 +292,18 @@ class Tokenizer:
         """The policy for texts. Raises BadRequest for a limit or a prompt that leaves no token for a text."""
         prompt = self._prompt_of(how)
         truncation = self._limits(how, how.add_special_tokens, self._role_of(how))
-        if not prompt:
-            return truncation
         if how.prompt is not None and len(prompt) > MAX_PROMPT_CHARS:
             raise BadRequest(f"The prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARS} are allowed")
+        what = "prompt"
+        if self._is_templated and how.add_special_tokens:
+            template, prompt = self._frames[True].around(prompt)
+            truncation, what = replace(truncation, template=template), "prompt in the chat template"
+        if not prompt:
+            return truncation
         prompt_ids = tuple(self._texts.all_ids(prompt))
-        if how.prompt is not None and len(prompt_ids) >= truncation.max_own_tokens:
+        if (how.prompt is not None or self._is_templated) and len(prompt_ids) >= truncation.max_own_tokens:
             raise BadRequest(
-                f"The prompt has {len(prompt_ids)} tokens, and an input may have {truncation.max_tokens} in all, of "
+                f"The {what} has {len(prompt_ids)} tokens, and an input may have {truncation.max_tokens} in all, of "
                 f"which {truncation.template.num_tokens} are special tokens: nothing would be left for a text"
             )
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
@@ -294,6 +313,10 @@ class Tokenizer:
         truncation = self._truncation(how)
         prefix, suffix = (array("i", ids).tobytes() for ids in truncation.template)
         return _Frame(truncation.prompt, prefix, suffix, truncation.max_own_tokens * _BYTES_PER_ID)
+
+    def _kept(self, text: str, how: Tokenizing) -> str:
+        """What the chat template keeps of a text."""
+        return text.strip() if self._frames[how.add_special_tokens].strips else text
 
     def _role_of(self, how: Tokenizing) -> RoleTemplate | None:
         return self._roles.get(how.role or Role.DOCUMENT) if self._roles else None
@@ -332,7 +355,7 @@ class Tokenizer:
         if len(text) > self._most_known_chars or how.wants_offsets:
             return None
         frame = self._frame(how)
-        own = self._texts.known(frame.prompt + text)
+        own = self._texts.known(frame.prompt + self._kept(text, how))
         if not own or len(own) > frame.max_own_bytes:
             return None
         token_ids = frame.prefix + own + frame.suffix
@@ -382,9 +405,10 @@ class Tokenizer:
         max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
         if how.add_special_tokens and not self._is_template_plain:
             return (yield from self._take_texts_by_library(texts, indices, truncation, source, how))
-        lists = yield from self._texts.first_steps(texts, truncation.prompt, max_own_tokens)
+        kept = [self._kept(text, how) for text in texts]
+        lists = yield from self._texts.first_steps(kept, truncation.prompt, max_own_tokens)
         tokenized = []
-        for index, text, own in zip(indices, texts, lists, strict=True):
+        for index, given, text, own in zip(indices, texts, kept, lists, strict=True):
             if len(own) <= max_own_tokens and len(text) <= max_chars:
                 item = truncation.whole(own, source)
             elif truncation.overflow is Overflow.TRUNCATE:
@@ -392,7 +416,8 @@ class Tokenizer:
             else:
                 item = yield from self._take_long_text(text, index, truncation, source)
             if how.wants_offsets:
-                item = yield from self._with_offsets(item, text, truncation)
+                lead = 0 if text == given else len(given) - len(given.lstrip())
+                item = yield from self._with_offsets(item, text, truncation, lead)
             if role is not None:
                 item = role.filled(item, self.max_tokens)
             if not item.num_tokens and self._no_tokens:
@@ -430,7 +455,10 @@ class Tokenizer:
         """`how` for texts of one role. `most_own`: they are cut to so many tokens, without special tokens, even with
         Overflow.ERROR, which is about longer limits."""
         limits = self._limits(how, how.add_special_tokens, self._roles.get(role))
-        cut = None if most_own is None else most_own + limits.template.num_tokens
+        template = limits.template
+        if self._is_templated:
+            template = self._frames[True].whole(self._prompt_of(how._replace(role=role)))
+        cut = None if most_own is None else most_own + template.num_tokens
         is_cut = cut is not None and cut < limits.max_tokens and limits.overflow is Overflow.ERROR
         return how._replace(
             role=role,
@@ -442,11 +470,14 @@ class Tokenizer:
         )
 
     def _with_offsets(
-        self, item: TokenizedInput, text: str, truncation: TruncationPolicy
+        self, item: TokenizedInput, text: str, truncation: TruncationPolicy, lead: int = 0
     ) -> Generator[None, None, TokenizedInput]:
+        """`lead`: characters that the input has before the text."""
         is_beginning = not item.chunks and truncation.overflow is not Overflow.TRUNCATE_LEFT
         num = truncation.max_own_tokens if is_beginning else None
         own, offsets = yield from self._texts.offset_steps(text, truncation.prompt, num)
+        if lead:
+            offsets = [(start + lead, stop + lead) if start >= 0 else (start, stop) for start, stop in offsets]
         return with_offsets(item, offsets, own, truncation)
 
     def _take_texts_by_library(

@@ -220,7 +220,8 @@ class Token(NamedTuple):
     """As in the vocabulary."""
     is_special: bool
     start: int | None
-    """In UTF-8 bytes of the text with its prompt before it; None for a special token that is added."""
+    """In UTF-8 bytes of the text with its prompt, or what the chat template has, before it; None for a special token
+    that is added."""
     stop: int | None
 
 

@@ -27,9 +27,9 @@ from vecd.launch.config.keys import load_keys
 from vecd.launch.config.models import BUNDLED_NAME, BUNDLED_PACKAGE, ModelEntry, folder_of, name_of, names_of
 from vecd.launch.config.num_gateways import choose_num_gateways
 from vecd.launch.config.ordered_pair import ordered_pair
-from vecd.launch.config.pair_template import with_pair_template
 from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.settings import MAX_WORKERS, Settings
+from vecd.launch.config.templates import with_pair_template, with_text_template
 from vecd.launch.config.tokenizer import forget, with_tokenizer
 from vecd.missing import not_installed
 from vecd.shm import logs
@@ -217,7 +217,7 @@ def _plan_model(
     source, name = _find_model(settings, report)
     folder = without_pickles(source, name, settings.cache_folder, report)
     model_files = _files_in(folder.resolve())  # as `card.folder` is
-    card = with_pair_template(read_card(folder, settings.kind, settings.pooling))
+    card = with_text_template(with_pair_template(read_card(folder, settings.kind, settings.pooling)))
     if settings.matryoshka:
         card = replace(card, matryoshka_dims=())
     card_with_prompts = _check_table(entry, card)

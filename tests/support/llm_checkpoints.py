@@ -13,7 +13,12 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Transformer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 MAX_TOKENS = 512
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -47,6 +52,10 @@ Judge the Document. The answer is "yes" or "no".<|im_end|>
 </think>
 
 """
+
+CHATML = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> int:
@@ -90,6 +99,19 @@ def save_reranker(folder: Path, plain: Path, *, no: str | None = "no", yes: str 
     ids = transformer.tokenizer.convert_tokens_to_ids
     score = LogitScore(ids(yes), None if no is None else ids(no))
     CrossEncoder(modules=[transformer, score], **arguments).save(str(folder))
+    return folder
+
+
+def save_converted(folder: Path) -> Path:
+    """A Qwen3 model for sequence classification, with a template for conversations. Returns the folder."""
+    ids = {"vocab_size": save_tokenizer(folder, CHATML), "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["qwen3"](**{**_SIZES, **ids, "num_labels": 1})
+    model: Any = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(torch.float32).save_pretrained(folder)
     return folder
 
 

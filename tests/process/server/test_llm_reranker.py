@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder
+from transformers import AutoTokenizer
 
 from tests.support.checkpoints import worker_config
-from tests.support.llm_checkpoints import rank, save_causal, save_reranker
+from tests.support.llm_checkpoints import rank, save_causal, save_converted, save_reranker
+from tests.support.score_checkpoints import logits_of
 from tests.support.serving import running_server
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.request import Pair, Tokenizing
 from vecd.launch.config.ordered_pair import ANSWER, OTHER, QUERY, ordered_pair
-from vecd.launch.config.pair_template import with_pair_template
+from vecd.launch.config.templates import with_pair_template
 from vecd.shm.card import read_card
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
@@ -76,6 +78,26 @@ async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path, ins
     for compute in (vectors_of, vectors_one_by_one, vectors_of):  # with a prefix of the batch, and with those before it
         scores = 1 / (1 + np.exp(-compute(engine, batch, 1)[:, 0].astype(np.float64)))
         np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+def test_a_conversion_with_a_template_for_conversations_is_put_the_published_way(tmp_path: Path) -> None:
+    """Qwen3-Reranker for sequence classification: its card says how a pair becomes a text."""
+    folder = save_converted(tmp_path / "Qwen3-Reranker-0.6B-seq-cls")
+    card = with_pair_template(read_card(folder))
+    published = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a '
+        "web search query, retrieve relevant passages that answer the query\n<Query>: {}\n<Document>: {}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    library: Any = AutoTokenizer.from_pretrained(folder)
+    lists: list[list[int]] = [library(published.format(*pair))["input_ids"] for pair in (RIGHT, WRONG)]
+    inputs = Tokenizer(card, card.max_tokens, "model").tokenize_now([Pair(*RIGHT), Pair(*WRONG)]) or []
+    assert [array("i", item.token_ids).tolist() for item in inputs] == lists
+    lengths = np.array(list(map(len, lists)), dtype=np.int32)
+    batch = PackedBatch(lengths, np.concatenate(lists, dtype=np.int32), np.full(2, Output.SCORES, dtype=np.uint8))
+    engine = build_engine(replace(worker_config(folder), card=card), "fused", "float32")
+    np.testing.assert_allclose(vectors_of(engine, batch, 1), logits_of(folder, batch), atol=1e-5)
 
 
 def test_the_pair_is_tokenized_as_requests_are(ranking: dict[bool, Path]) -> None:

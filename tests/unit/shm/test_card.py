@@ -640,7 +640,8 @@ def test_shorter_vectors_as_published_about_a_name(
     "config",
     [
         {"transformer_task": "fill-mask"},
-        {"modality_config": {"message": {"method": "forward", "method_output_name": "last_hidden_state"}}},
+        {"modality_config": {"message": {"method": "forward", "method_output_name": "pooler_output"}}},
+        {"modality_config": {"message": "flat"}},
         {"modality_config": {"text": {"method": "get_text_features", "method_output_name": "pooler_output"}}},
         {"config_kwargs": {"is_causal": False}},
         {"config_args": {"num_hidden_layers": 2}},

@@ -153,3 +153,10 @@ def test_estimates_count_the_expansion(make):
     assert ours.estimate_tokens(["a"], QUERY) == 16
     assert ours.estimate_tokens(["a" * 300], DOCUMENT) == 24
     assert make(None).estimate_tokens(["a"], QUERY) == 2
+
+
+def test_documents_may_have_nothing_of_their_own(make):
+    ours = make(TokenHead((), query_prompt="q: "))
+    [query, document] = ours.tokenize_now(["fox", "fox"], Tokenizing(num_queries=1, max_document_tokens=9)) or []
+    library = tiny_tokenizers.bert()
+    assert [ids_of(query), ids_of(document)] == [library.encode(text).ids for text in ("q: fox", "fox")]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from vecd.launch.config.pair_template import with_pair_template
+from vecd.launch.config.templates import with_pair_template
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import PairTemplate, ScoreHead
+from vecd.shm.llm_reranker_card import known_template
 
 QUERY = '{{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}'
 DOCUMENT = QUERY.replace('"query"', '"document"')
@@ -126,6 +127,23 @@ def test_a_known_name_stands_in_for_a_template_of_conversations(card: Callable[.
     found = template_of(card(template, {"_name_or_path": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"}))
     assert found is not None
     assert found.instruction == "Given a web search query, retrieve relevant passages that answer the query"
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+OF_CHATML = PairTemplate("<query>", "</s><document>", "</s>")
+KNOWN = {"_name_or_path": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"}
+
+
+def test_a_known_model_s_template_comes_before_one_that_prints_any_role(card: Callable[..., ModelCard]) -> None:
+    found = template_of(card(CHATML, KNOWN))
+    assert found == known_template({"model_type": "qwen3"}, KNOWN["_name_or_path"])
+    assert template_of(card(CHATML)) == OF_CHATML  # as sentence-transformers renders it for a model of another name
+
+
+def test_a_known_model_s_own_template_for_pairs_comes_first(card: Callable[..., ModelCard]) -> None:
+    assert template_of(card(f"{QUERY}|{DOCUMENT}", KNOWN)) == PairTemplate("", "|", "")
+    saved = {"modality_config": {"message": {"method": "forward", "method_output_name": "logits", "format": "flat"}}}
+    assert template_of(card(CHATML, KNOWN, sentence_bert_config=saved)) == OF_CHATML
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,265 @@
+"""How a model gets what its chat template makes of it: a query and a document as one text, or a text alone.
+
+Owns the cutting of a rendered chat template into the parts of a `PairTemplate`, for rerankers without a template for
+pairs in their tokenizer, and of a `TextTemplate`, for models whose `modality_config` has "message". The template is a
+program of the model's: it is rendered in a process of its own (`vecd.gateway.tokenization.chat_template`), which then
+ends, so that this process imports no Jinja. Once for each start, because the parts are the same for every text. Called
+by `vecd.launch.config.plan`.
+
+Sources, of sentence-transformers 6.2: `CrossEncoder` for the roles, and for a prompt as the system's message;
+`Transformer.preprocess` and `InputFormatter` for texts alone.
+"""
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from vecd.gateway.types.config import ChatTemplateSpec
+from vecd.launch.config.chat_template import read_chat_template
+from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.heads import PairTemplate, TextTemplate
+from vecd.shm.llm_reranker_card import known_template
+from vecd.shm.model_files import inner, read_object, read_optional
+from vecd.shm.published import names_of
+
+_ROLES = ("query", "document")
+_QUERY, _DOCUMENT, _INSTRUCTION = "\ue000Query\ue001", "\ue000Document\ue001", "\ue000Instruction\ue001"
+_TEXT = "\ue000Text\ue001"
+_ODD = " \t<&\"'\\{}%> Stra\u00dfe\n"
+"""What templates strip, escape or rewrite."""
+_TIMEOUT_S = 30.0
+"""The rendering takes a second of processor time at most; the rest is the start of a process on a busy machine."""
+_PLACEHOLDER = "{instruction}"
+_NOT_VARIABLES = ("chat_template", "continue_final_message", "max_length", "restore_suffix", "truncation")
+"""Arguments of sentence-transformers and of `apply_chat_template` that no template gets."""
+
+
+def with_pair_template(card: ModelCard) -> ModelCard:
+    """The card, with the template by which its pairs become texts, if it needs one. The default prompt of a reranker
+    with a template is its default instruction.
+
+    Raises ModelError for a causal reranker whose files do not say how it gets a pair: it would rank, without an error,
+    in an order that means nothing.
+    """
+    score = card.score
+    if score is None or score.pooling != "lasttoken" or "rerank" not in card.capabilities:
+        return card
+    template = score.pair_template
+    if template is None:
+        template = _template_of(card)
+        if template is None:
+            return card
+    return replace(card, score=replace(score, pair_template=template), prompt="", prompts=())
+
+
+def _template_of(card: ModelCard) -> PairTemplate | None:
+    """None if the tokenizer has a template for pairs."""
+    folder = Path(card.weights_folder)
+    config = read_object(folder / "config.json")
+    known = known_template(config, names_of(Path(card.folder), config))
+    spec = read_chat_template(folder)
+    why = "there is no chat template"
+    if spec is not None and (known is None or _is_for_pairs(spec, folder)):
+        try:
+            return _cut(spec, card.prompt, _variables_of(folder))
+        except ValueError as error:
+            why = f"its chat template {error}"
+    if known is not None:
+        return known
+    if _has_pairs(folder / "tokenizer.json"):
+        return None
+    raise ModelError(
+        f"{folder}: nothing says how the model gets a query and a document: {why}, and its tokenizer has no template "
+        "for pairs; add a chat_template.jinja that renders messages with the roles 'query' and 'document'"
+    )
+
+
+def _is_for_pairs(spec: ChatTemplateSpec, folder: Path) -> bool:
+    """Whether the template of a known model is one for pairs: it names their roles, or the model was saved with it by
+    sentence-transformers. Many templates for conversations print any role, and so a pair as well."""
+    names_both = all(re.search(f"[\"']{role}[\"']", spec.source) for role in _ROLES)
+    return names_both or _message_setting(folder) is not None
+
+
+def _message_setting(folder: Path) -> dict[str, Any] | None:
+    """What `modality_config` says of messages: with it, sentence-transformers renders every input by the chat template.
+    None if it says nothing of them."""
+    modalities = inner(read_optional(folder / "sentence_bert_config.json"), "modality_config")
+    return inner(modalities, "message") if "message" in modalities else None
+
+
+def _variables_of(folder: Path) -> dict[str, Any]:
+    """Variables that sentence-transformers gives the template."""
+    settings = inner(read_optional(folder / "sentence_bert_config.json"), "processing_kwargs")
+    return inner(settings, "chat_template")
+
+
+def _cut(spec: ChatTemplateSpec, default: str, kwargs: Mapping[str, Any]) -> PairTemplate:
+    """Raises ValueError, with a reason that goes on from "its chat template", for one that is no template for pairs."""
+    odd_query, odd_document = _ODD + _QUERY + _ODD, _ODD + _DOCUMENT + _ODD
+    system = [{"role": "system", "content": default}] if default else []
+    plain, odd, instructed = _rendered(
+        spec,
+        [
+            [*system, *_pair(_QUERY, _DOCUMENT)],
+            [*system, *_pair(odd_query, odd_document)],
+            [{"role": "system", "content": _INSTRUCTION}, *_pair(_QUERY, _DOCUMENT)],
+        ],
+        kwargs,
+    )
+    parts = _parts(plain)
+    before, between, after = parts
+    if odd != before + odd_query + between + odd_document + after:
+        raise ValueError("changes the query or the document: it strips, escapes or rewrites them")
+    places = _parts(instructed)
+    found = _default_in(parts, places)
+    if found is None:
+        return PairTemplate(before, between, after)
+    before, between, after = (part.replace(_INSTRUCTION, _PLACEHOLDER) for part in places)
+    return PairTemplate(before, between, after, found)
+
+
+def _default_in(parts: Sequence[str], places: Sequence[str]) -> str | None:
+    """What stands in `parts` where `places` have the instruction; None if these differ in more than one place."""
+    different = [(part, place) for part, place in zip(parts, places, strict=True) if part != place]
+    if len(different) != 1:
+        return None
+    part, place = different[0]
+    start, found, end = place.partition(_INSTRUCTION)
+    is_same = part.startswith(start) and part.endswith(end) and len(part) >= len(start) + len(end)
+    if not found or _INSTRUCTION in end or not is_same:
+        return None
+    return part[len(start) : len(part) - len(end)]
+
+
+def _pair(query: str, document: str) -> list[dict[str, str]]:
+    return [{"role": "query", "content": query}, {"role": "document", "content": document}]
+
+
+def _parts(text: str) -> list[str]:
+    return _parts_of(text, [_QUERY, _DOCUMENT], "one 'query' and behind it one 'document'")
+
+
+def _parts_of(text: str, marks: list[str], what: str) -> list[str]:
+    """What stands around the marks, which a rendered text has once each, in this order. Raises ValueError, with `what`
+    it does not render."""
+    if re.findall("|".join(marks), text) != marks:
+        raise ValueError(f"does not render {what}")
+    if _PLACEHOLDER in text:
+        raise ValueError(f"contains {_PLACEHOLDER}")
+    return re.split("|".join(marks), text)
+
+
+def _rendered(
+    spec: ChatTemplateSpec, conversations: list[list[dict[str, Any]]], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """The text of each conversation, with `kwargs` as variables. Raises ValueError, with a reason that goes on from
+    "its chat template"."""
+    lines = [
+        {"source": spec.source, "tokens": spec.tokens},
+        {"conversations": conversations, "kwargs": kwargs, "continue_final_message": False},
+    ]
+    given = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+    try:
+        done = subprocess.run(spec.command, input=given, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        reply = orjson.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"is not rendered within {_TIMEOUT_S:.0f} s") from None
+    except orjson.JSONDecodeError:
+        raise ValueError("takes more than a second or too much memory") from None
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    texts: list[str] = reply["texts"]
+    return texts
+
+
+def _has_pairs(path: Path) -> bool:
+    """Whether the tokenizer in the file at `path` puts a token between the texts of a pair."""
+    try:
+        processor = inner(read_optional(path), "post_processor")
+        for each in (processor, *(processor.get("processors") or ())):
+            if each.get("type") in ("BertProcessing", "RobertaProcessing"):
+                return True
+            texts = [index for index, piece in enumerate(each.get("pair") or ()) if "Sequence" in piece]
+            if len(texts) == 2 and texts[1] - texts[0] > 1:
+                return True
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+    return False
+
+
+# --- a text alone -------------------------------------------------------------------------------------------------
+
+
+def with_text_template(card: ModelCard) -> ModelCard:
+    """The card, with the template by which its texts are rendered, if `modality_config` has "message".
+
+    Raises ModelError for a template whose parts are not the same for every text, and for what cannot be combined.
+    """
+    folder = Path(card.weights_folder)
+    setting = None if card.score or card.is_static else _message_setting(folder)
+    if setting is None:
+        return card
+    try:
+        template = _text_template_of(card, folder, is_flat=setting.get("format") == "flat")
+    except ValueError as error:
+        raise ModelError(
+            f"{folder / 'sentence_bert_config.json'}: modality_config has 'message', by which texts are rendered by "
+            f"the chat template: it {error}"
+        ) from None
+    return replace(card, text_template=template, pools_prompt=True)
+
+
+def _text_template_of(card: ModelCard, folder: Path, *, is_flat: bool) -> TextTemplate:
+    """Raises ValueError, with a reason that goes on from "it"."""
+    head, variables, spec = card.tokens, _variables_of(folder), read_chat_template(folder)
+    if spec is None:
+        raise ValueError("is missing, or cannot be read")
+    if head is not None and (head.expansion_id, head.query_marker, head.document_marker) != (None, None, None):
+        raise ValueError("cannot be combined with query_expansion or query_prefix")
+    if card.sparse is not None and card.sparse.query_weights:
+        raise ValueError("cannot be combined with static weights of queries")
+    if "strftime_now" in spec.source:
+        raise ValueError("may have today's date (strftime_now), so that the vectors of a text would change every day")
+    for name in _NOT_VARIABLES:
+        if variables.get(name, True) is not True:
+            raise ValueError(f"cannot be combined with {name} {variables[name]!r:.80} (processing_kwargs)")
+    template = _cut_around_text(spec, variables, is_flat=is_flat)
+    of_tasks = [{"task": task, **variables} for task in _ROLES if "task" in spec.source]
+    if any(_cut_around_text(spec, each, is_flat=is_flat) != template for each in of_tasks):
+        raise ValueError("tells queries from documents (task), which is not supported")
+    if card.prompt and len(template.variants) == 1:
+        raise ValueError("has no place for a prompt (a message of the role 'system'), and the model has a default one")
+    # A processor lets the tokenizer add its special tokens, unless the text begins with that of the beginning.
+    has_processor = any((folder / f"{kind}_config.json").is_file() for kind in ("processor", "preprocessor"))
+    begins = bool(spec.tokens.get("bos_token")) and template.variants[0][0].startswith(spec.tokens["bos_token"])
+    return replace(template, adds_special_tokens=has_processor and not begins)
+
+
+def _cut_around_text(spec: ChatTemplateSpec, variables: Mapping[str, Any], *, is_flat: bool) -> TextTemplate:
+    def turn(role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": text if is_flat else [{"type": "text", "text": text}]}
+
+    odd_text, odd_prompt = _ODD + _TEXT + _ODD, _ODD + _INSTRUCTION + _ODD
+    plain, odd, empty = _rendered(spec, [[turn("user", text)] for text in (_TEXT, odd_text, "")], variables)
+    before, after = _parts_of(plain, [_TEXT], "one text as it is")
+    strips = odd == before + odd_text.strip() + after
+    if empty != before + after or not (strips or odd == before + odd_text + after):
+        raise ValueError("changes a text: it escapes or rewrites it, or has another form for an empty one")
+    template = TextTemplate(((before, after),), strips)
+    prompts = (_INSTRUCTION, odd_prompt)
+    try:
+        plain, odd = _rendered(spec, [[turn("system", text), turn("user", _TEXT)] for text in prompts], variables)
+    except ValueError:  # as that of Gemma 2, which refuses such messages
+        return template
+    before, after = _parts_of(plain, [_TEXT], "one text behind a prompt")
+    strips_prompt = odd != plain.replace(_INSTRUCTION, odd_prompt)
+    if strips_prompt and odd != plain.replace(_INSTRUCTION, odd_prompt.strip()):
+        raise ValueError("changes a prompt: it escapes or rewrites it")
+    prompted = (before.replace(_INSTRUCTION, _PLACEHOLDER), after.replace(_INSTRUCTION, _PLACEHOLDER))
+    return TextTemplate((*template.variants, prompted), strips, strips_prompt)
