@@ -28,7 +28,7 @@ from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.engines.selection import build
 
 TEXTS = [
     "a quick brown fox",
@@ -69,7 +69,7 @@ def test_dense_vectors_are_sentence_transformers_own(
     folder = save_dense(tmp_path, family, pooling=pooling, **settings)
     card, tokenizer = served(folder, tmp_path)
     model: Any = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    engine = build_engine(replace(worker_config(folder), card=card), "lean", "float32")
+    engine = build(replace(worker_config(folder), card=card), "lean", "float32")
     for prompt in PROMPTS:
         lists = ids_of(tokenize(tokenizer, TEXTS, Tokenizing(prompt=prompt)))
         assert lists == [model[0].preprocess([text], prompt=prompt)["input_ids"][0].tolist() for text in TEXTS]
@@ -84,7 +84,7 @@ def test_sparse_vectors_are_sentence_transformers_own(tmp_path: Path) -> None:
     card, tokenizer = served(folder, tmp_path)
     model = SparseEncoder(str(folder), device="cpu", local_files_only=True)
     config = replace(sparse_config(folder), card=card)
-    engine = build_engine(config, "lean", "float32")
+    engine = build(config, "lean", "float32")
     for prompt in PROMPTS:
         lists = ids_of(tokenize(tokenizer, TEXTS, Tokenizing(prompt=prompt)))
         found = weights_of(engine, config, batch_of(lists, Output.SPARSE))
@@ -97,7 +97,7 @@ def test_token_vectors_are_sentence_transformers_own(family: str, tmp_path: Path
     folder = save_multi_vector(tmp_path, family, query_length=45, document_length=50)
     card, tokenizer = served(folder, tmp_path)
     encoder = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)
-    engine = build_engine(replace(worker_config(folder), card=card), "lean", "float32")
+    engine = build(replace(worker_config(folder), card=card), "lean", "float32")
     for role in Role:
         lists = ids_of(tokenize(tokenizer, TEXTS, Tokenizing(role=role)))
         expected = [features_of(encoder, text, role.value) for text in TEXTS]
