@@ -29,9 +29,14 @@ from vecd.workers.engine import PackedBatch
 _ROBERTAS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl")
 """Their tokenizers give every token type 0."""
 _SPECIAL = {"[UNK]": 0, "[PAD]": 1, "[CLS]": 2, "[SEP]": 3}
+_BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+_BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+_BART |= {"bos_token_id": 2, "eos_token_id": 3, "forced_eos_token_id": 3, "decoder_start_token_id": 3}
 _CLASSIFIER_SIZES: dict[str, dict[str, Any]] = {
     "deberta-v2": {"pos_att_type": ["p2c", "c2p"], "relative_attention": True, "type_vocab_size": 0},
     "albert": {"embedding_size": 16},
+    "bart": _BART,
+    "mbart": _BART,
 }
 
 
@@ -67,7 +72,10 @@ def save_classifier(
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(getattr(torch, stored)).save_pretrained(folder)
     has_types = family not in _ROBERTAS and getattr(config, "type_vocab_size", 0) > 1
-    save_pair_tokenizer(folder, is_roberta=family in _ROBERTAS, has_types=has_types)
+    if family == "mbart":  # a language in the place of [CLS]
+        save_pair_tokenizer(folder, single="$A [SEP] [CLS]", pair="$A [SEP] [SEP] $B [SEP] [CLS]")
+        return folder
+    save_pair_tokenizer(folder, is_roberta=family in (*_ROBERTAS, "bart"), has_types=has_types)
     if activation_fn is not None:
         stated = {"model_type": "CrossEncoder", "activation_fn": activation_fn, "prompts": {}}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(stated))
@@ -75,16 +83,22 @@ def save_classifier(
 
 
 def save_pair_tokenizer(
-    folder: Path, *, is_roberta: bool = False, has_types: bool = False, max_tokens: int = MAX_TOKENS
+    folder: Path,
+    *,
+    is_roberta: bool = False,
+    has_types: bool = False,
+    max_tokens: int = MAX_TOKENS,
+    single: str = "[CLS] $A [SEP]",
+    pair: str = "",
 ) -> None:
     """A tokenizer of the words w4, w5, … w119, with a template for pairs. `has_types`: it says that the model takes
-    token types, as BERT's tokenizer does."""
+    token types, as BERT's tokenizer does. `single` and `pair`: another template."""
     words = {**_SPECIAL, **{f"w{index}": index for index in range(len(_SPECIAL), VOCAB_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    pair = "[CLS] $A [SEP] [SEP] $B [SEP]" if is_roberta else "[CLS] $A [SEP] $B:1 [SEP]:1"
+    pair = pair or "[CLS] $A [SEP] [SEP] $B [SEP]" if is_roberta else "[CLS] $A [SEP] $B:1 [SEP]:1"
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair=pair, special_tokens=[(name, _SPECIAL[name]) for name in ("[CLS]", "[SEP]")]
+        single=single, pair=pair, special_tokens=[(name, _SPECIAL[name]) for name in ("[CLS]", "[SEP]")]
     )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output, span_of
 from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.special_tokens import special_tokens
 
 _MAX_ABS_DIFF = 1e-5
 """For float32: the largest difference of an element that rounding may cause, relative to the largest element if that is
@@ -100,7 +101,7 @@ class Parity:
 
 
 def all_probes(card: ModelCard, num_parameters: int) -> PackedBatch:
-    """Random ids of the vocabulary, the same at every call, from 1 token to the longest affordable length.
+    """Like `random_batch`, from 1 token to the longest affordable length.
 
     The first of them are `short_probes`.
     """
@@ -115,9 +116,17 @@ def short_probes(card: ModelCard) -> PackedBatch:
 
 def random_batch(card: ModelCard, wanted_lengths: Sequence[int]) -> PackedBatch:
     """Sequences of random ids of the vocabulary, the same at every call, cut to the model's limit, that ask for its
-    main output."""
-    lengths = np.minimum(wanted_lengths, card.max_tokens).astype(np.int32)
-    token_ids = np.random.default_rng(seed=0).integers(0, card.vocab_size, lengths.sum(), dtype=np.int32)
+    main output. For a head that gives scores they are between the special tokens of the model's tokenizer, with at
+    least one token, and these are nowhere else in them: some heads fail without."""
+    before, behind = special_tokens(card)
+    lengths = np.clip(wanted_lengths, len(before) + 1 + len(behind), card.max_tokens).astype(np.int32)
+    others = np.setdiff1d(np.arange(card.vocab_size, dtype=np.int32), [*before, *behind])
+    token_ids = others[np.random.default_rng(seed=0).integers(0, others.size, lengths.sum(), dtype=np.int32)]
+    ends = np.cumsum(lengths)
+    for place, token in enumerate(before):
+        token_ids[ends - lengths + place] = token
+    for place, token in enumerate(reversed(behind)):
+        token_ids[ends - 1 - place] = token
     output = card.main_output
     if output is Output.VECTORS:
         return PackedBatch(lengths, token_ids)

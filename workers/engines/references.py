@@ -34,12 +34,13 @@ from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import Parity, random_batch
 from vecd.workers.json_file import write_json
+from vecd.workers.special_tokens import special_tokens
 from vecd.workers.weights import weight_files
 
 log = logging.getLogger("vecd.selection")
 
 _SHIPPED = Path(__file__).parent / "references"
-_FORMAT = 1
+_FORMAT = 2
 _NUM_REMEMBERED = 4
 """Digests that a process remembers. The start of a model needs its digest twice."""
 
@@ -103,13 +104,13 @@ def write_reference(reference: Reference, digest: str, path: Path) -> None:
 
 
 def digest_of(card: ModelCard) -> str:
-    """Of all that a vector of token ids depends on: settings and weights, not names of folders. Reads all weights:
-    0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
+    """Of all that the probes and their vectors depend on: settings, special tokens and weights, not names of folders.
+    Reads all weights: 0.1 s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
     if card.main_output is not Output.VECTORS:
         heads = (head and asdict(head) for head in (card.score, card.sparse, card.tokens))
-        facts += [list(card.capabilities), *heads]
+        facts += [list(card.capabilities), *heads, special_tokens(card)]
     return _digest(json.dumps(facts), tuple(map(_stamped, _files_of(card))))
 
 

@@ -186,6 +186,19 @@ def test_a_family_without_a_table_is_computed_by_transformers_class(
             engine_of(folder, path)
 
 
+@pytest.mark.parametrize("family", ["bart", "mbart"])
+def test_a_head_that_reads_the_end_of_a_text_is_compared_with_texts_that_have_one(
+    family: str, classifier: Callable[..., Path]
+) -> None:
+    """As facebook/bart-large-mnli: its class raises for a sequence without the token, or with others of it."""
+    folder = classifier(family, labels=["contradiction", "neutral", "entailment"])
+    config = worker_config(folder)
+    _, engine = select(config, lambda stage: None)
+    assert (engine.facts["path"], engine.warnings) == ("padded", [])
+    batch = random_batch(config.card, (40, *LENGTHS))
+    assert_same_vectors(embed(engine, batch, 3), logits_of(folder, batch))
+
+
 def test_a_causal_model_without_padding_is_computed_one_text_at_a_time(classifier: Callable[..., Path]) -> None:
     folder = classifier("gpt2", labels=2, pad_token_id=None)
     assert_same_vectors(scores(folder, "padded", pairs()), logits_of(folder, pairs()))
