@@ -61,7 +61,9 @@ class PaddedForward:
         stated = getattr(model.config, "pad_token_id", None)
         self._pad_token_id = stated or 0
         # A causal model with a head finds the last token by the padding's id; without one it takes no two sequences.
-        self._max_sequences = _MAX_SEQUENCES if stated is not None or not has_head else 1
+        # The heads of BART raise for different numbers of end tokens, such as those of a text and of a pair.
+        takes_several = not has_head or (stated is not None and not getattr(model.config, "is_encoder_decoder", False))
+        self._max_sequences = _MAX_SEQUENCES if takes_several else 1
         self._has_head = has_head
         self._has_types = has_segments and num_token_types(model) > 1
 

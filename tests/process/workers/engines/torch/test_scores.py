@@ -197,6 +197,11 @@ def test_a_head_that_reads_the_end_of_a_text_is_compared_with_texts_that_have_on
     assert (engine.facts["path"], engine.warnings) == ("padded", [])
     batch = random_batch(config.card, (40, *LENGTHS))
     assert_same_vectors(embed(engine, batch, 3), logits_of(folder, batch))
+    # A pair has an end token in its middle, too.
+    token_ids = batch.token_ids.copy()
+    token_ids[20] = token_ids[39]
+    mixed = replace(batch, token_ids=token_ids)
+    assert_same_vectors(embed(engine, mixed, 3), logits_of(folder, mixed))
 
 
 def test_a_causal_model_without_padding_is_computed_one_text_at_a_time(classifier: Callable[..., Path]) -> None:
