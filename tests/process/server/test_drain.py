@@ -14,7 +14,7 @@ def test_health_turns_before_anything_is_refused():
         eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         asked_at = time.monotonic()
         assert httpx.get(f"{server.url}/health").json()["reason"] == "the server is shutting down"
-        for path, named in (("health", {}), ("models/any", {"name": "all-MiniLM-L6-v2"})):  # KServe's probes
+        for path, named in (("health", {}), ("models/all-MiniLM-L6-v2", {"name": "all-MiniLM-L6-v2"})):  # KServe's
             ready = httpx.get(f"{server.url}/v2/{path}/ready")
             assert ready.status_code == 503
             assert ready.json() == {**named, "ready": False, "reason": "the server is shutting down"}

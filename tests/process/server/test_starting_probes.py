@@ -112,10 +112,10 @@ import os, sys, time
 from vecd.launch.config import plan
 read_card = plan.read_card
 
-def wait(folder, kind):
+def wait(*arguments):
     while not os.path.exists("go on"):
         time.sleep(0.02)
-    return read_card(folder, kind)
+    return read_card(*arguments)
 
 plan.read_card = wait
 from vecd.launch.cli import main
