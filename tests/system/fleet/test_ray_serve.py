@@ -70,7 +70,8 @@ def _num_embedded(admin_path: str) -> int:
             stats = client.get("http://vecd/stats").json()
     except (httpx.HTTPError, ValueError):
         return 0
-    return sum(each["count"] for each in stats["requests"] if each["route"] == "/v1/embeddings")
+    requests = stats.get("requests", ())  # none in the answer of a server that still reads its model
+    return sum(each["count"] for each in requests if each["route"] == "/v1/embeddings")
 
 
 @pytest.fixture(scope="module")
