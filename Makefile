@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The first line of a recipe that installs: says what is needed where PYTHON is too old, and makes an environment of another
 # Python anew.
-NEW_VENV = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("vecd needs Python 3.11 or newer, and $(PYTHON) is \
+NEW_VENV = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("vecd needs Python 3.11 or newer, and $(PYTHON) is \
 %d.%d; name another one: make $(or $(firstword $(MAKECMDGOALS)),serve) PYTHON=python3.12" % sys.version_info[:2])' \
 	&& version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') \
 	&& { test -x $(BIN)/python$$version || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }; }
