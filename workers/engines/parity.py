@@ -1,7 +1,7 @@
 """Parity: whether an engine gives the vectors of the reference model.
 
 Owns the probe sequences, the two figures of the comparison, and the bounds. Knows no engine. Called by
-`vecd.workers.engines.torch.selection` for all probes, once for each model, version and processor, and by
+`vecd.workers.engines.selection` for all probes, once for each model, version and processor, and by
 `vecd.workers.engines.load` for the short ones at every start.
 
 The reference model is transformers' own modules on one sequence at a time, without packing, padding or neighbours.

@@ -214,7 +214,9 @@ class _Selector:
             raise
         except NotDescribed as error:
             if dtype == "int8":
-                others = "--dtype auto, float32 and bfloat16 serve it" if has_torch() else f"another {NEEDS_TORCH}"
+                others = (
+                    "--dtype auto, float32 and bfloat16 serve it" if has_torch() else f"another engine {NEEDS_TORCH}"
+                )
                 raise ModelError(
                     f"{card.folder}: the model has no engine for --dtype int8: {error}; {others}"
                 ) from None

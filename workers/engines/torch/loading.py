@@ -2,7 +2,7 @@
 
 Owns the call into transformers: safetensors only, local files only, no code from the model's folder, nothing on
 stderr. Refuses a tensor that is missing, misshapen or left over; transformers would fill the gap with random numbers.
-Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.torch.selection`.
+Called by `vecd.workers.engines.torch.build` and `vecd.workers.engines.selection`.
 """
 
 import inspect

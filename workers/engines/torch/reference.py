@@ -1,7 +1,7 @@
 """The rows of the reference model: transformers' own class, in its plain way, on one sequence at a time.
 
 Owns the table of what every engine of a model is compared with, by main output, and the logits of classifiers. Called
-by `vecd.workers.engines.torch.selection`.
+by `vecd.workers.engines.selection`.
 """
 
 from collections.abc import Callable
