@@ -67,7 +67,7 @@ class _OpenLoop:
         self._max_connections = stream.load.max_connections
         self._idle = [Client(stream, first)]
         self._clients = set(self._idle)
-        self._due = time.perf_counter()
+        self._due = stream.window.started_at  # and not the present: a task that starts late drops no arrival
         """When the next request arrives."""
         self._has_sent_all = asyncio.Event()
         self._group: asyncio.TaskGroup

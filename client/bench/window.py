@@ -29,6 +29,7 @@ class Window:
         is_by_arrival: bool = False,
     ) -> None:
         """`duration_s` is ignored when `num_requests` is given."""
+        self.started_at = started_at
         self.opens_at = started_at + warmup_s
         self.closes_at = math.inf if num_requests is not None else self.opens_at + duration_s
         """From here on no request starts; infinite for a run by number."""
