@@ -26,8 +26,8 @@ MAX_DEATHS = {KILL: 5, CRASH: 3}
 """What is promised: so many workers may die with one input before it is rejected. By a signal that a process brings
 upon itself, each death is proof; SIGKILL may have come from outside (`vecd.gateway.dispatch.crash_attribution`)."""
 MAX_DEATHS_OF_COPIES = 10
-"""The same of SIGKILL, when each gateway has a copy under way: a worker that dies with one copy is another's death for
-the other copy."""
+"""The same of SIGKILL, when each of two gateways has a copy under way (`test_crash_attribution`): its client has gone
+and comes again by the other gateway before the first copy is given up."""
 BATCH_TIMEOUT_S = pick(short=1.0, long=1.5)
 
 

@@ -1,6 +1,7 @@
 """When deaths of workers lead to the rejection of an input."""
 
 import random
+from collections import deque
 
 import pytest
 
@@ -70,3 +71,50 @@ def test_an_input_that_ends_every_worker_is_rejected_after_five_deaths_and_ten_w
                 num_worker_deaths=num_worker_deaths,
             )
         assert 3 <= num_deaths <= (10 if others_die else 5)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_input_of_which_two_gateways_have_a_copy_each_ends_ten_workers_at_most(seed: int):
+    """In any order of what dies and of what is told."""
+    assert 5 <= deaths_by_two_gateways(random.Random(seed)) <= 10
+
+
+def deaths_by_two_gateways(chance: random.Random) -> int:
+    """Each gateway is told of deaths of workers by the supervisor, and of those of the input by the other gateway."""
+    deaths, num_worker_deaths, has_rejected = (Deaths(), Deaths()), [0, 0], [False, False]
+    told: tuple[deque[str], deque[str]] = (deque(), deque())
+    copies = ["waits", "waits"]
+    num_deaths = 0
+    for _ in range(1000):
+        steps = [("told", at) for at in (0, 1) if told[at]]
+        steps += [(copies[at], at) for at in (0, 1) if copies[at] != "lost" and not has_rejected[at]]
+        steps += [("computed", at) for at in (0, 1) if copies[at] == "computed" and has_rejected[at]]
+        if not steps:
+            return num_deaths
+        step, at = chance.choice(steps)
+        other = 1 - at
+        if step == "waits":
+            copies[at] = "computed"
+        elif step == "computed":
+            copies[at] = "lost"
+            num_deaths += 1
+            told[at].append("my worker died")
+            told[other].append("a worker died")
+        else:
+            message = told[at].popleft()
+            if message == "rejected":
+                has_rejected[at] = True
+                continue
+            num_worker_deaths[at] += message != "the other's input died"
+            if message == "a worker died":
+                continue
+            is_enough = count_death(
+                deaths[at], is_isolated=True, has_crashed=False, num_worker_deaths=num_worker_deaths[at]
+            )
+            if message == "my worker died":
+                copies[at] = "waits"
+                told[other].append("the other's input died")
+                if is_enough:
+                    has_rejected[at] = True
+                    told[other].append("rejected")
+    raise AssertionError("it is never rejected")
