@@ -14,8 +14,8 @@ response, and everybody who sends the same input for a while, so it needs deaths
 Workers that are killed from outside die with other inputs, or with none, as often as with this one; that is why deaths
 in between make the others weak evidence. So that two such inputs cannot protect each other for ever, the eighth
 isolated death is enough in any case. An input of which one copy is computed at a time is therefore rejected after five
-deaths at most, and after ten while other workers die as well. Gateways tell each other of deaths, so these are deaths
-in the whole server.
+deaths at most, and after ten while other workers die as well, or while each of two gateways has a copy. Gateways tell
+each other of deaths, so these are deaths in the whole server.
 
 Measured, 2 workers of which a random one was killed each second for a minute, on a busy machine: when any third death,
 isolated, led to a rejection, 27 of 618 harmless requests were rejected; when other batches had to be done between the

@@ -76,7 +76,9 @@ def test_an_input_that_ends_every_worker_is_rejected_after_five_deaths_and_ten_w
 @pytest.mark.parametrize("seed", range(100))
 def test_an_input_of_which_two_gateways_have_a_copy_each_ends_ten_workers_at_most(seed: int):
     """In any order of what dies and of what is told."""
-    assert 5 <= deaths_by_two_gateways(random.Random(seed)) <= 10
+    chance = random.Random(seed)
+    for _ in range(20):
+        assert 5 <= deaths_by_two_gateways(chance) <= 10
 
 
 def deaths_by_two_gateways(chance: random.Random) -> int:
@@ -87,8 +89,8 @@ def deaths_by_two_gateways(chance: random.Random) -> int:
     num_deaths = 0
     for _ in range(1000):
         steps = [("told", at) for at in (0, 1) if told[at]]
-        steps += [(copies[at], at) for at in (0, 1) if copies[at] != "lost" and not has_rejected[at]]
-        steps += [("computed", at) for at in (0, 1) if copies[at] == "computed" and has_rejected[at]]
+        steps += [("waits", at) for at in (0, 1) if copies[at] == "waits" and not has_rejected[at]]
+        steps += [("computed", at) for at in (0, 1) if copies[at] == "computed"]
         if not steps:
             return num_deaths
         step, at = chance.choice(steps)
