@@ -18,7 +18,7 @@ import orjson
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, priority_numbered, response_headers
-from vecd.gateway.api.dialects.inputs import parse_ids, parse_texts
+from vecd.gateway.api.dialects.inputs import check_num, parse_ids, parse_texts
 from vecd.gateway.api.dialects.rows import fragments_of, json_list
 from vecd.gateway.api.dialects.vllm import Tokens
 from vecd.gateway.api.fields import Field, Fields, Values, given, json_type
@@ -160,7 +160,8 @@ def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
     if not isinstance(inputs, list):
         what = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
         raise BadRequest(f"'{name}' must be a list of objects, is {what}", param=name)
-    texts = []
+    check_num(inputs, name, max_inputs)
+    texts: list[str] = []
     for index, item in enumerate(inputs):
         if not isinstance(item, dict):
             raise BadRequest(f"'{name}[{index}]' must be an object, is {json_type(item)}", param=name)
@@ -171,7 +172,7 @@ def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
         if len(content) != 1:
             raise BadRequest(f"'{where}' must have 1 item, a text, has {len(content)}", param=name)
         texts.append(_text_of(content[0], where, name))
-    return parse_texts(texts, name, max_inputs)
+    return texts
 
 
 def _text_of(item: Any, where: str, name: str) -> Any:

@@ -26,7 +26,7 @@ def parse_inputs(value: Any, name: str, max_inputs: int) -> list[str] | list[Tok
     if value and type(value[0]) is int:
         _check_ids(value, name, name)
         return _one_list(value)
-    _check_num(value, name, max_inputs)
+    check_num(value, name, max_inputs)
     if isinstance(value[0], list | array):
         return check_id_lists(value, name)
     return _check_texts(_unwrapped(value, name), name)
@@ -63,7 +63,7 @@ def parse_texts(value: Any, name: str, max_inputs: int) -> list[str]:
         raise BadRequest(f"'{name}' is required: a string or a list of strings", param=name)
     if not isinstance(value, list):
         raise BadRequest(f"'{name}' must be a string or a list of strings, is {json_type(value)}", param=name)
-    _check_num(value, name, max_inputs)
+    check_num(value, name, max_inputs)
     return _check_texts(value, name)
 
 
@@ -78,7 +78,8 @@ def parse_ids(value: Any, name: str) -> TokenIds:
     return value
 
 
-def _check_num(values: list[Any], name: str, max_inputs: int) -> None:
+def check_num(values: list[Any], name: str, max_inputs: int) -> None:
+    """Refuse an empty list, and one with too many inputs. Raises BadRequest."""
     if not values:
         raise BadRequest(f"'$.{name}' is invalid: the list is empty, at least 1 input is needed", param=name)
     if len(values) > max_inputs:

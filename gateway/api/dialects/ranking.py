@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import options
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s
-from vecd.gateway.api.dialects.inputs import parse_texts
+from vecd.gateway.api.dialects.inputs import check_num, parse_texts
 from vecd.gateway.api.fields import Field, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
@@ -117,6 +117,8 @@ _TEXT_FIELD = ("text",)
 def read_documents(value: Any, name: str, max_inputs: int, rank_fields: tuple[str, ...] = _TEXT_FIELD) -> list[str]:
     """A text, or a list of texts and of objects, of which the `rank_fields` become lines of one text. Raises
     BadRequest, which has the index of the wrong one."""
+    if isinstance(value, list):
+        check_num(value, name, max_inputs)
     if isinstance(value, list) and set(map(type, value)) != {str}:
         value = [_text_of(item, f"{name}[{index}]", name, rank_fields) for index, item in enumerate(value)]
     return parse_texts(value, name, max_inputs)

@@ -58,11 +58,24 @@ TEXTS = fields.anything(
 )
 TOP_K = fields.whole_number("top_k", "the same as `top_n`, by Voyage's name", minimum=0)
 RETURN_DOCUMENTS = ranking.flag("return_documents", "true: the response repeats the documents", default=False)
+_MAX_RANK_FIELDS = 32
+
+
+def _read_rank_fields(value: Any, name: str) -> tuple[str, ...]:
+    """The names without repetitions, in the order of the request: each field of a document is read once, so that its
+    text is no longer than the document."""
+    names = tuple(dict.fromkeys(fields.read_texts(value, name)))
+    if len(names) > _MAX_RANK_FIELDS:
+        raise BadRequest(f"'{name}' has {len(names)} names, at most {_MAX_RANK_FIELDS} are allowed", param=name)
+    return names
+
+
 RANK_FIELDS = Field(
     "rank_fields",
-    "Cohere's: of documents that are objects, the fields that are read, as lines of one text. Default: `text`",
+    "Cohere's: of documents that are objects, the fields that are read, as lines of one text, each once and at most "
+    f"{_MAX_RANK_FIELDS}. Default: `text`",
     nullable("array", items=schemas.STRING),
-    fields.read_texts,
+    _read_rank_fields,
 )
 PROPERTY = fields.anything("property", "Weaviate's: selects the shape of its response", {})
 _FIELDS = Fields(

@@ -186,6 +186,16 @@ def test_documents_are_texts_or_objects():
     assert documents_of(texts=["a", "b"], documents=["a", "b"]) == ["a", "b"]
 
 
+def test_rank_fields_are_read_once_and_at_most_32():
+    fields = [{"title": "t", "body": "b"}]
+    assert documents_of(documents=fields, rank_fields=["title", "body", *["title"] * 60_000]) == ["t\nb"]
+    names = [f"field {index}" for index in range(32)]
+    assert documents_of(documents=[dict.fromkeys(names, "x")], rank_fields=names) == ["\n".join("x" * 32)]
+    with pytest.raises(BadRequest, match="'rank_fields' has 33 names, at most 32 are allowed") as caught:
+        documents_of(documents=fields, rank_fields=[*names, "title"])
+    assert caught.value.param == "rank_fields"
+
+
 def test_a_query_is_a_text_or_an_object():
     body = {**BODY, "query": {"text": "as object"}}
     inputs: Any = ask(RERANK, body, model_info=CROSS_ENCODER).request.inputs
