@@ -40,8 +40,7 @@ class Bounds:
     """How much of a large field is kept. Dropped values have been parsed, and cannot change a response."""
 
     max_items: int
-    """Most elements of a list that does not hold whole numbers. One with more is refused, after its elements have been
-    counted; they are not kept meanwhile."""
+    """Most elements of a list that does not hold whole numbers. One with more is refused before the rest is read."""
     max_chars: int
     """Characters of a string; of a longer one, at least one more is kept."""
     max_ids: int
@@ -144,17 +143,6 @@ class PieceReader:
 
     def _read_list(self, depth: int) -> Steps:
         elements = _Elements(self._bounds.max_ids)
-        try:
-            yield from self._read_elements(elements, depth)
-        except BadRequest:
-            if elements.are_too_many:
-                raise self._too_many(f"at least {elements.num}", depth) from None
-            raise
-        if elements.are_too_many:
-            raise self._too_many(f"{elements.num}", depth)
-        return elements.kept
-
-    def _read_elements(self, elements: "_Elements", depth: int) -> Generator[None, None, None]:
         self._at += 1
         yield from self._skip_blanks()
         is_over = self._take(b"]")
@@ -171,8 +159,9 @@ class PieceReader:
                 is_over = self._take(b"]")
                 if not is_over:
                     self._expect(b",")
-            self._add(elements, run)
+            self._add(elements, run, depth)
             yield
+        return elements.kept
 
     def _take_run(self, end: int, depth: int) -> list[Any]:
         start, self._at = self._at, end
@@ -182,8 +171,8 @@ class PieceReader:
         elements = self._loads_nested(run, depth, start)
         return list(map(_as_ids, elements)) if type(elements[0]) is list else elements
 
-    def _add(self, elements: "_Elements", run: list[Any]) -> None:
-        """Drops all elements when they are too many: the rest is read for their number alone."""
+    def _add(self, elements: "_Elements", run: list[Any], depth: int) -> None:
+        """Raises BadRequest as soon as there are too many elements."""
         if elements.add_ids(run):
             return
         if elements.num_dropped:
@@ -193,8 +182,7 @@ class PieceReader:
             return
         if elements.are_whole_numbers:
             raise BadRequest(f"'{self._field}' has a token id outside any vocabulary", param=self._field)
-        elements.drop()
-        self._num_other_bytes = 0  # nothing is kept of them
+        raise self._too_many(depth)
 
     def _read_text(self) -> Steps:
         """Read a string, cut into windows."""
@@ -293,8 +281,9 @@ class PieceReader:
             param=self._field,
         )
 
-    def _too_many(self, num: str, depth: int) -> BadRequest:
+    def _too_many(self, depth: int) -> BadRequest:
         most, field = self._bounds.max_items, self._field
+        num = f"at least {most + 1}"
         if depth == 1:
             return TooManyInputs(
                 f"'$.{field}' is invalid: {num} inputs, at most {most} in one request (--max-inputs)", param=field
@@ -354,7 +343,6 @@ class _Elements:
         """Elements that were added."""
         self.num_dropped = 0
         self.are_whole_numbers = True
-        self.are_too_many = False
 
     @property
     def kept(self) -> Any:
@@ -382,7 +370,3 @@ class _Elements:
         self.num += len(run)
         self.are_whole_numbers = self.are_whole_numbers and _are_ids(run)
         return self.num
-
-    def drop(self) -> None:
-        """Keep none of the elements so far; they still count."""
-        self._values, self.are_too_many = [], True

@@ -53,7 +53,7 @@ _TEXTS: Wrong = {
     '["a",[["b"]]]': ("[1]", "list"),
     "[null]": ("[0]", "null"),
     json.dumps(["d"] * MANY): (str(MANY), "2048", "--max-inputs"),
-    json.dumps([{"text": "d"}] * MANY): (str(MANY), "2048", "--max-inputs"),  # is read in pieces
+    json.dumps([{"text": "d"}] * MANY): ("at least 2049", "2048", "--max-inputs"),  # is read in pieces
 }
 _QUERY: Wrong = {"5": ("string",), "[]": ("string", "list"), "{}": ("query.text",), '{"text":5}': ("query.text",)}
 RANKED = {"query": "a query", "documents": ["one", "two"]}
@@ -86,7 +86,7 @@ RERANK: list[Case] = [
     ("/score", {"text_1": ["a"] * 3, "text_2": ["b"] * 2}, 400, ("text_1", "text_2", "3:2")),
     ("/score", {"queries": "a", "text_2": "b"}, 400, ("'queries'", "'text_2'")),
     ("/invocations", {"text_pairs": [["a"]]}, 400, ("text_pairs[0]", "list of 1")),
-    ("/invocations", {"text_pairs": [["a", "b"]] * MANY}, 400, ("text_pairs", str(MANY), "2048", "--max-inputs")),
+    ("/invocations", {"text_pairs": [["a", "b"]] * MANY}, 400, ("text_pairs", "at least 2049", "2048", "--max-inputs")),
     ("/rerank", {"query": "a", "texts": ["a", LONG], "truncate": False}, 422, ("512", "'texts[1]'")),
     *(
         (path, {**body, "overflow": "error"}, 400, ("512", where))
@@ -126,9 +126,9 @@ LABELLED: list[Case] = [
                 '["a","b","c"]': ("3 texts",),
                 '[["a"],["a","b"]]': ("[1]", "2 texts"),
                 '[["a","b","c"]]': ("[0]", "has 3"),
-                json.dumps([["a"]] * MANY): (str(MANY), "2048", "--max-inputs"),
-                json.dumps([{"text": "a", "text_pair": "b"}] * MANY): (str(MANY), "2048", "--max-inputs"),
-                json.dumps([["a"], ["a"] * 3 * MANY]): ("[1]", str(3 * MANY), "2048"),
+                json.dumps([["a"]] * MANY): ("at least 2049", "2048", "--max-inputs"),
+                json.dumps([{"text": "a", "text_pair": "b"}] * MANY): ("at least 2049", "2048", "--max-inputs"),
+                json.dumps([["a"], ["a"] * 3 * MANY]): ("[1]", "at least 2049", "2048"),
             },
             "top_k": _POSITIVE,
             "raw_scores": {"5": ("true or false",)},
