@@ -38,6 +38,10 @@ _BYTES_PER_S = 50e6
 """The lowest rate of parsing, which token ids have; for Retry-After."""
 _INFLATED_AT_A_TIME_BYTES = 1024 * 1024
 """Bytes that one step decompresses: 3 ms with gzip, which releases the GIL meanwhile."""
+_MAX_INFLATED_RATIO = 64
+_MIN_INFLATED_BYTES = 4 * 1024 * 1024
+"""A compressed body may become 64 times as long, or this if that is more: JSON of texts becomes 2 to 20 times as long,
+and a bomb of 64 KB would otherwise take 180 MB of memory before any quota counts it."""
 _DECOMPRESSOR_BYTES = 256 * 1024
 """Memory of a zstd decompressor; gzip's is smaller."""
 
@@ -85,7 +89,8 @@ class Bodies:
         decompressed, TooManyRequests when too many bytes wait to be parsed, of all bodies or of this tenant's, and
         what `parse_fields` raises.
         """
-        inflating = None if coding is None else Decompression(body, coding, self._max_bytes)
+        most = min(self._max_bytes, max(_MIN_INFLATED_BYTES, _MAX_INFLATED_RATIO * len(body)))
+        inflating = None if coding is None else Decompression(body, coding, most)
         if inflating is not None and len(body) <= INLINE_BYTES:
             inflating.advance(INLINE_BYTES)
             if inflating.is_complete:

@@ -141,7 +141,10 @@ class Decompression:
             raise BadRequest(f"body: not valid {self._coding.value} data, as Content-Encoding says: {error}") from None
         self.num_bytes += len(inflated)
         if self.num_bytes > self._max_bytes:
-            raise PayloadTooLarge(f"body: longer than the {self._max_bytes} bytes allowed, once it is decompressed")
+            raise PayloadTooLarge(
+                f"body: longer than the {self._max_bytes} bytes allowed, once its {self._num_body_bytes} bytes are "
+                "decompressed"
+            )
         self._inflated.write(inflated)
         if member.eof:
             self._end_member(member)

@@ -379,6 +379,18 @@ def test_a_compressed_body_is_bounded_by_what_it_becomes(coding, num_bytes):
         parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body) - 1)
 
 
+@pytest.mark.parametrize("coding", Coding)
+def test_a_compressed_body_becomes_no_more_than_64_times_as_long_or_4_mib(coding):
+    num_bytes = 4 * 1024 * 1024
+    assert parse(COMPRESS[coding](b"{}" + b" " * (num_bytes - 2)), coding=coding) == {}
+    with pytest.raises(PayloadTooLarge, match=rf"than the {num_bytes} bytes allowed, once its \d+ bytes are decompr"):
+        parse(COMPRESS[coding](b"{}" + b" " * num_bytes), coding=coding)
+    long = b'{"input":"%b"}' % random.Random(0).randbytes(100_000).hex().encode()
+    assert parse(COMPRESS[coding](long + b" " * 6_000_000), coding=coding)["input"] == long[10:-2].decode()
+    with pytest.raises(PayloadTooLarge, match="bytes allowed, once its"):
+        parse(COMPRESS[coding](long + b" " * 12_000_000), coding=coding)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1_000_000])
 def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
     with pytest.raises(BadRequest, match="not valid gzip data") as caught:
@@ -391,6 +403,7 @@ def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
 async def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 30_000_000)
     monkeypatch.setattr("vecd.gateway.api.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
+    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_INFLATED_RATIO", 2000)
     bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
     threads = Threads()
     bodies = make_bodies(threads)
