@@ -259,7 +259,9 @@ class Tokenizer:
             return _cost(inputs, prompt) <= _INLINE_CHARS
         if _are_pairs(inputs):
             texts = [pair.document for pair in inputs[: _INLINE_CHARS // CHARS_PER_TEXT + 1]]
-            return len(texts) == len(inputs) and _cost([*texts, *{pair.query for pair in inputs}], "") <= _INLINE_CHARS
+            if len(texts) < len(inputs):
+                return False
+            return _cost([*texts, *{pair.query for pair in inputs}], how.instruction or "") <= _INLINE_CHARS
         if _cost(inputs, "") > _INLINE_IDS:
             return False
         may_decode = self._policy.may_decode(how.are_ids_of_model)
@@ -280,7 +282,7 @@ class Tokenizer:
         """Divide the inputs into runs of as much as one call takes, or of one input each."""
         longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
         if _are_pairs(inputs):
-            return runs_of(_lengths_of_pairs(inputs, longest), RUN_CHARS, self.max_chars)
+            return runs_of(_lengths_of_pairs(inputs, longest), RUN_CHARS, self.max_chars, len(how.instruction or ""))
         if _are_texts(inputs):
             return runs_of(map(len, inputs), RUN_CHARS, longest, len(self._prompt_of(how)))
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS

@@ -156,6 +156,18 @@ def test_the_instruction_of_a_request_takes_the_default_s_place(make):
         tokenize(ours, [pair], Tokenizing(instruction="x" * 4097))
 
 
+@pytest.mark.parametrize("kind", ["qwen", "gemma"])
+def test_an_instruction_counts_for_every_text_that_it_is_tokenized_with(make, kind):
+    """In Gemma's template it is behind each document, in Qwen's before each query."""
+    library, template, _ = KINDS[kind]
+    ours = make(library(), template, 8192)
+    pairs = [Pair(f"query {index}", "document") for index in range(25)]
+    assert ours.tokenize_now(pairs) is not None
+    long = Tokenizing(instruction="x " * 2000)
+    assert ours.tokenize_now(pairs, long) is None
+    assert [len(run) for run in ours._runs(pairs, long)] == [4, 4, 4, 4, 4, 4, 1]
+
+
 def test_limits_of_the_texts(make):
     library = tiny_tokenizers.qwen()
     ours = make(library, QWEN)
