@@ -38,4 +38,4 @@ def test_chroma_says_by_which_limit_five_thousand_are_refused(stores, float32_se
     with pytest.raises(ClientError) as caught:
         stores.call("chroma_collection", url=float32_server.url, texts=numbers(5000), query="number 5")
     assert "BadRequestError" in caught.value.classes
-    assert "5000 inputs, at most 2048" in caught.value.message
+    assert "at least 2049 inputs, at most 2048" in caught.value.message

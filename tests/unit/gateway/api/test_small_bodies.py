@@ -1,0 +1,343 @@
+"""A search for small bodies that multiply: of every route that reads a body, valid ones are changed field by field so
+that they repeat, nest or refer to names, up to 64 KB; until its request would be admitted, no such body takes more
+memory than 64 times its length or 16 MB."""
+
+import asyncio
+import gzip
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import orjson
+import pytest
+
+from tests.support import cards
+from tests.unit.gateway.test_service import planned_config
+from tests.unit.gateway.test_several_models import NoTexts
+from vecd.gateway.api.fields import Field, Fields
+from vecd.gateway.api.handlers import OperationsHandler
+from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
+from vecd.gateway.api.registry import ROUTES
+from vecd.gateway.service import GatewayFacts, Service
+from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.types.config import ChatTemplateSpec
+from vecd.gateway.types.errors import ApiError
+from vecd.gateway.types.messages import Coding, HttpRequest
+from vecd.gateway.types.request import EmbedRequest, Pair
+from vecd.shm.heads import PairTemplate
+from vecd.shm.shared_metrics import SharedMetricsSpec
+
+MOST = 64 * 1024
+"""Bytes of a body."""
+ROOM = 2048
+"""Of these, for what is not repeated."""
+MAX_INPUTS = 2048
+
+LLM = replace(
+    cards.RERANKER, score=replace(cast(Any, cards.RERANKER.score), pair_template=PairTemplate("{instruction}", "", ""))
+)
+CARDS = {
+    "dense": replace(cards.DENSE, prompts=(("query", "query: "), ("document", "document: ")), is_matryoshka=True),
+    "ranker": LLM,
+    "classifier": cards.CLASSIFIER,
+    "tokens": cards.TOKEN_CLASSIFIER,
+    "sparse": cards.SPARSE,
+    "multi": cards.MULTI_VECTOR,
+    "hybrid": cards.HYBRID,
+}
+"""By kind of model."""
+
+Bases: TypeAlias = list[tuple[str, dict[str, Any]]]
+"""Valid bodies, each with the kind of model that takes it."""
+T = "a text, or else a name"
+MESSAGES = [{"role": "user", "content": T}]
+INPUT: Bases = [
+    ("dense", {"input": [T]}),
+    ("dense", {"messages": [MESSAGES]}),
+    ("hybrid", {"input": [T], "output": ["dense"]}),
+]
+CLASSIFIED: Bases = [
+    ("classifier", {"input": [T]}), ("tokens", {"input": [T], "ignore_labels": ["O"]}),
+    ("dense", {"input": [T], "labels": [T]}),
+]  # fmt: skip
+MULTI: Bases = [("multi", {"input": [T]})]
+RERANKED: Bases = [
+    ("ranker", {"query": T, "documents": [{"text": "", T: T}]}),
+    ("multi", {"query": T, "documents": [T]}),
+]
+RERANKED_AT_TEI: Bases = [*RERANKED, ("ranker", {"query": T, "texts": [T]})]
+SCORED: Bases = [("ranker", {"queries": T, "documents": [T]}), ("ranker", {"text_1": [T], "text_2": [T]})]
+HUB: Bases = [
+    ("dense", {"inputs": [T]}),
+    ("classifier", {"inputs": [[T, T]]}),
+    ("tokens", {"inputs": [T]}),
+    ("sparse", {"inputs": [T]}),
+]
+ANY: Bases = [*HUB, ("ranker", {"query": T, "texts": [T]}), ("ranker", {"inputs": [[T, T]]})]
+COHERE: Bases = [
+    ("dense", {"texts": [T], "input_type": "search_query"}),
+    ("dense", {"inputs": [{"content": [{"type": "text", "text": T}]}]}),
+]
+EMBEDDED: Bases = [*INPUT, ("dense", {"input": [T], "late_chunking": {"ranges": [[[0, 1]]]}})]
+DETOKENIZED: Bases = [("dense", {"tokens": [5]})]
+NAME: Bases = [("dense", {"model": "m"})]
+BASES: dict[str, Bases] = {
+    **dict.fromkeys(
+        ("/v1/embeddings", "/embeddings", "/openai/v1/embeddings", "/openai/deployments/*/embeddings",
+         "/v1/openai/deployments/*/embeddings", "/v1/deployments/*/embeddings", "/v1/engines/*/embeddings",
+         "/engines/*/embeddings"),
+        EMBEDDED,
+    ),
+    **dict.fromkeys(("/v1/classify", "/classify", "/openai/v1/classify"), CLASSIFIED),
+    **dict.fromkeys(("/v1/multi-vector", "/openai/v1/multi-vector"), MULTI),
+    "/pooling": [("dense", {"input": [T]}), *MULTI],
+    **dict.fromkeys(("/score", "/v1/score", "/openai/v1/score"), SCORED),
+    "/tokenize": [("dense", {"prompt": T}), ("dense", {"inputs": [T]}), ("dense", {"messages": MESSAGES})],
+    **dict.fromkeys(("/detokenize", "/v1/detokenize"), DETOKENIZED),
+    "/v1/tokenize": [("dense", {"text": T})],
+    "/decode": [("dense", {"ids": [[5]]})],
+    "/api/embed": [("dense", {"input": [T], "options": {"num_ctx": 8}})],
+    "/api/embeddings": [("dense", {"prompt": T})],
+    **dict.fromkeys(("/api/show", "/api/pull"), NAME),
+    "/embed": [("dense", {"inputs": [T]}), COHERE[0]],
+    "/embed_all": [("dense", {"inputs": [T]})],
+    **dict.fromkeys(
+        (path.format(task) for path in ("/models/*/pipeline/{}", "/pipeline/{}/*", "/hf-inference/models/*/pipeline/{}")
+         for task in ("feature-extraction", "text-classification", "token-classification")),
+        HUB,
+    ),
+    "/models/*": HUB,
+    "/": [*ANY, ("dense", {"inputs": {"source_sentence": T, "sentences": [T]}})],
+    "/invocations": [
+        HUB[0], ANY[4], INPUT[0], *CLASSIFIED[:2], RERANKED[0], *SCORED, ("ranker", {"text_pairs": [[T, T]]}),
+    ],
+    "/similarity": [("dense", {"inputs": {"source_sentence": T, "sentences": [T]}})],
+    "/vertex": [("dense", {"instances": [{"inputs": [T]}]})],
+    "/predict": [("classifier", {"inputs": [[T, T]]}), ("tokens", {"inputs": [T]})],
+    "/embed_sparse": [("sparse", {"inputs": [T]})],
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), COHERE),
+    "/rerank": RERANKED_AT_TEI,
+    **dict.fromkeys(("/v1/rerank", "/openai/v1/rerank", "/v2/rerank", "/api/rerank", "/voyage/v1/rerank"), RERANKED),
+    "/v1/ranking": [("ranker", {"query": T, "passages": [{"text": T}]})],
+}  # fmt: skip
+"""Of every route the valid bodies, with the kind of model that takes them."""
+
+
+def reading_routes() -> dict[str, OperationsHandler]:
+    handlers = {path: methods["POST"].handler for path, methods in ROUTES.items() if "POST" in methods}
+    return {
+        path: handler
+        for path, handler in handlers.items()
+        if isinstance(handler, OperationsHandler) and handler.claims[0].operation.describe is None
+    }
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------
+
+
+def filled(item: Any, num_bytes: int = MOST - ROOM) -> list[Any]:
+    """A list of the same item, of so many bytes as JSON."""
+    return [item] * (num_bytes // (len(orjson.dumps(item)) + 1))
+
+
+def nested(num: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = T
+    for _ in range(num):
+        value = wrap(value)
+    return value
+
+
+LONG = "x" * (MOST - ROOM)
+HALF = "x" * (MOST // 2 - ROOM)
+ITEMS: list[Any] = [5, [], [[T, T]], {"content": [{"type": "text", "text": T}]}, [[0, 9**9]], {T: T}]
+VALUES: list[Any] = [
+    *map(filled, ITEMS),
+    nested(250, lambda inner: [inner]),
+    nested(250, lambda inner: {T: inner}),
+    {f"k{index}": 1 for index in range(5000)},
+    filled(T),
+    LONG,
+]
+"""What any field may have, whether it can or not."""
+BOMB = gzip.compress(b" " * (60 << 20))
+
+
+def grown(value: Any) -> Iterator[Any]:
+    """The value with each list in it filled with what it has, and each text long."""
+    if isinstance(value, str):
+        yield LONG
+    elif isinstance(value, list):
+        yield filled(value[0])
+        for inner in grown(value[0]):
+            yield [inner]
+            yield [*filled(value[0], 1000), inner]
+    elif isinstance(value, dict):
+        for name in value:
+            for inner in grown(value[name]):
+                yield {**value, name: inner}
+
+
+def halved(value: Any) -> Any:
+    """The value with its last text long."""
+    if isinstance(value, dict):
+        *others, last = value.items()
+        return {**dict(others), last[0]: halved(last[1])}
+    return [halved(value[-1])] if isinstance(value, list) else HALF if isinstance(value, str) else value
+
+
+def variants(base: dict[str, Any], fields: Iterable[Field[Any]], unread: set[str]) -> Iterator[dict[str, Any]]:
+    """`fields`: those that the body may have. `unread`: the names of those that may have any value here, because this
+    body has them, or no other tries their readers."""
+    yield from grown(base)
+    yield {**base, **{f"k{index}": 1 for index in range(5000)}}
+    names = [name for name, value in base.items() if isinstance(value, list)]
+    lists = {name: filled(base[name][0], 30_000 // len(names)) for name in names}
+    for field in fields:
+        name, schema = field.name, orjson.dumps(field.schema)
+        holds_many = not field.schema or b'"array"' in schema or b'"object"' in schema
+        if name in unread:
+            for value in VALUES if name in base else VALUES[-5:] if holds_many else VALUES[-2:]:
+                yield {**base, name: value}
+            for inner in field.schema.get("properties", ()):
+                for value in VALUES[-2:]:
+                    yield {**base, name: {inner: value}}
+        if holds_many:
+            yield {**halved(base), name: filled(T, MOST // 2 - ROOM)}  # repeats the name of a long text
+        if b'"string"' in schema:
+            yield {**base, name: HALF, **lists}
+
+
+def inflated(base: dict[str, Any]) -> Iterator[bytes]:
+    """As `grown`, of as many bytes as a small body may become."""
+    most = 4_000_000
+    for name, value in base.items():
+        yield orjson.dumps({**base, name: filled(value[0], most) if isinstance(value, list) else "x" * most})
+
+
+# --- up to admission --------------------------------------------------------------------------------------------
+
+
+class Admitted(ApiError):
+    """In place of a result."""
+
+
+class Gate:
+    """Counts what a request would be admitted with."""
+
+    num_inputs = num_chars = 0
+
+    async def embed(self, request: EmbedRequest, *_: object) -> None:
+        inputs = request.inputs
+        texts = [text for each in inputs for text in (each if isinstance(each, Pair) else (each,))]
+        self.count(texts, len(inputs))
+
+    async def describe(self, parsed: ParsedTokenize, *_: object) -> None:
+        self.count(parsed.texts, len(parsed.texts))
+
+    async def decode(self, parsed: ParsedDecode, *_: object) -> None:
+        self.count(parsed.lists, len(parsed.lists))
+
+    async def render(self, parsed: ParsedMessages, *_: object) -> None:
+        self.count([parsed.payload], 1)
+
+    async def load(self, *_: object) -> None:
+        self.count([], 0)
+
+    def count(self, texts: Any, num: int) -> None:
+        self.num_inputs, self.num_chars = num, sum(map(len, {id(text): text for text in texts}.values()))
+        raise Admitted("admitted")
+
+    def count_unread(self, error: ApiError) -> None:
+        """It is counted elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[dict[str, Service]]:
+    spec = SharedMetricsSpec(num_gateways=1, num_workers=1, num_models=1)
+    shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
+    facts = GatewayFacts(1, b"k" * 32, shared_metrics, lambda message: None)
+    template, tokenizer = ChatTemplateSpec("", {}, ()), NoTexts(MOST)
+    config = replace(planned_config(), model="m", num_workers=1, chat_template=template, max_inputs=MAX_INPUTS)
+
+    async def make() -> dict[str, Service]:
+        return {
+            kind: Service(replace(config, card=card), 1, cast(Tokenizer, tokenizer), facts)
+            for kind, card in CARDS.items()
+        }
+
+    yield asyncio.run(make())
+    tokenizer.threads.close()
+
+
+async def ask(service: Service, path: str, body: bytes, coding: Coding | None = None) -> tuple[Exception | None, Gate]:
+    gate = Gate()
+    service.api.context.embedder = cast(Any, gate)
+    http = HttpRequest(
+        "POST", path.replace("*", "m"), b"", {}, 1, keep_alive=True, request_id="id", body=body, coding=coding
+    )
+    try:
+        await service.api.handle(http)
+    except ApiError as error:
+        return error, gate
+    return None, gate
+
+
+def test_every_route_that_reads_a_body_has_a_base():
+    assert set(BASES) == set(reading_routes())
+
+
+@pytest.mark.parametrize("path", BASES)
+async def test_every_base_is_admitted(services, path):
+    for kind, base in BASES[path]:
+        error, _ = await ask(services[kind], path, orjson.dumps(base))
+        assert isinstance(error, Admitted | None), f"{base}: {error}"
+
+
+class Case(NamedTuple):
+    path: str
+    kind: str
+    base: dict[str, Any]
+    fields: Fields
+    unread: set[str]
+    """As in `variants`."""
+
+
+def cases() -> Iterator[Case]:
+    """Of all paths that have the same operations and bases, one."""
+    unlike = {
+        (tuple(id(claim.operation) for claim in handler.claims), id(BASES[path])): path
+        for path, handler in reading_routes().items()
+    }
+    read: set[int] = set()
+    for path in sorted(unlike.values()):
+        for kind, base in BASES[path]:
+            fields = reading_routes()[path].claim_of(base, CARDS[kind].capabilities).operation.fields
+            unread = {field.name for field in fields if field.name in base or id(field) not in read}
+            yield Case(path, kind, base, fields, unread)
+            read.update(map(id, fields))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=f"{case.path}-{case.kind}-{[*case.base][-1]}") for case in cases()]
+)
+async def test_no_small_body_grows_before_admission(services, case):
+    bodies = [orjson.dumps(body) for body in variants(case.base, case.fields, case.unread)]
+    sent: list[tuple[bytes, int, Coding | None]] = [(body, len(body), None) for body in bodies if len(body) <= MOST]
+    assert len(sent) > 0.8 * len(bodies)
+    sent += [(gzip.compress(body, 1), len(body), Coding.GZIP) for body in inflated(case.base)]
+    sent.append((BOMB + gzip.compress(bodies[0]), 0, Coding.GZIP))
+    tracemalloc.start()
+    try:
+        for body, length, coding in sent:
+            assert len(body) <= MOST
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            _, gate = await ask(services[case.kind], case.path, body, coding)
+            growth = tracemalloc.get_traced_memory()[1] - before
+            assert growth <= max(64 * len(body), 16 << 20), f"{growth} bytes for {body[:200]!r}"
+            assert gate.num_inputs <= MAX_INPUTS, body[:200]
+            assert gate.num_chars <= 2 * length, body[:200]
+    finally:
+        tracemalloc.stop()
