@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from enum import Enum
 from functools import partial
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
@@ -60,7 +61,18 @@ from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
 from vecd.shm.views import SlotViews
-from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, ToGateway, WireError
+from vecd.shm.wire import (
+    NO_SCOPE,
+    SCOPE_BYTES,
+    SCOPE_OF_ALL,
+    Alive,
+    Batch,
+    Done,
+    Failed,
+    Incarnation,
+    ToGateway,
+    WireError,
+)
 
 log = logging.getLogger("vecd.dispatch")
 
@@ -126,9 +138,9 @@ class Dispatcher:
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
         `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
-        computed once, too. `cores`: the budget of this process; None: one core, so that none is lent. `vector_cache` is
-        filled with computed rows. `weight`: the model's share of the cores while other models need them, above 0; None:
-        its workers compute on a GPU.
+        computed once, too, and what a worker keeps of them serves all. `cores`: the budget of this process; None: one
+        core, so that none is lent. `vector_cache` is filled with computed rows. `weight`: the model's share of the
+        cores while other models need them, above 0; None: its workers compute on a GPU.
         """
         self._policy = policy
         self._epoch = epoch
@@ -145,7 +157,9 @@ class Dispatcher:
             on_delivered=self._on_delivered,
             keep=None if vector_cache is None else vector_cache.keep,
         )
-        self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
+        key = quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES)
+        self.quarantine = Quarantine(key)
+        self._scope_key = None if is_shared_by_tenants else key
         self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
         """The deaths of workers with each input that has not been computed since."""
         self._flights = SingleFlight(is_shared_by_tenants=is_shared_by_tenants)
@@ -577,6 +591,7 @@ class Dispatcher:
             outputs_bytes=outputs,
             num_threads=num_threads,
             borders_bytes=_borders_bytes(sequences),
+            scope=_scope_of(sequences, self._scope_key),
         )
         if not self._transport.send(link.incarnation.identity, message):
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
@@ -878,6 +893,17 @@ def _borders_bytes(sequences: list[QueuedSequence]) -> bytes:
     """The borders of the sequences, as a Batch carries them."""
     borders = [sequence.border for sequence in sequences]
     return array("i", borders).tobytes() if any(borders) else b""
+
+
+def _scope_of(sequences: list[QueuedSequence], key: bytes | None) -> int:
+    """`Batch.scope`. `key`: of the hash of a tenant; None: tenants share."""
+    if key is None:
+        return SCOPE_OF_ALL
+    tenant, *others = {sequence.request_queue.tenant for sequence in sequences}
+    if others:
+        return NO_SCOPE
+    digest = blake2b(tenant.encode(), key=key, digest_size=SCOPE_BYTES, person=b"vecd tenant").digest()
+    return int.from_bytes(digest) | 2  # neither NO_SCOPE nor SCOPE_OF_ALL
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:

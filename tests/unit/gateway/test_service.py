@@ -44,6 +44,7 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
+from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.wire import Incarnation
 
 KEYS = (ApiKey("a", "00"),)
@@ -541,9 +542,9 @@ class NoTokenizer:
         """No token is in its vocabulary."""
 
 
-def service(**changes: Any) -> tuple[Service, list[Message]]:
+def service(vector_cache: VectorCacheMemory | None = None, **changes: Any) -> tuple[Service, list[Message]]:
     sent: list[Message] = []
-    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), sent.append)
+    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), sent.append, vector_cache=vector_cache)
     return Service(replace(planned_config(), **changes), 1, cast(Tokenizer, NoTokenizer()), facts), sent
 
 
@@ -565,6 +566,19 @@ def test_a_model_has_its_weight_and_needs_no_core_on_a_gpu():
         share = service(weight=3.0)[0].dispatcher._share
         assert (share.needs_cores, share.clock.weight) == (True, 3.0)
         assert not service(weight=3.0, compute_type="gpu")[0].dispatcher._share.needs_cores
+
+    run_in_virtual_time(test)
+
+
+@pytest.mark.parametrize(("who", "is_shared"), [("tenant", False), ("all", True)])
+def test_what_is_computed_is_shared_by_tenants_only_if_the_operator_wants_it(who, is_shared):
+    async def test() -> None:
+        made, _ = service(share_computed=who, vector_cache=cast(VectorCacheMemory, SimpleNamespace()))
+        dispatcher = made.dispatcher
+        cache = dispatcher._vector_cache
+        assert cache is not None
+        assert cache._is_shared_by_tenants is dispatcher._flights._is_shared_by_tenants is is_shared
+        assert (dispatcher._scope_key is None) is is_shared
 
     run_in_virtual_time(test)
 
