@@ -120,6 +120,7 @@ class Dispatcher:
         max_batch_tokens: int,
         batch_timeout_s: float,
         report: Callable[[Message], None],
+        model: str = "",
         on_sending: Callable[[int, int], None] | None = None,
         quarantine_key: bytes | None = None,
         num_gateways: int = 1,
@@ -130,7 +131,8 @@ class Dispatcher:
         vector_cache: VectorCache | None = None,
         weight: float | None = 1.0,
     ) -> None:
-        """`service` names what the workers serve, among all services of this gateway.
+        """`service` names what the workers serve, among all services of this gateway; `model` is in what is reported
+        of inputs.
 
         Callbacks, both on the event loop: `report` gets the messages for the supervisor, WorkerConnected, WorkerStuck,
         InputDeaths, InputsCleared, Quarantined and ModelDrained; `on_sending`, a batch goes to a worker (its numbers of
@@ -149,6 +151,7 @@ class Dispatcher:
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
         self._report = report
+        self._model = model
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._vector_cache = vector_cache
@@ -760,7 +763,8 @@ class Dispatcher:
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
-        message = InputDeaths(list(by_digest), is_isolated=len(batch.sequences) == 1, has_crashed=has_crashed)
+        is_isolated = len(batch.sequences) == 1
+        message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed)
         self._report(message)
         for digest, sequences in by_digest.items():
             # A request that waits remembers what is forgotten here.
@@ -786,7 +790,7 @@ class Dispatcher:
         for digest in cleared:
             self._deaths.forget(digest)
         if cleared:
-            self._report(InputsCleared(cleared))
+            self._report(InputsCleared(self._model, cleared))
 
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
         """Fail the request of a poison input, and for a while every other that has the same input."""
@@ -795,7 +799,7 @@ class Dispatcher:
         self._fail_identical(sequence, poisonous)
         self._deaths.forget(digest)
         self.quarantine.add(digest)
-        self._report(Quarantined(digest))
+        self._report(Quarantined(self._model, digest))
 
     def _count_failure(self, link: WorkerLink) -> None:
         """Count a failed batch of one sequence. A worker that only fails is always idle and would get every batch, so

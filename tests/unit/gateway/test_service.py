@@ -183,8 +183,8 @@ class Bench:
         config = replace(planned_config(), model=model)
         self.services.prepare(Prepare(generation, config.to_json()), listening)
 
-    async def prepared(self, generation: int, listening: socket.socket) -> FakeService:
-        self.order(generation, listening)
+    async def prepared(self, generation: int, listening: socket.socket, model: str = "other") -> FakeService:
+        self.order(generation, listening, model)
         await self.reported(Prepared(generation))
         return self.made[generation]
 
@@ -458,17 +458,18 @@ def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(listening):
 def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_refused_by_all(listening):
     async def test() -> None:
         bench = Bench()
-        service = await bench.prepared(2, listening)
+        service = await bench.prepared(2, listening, planned_config().model)
         bench.services.on_message(ModelBroken(2, "it does not start"), [])
-        bench.services.on_message(Quarantined("ab"), [])
+        model = planned_config().model
+        bench.services.on_message(Quarantined(model, "ab"), [])
         assert (bench.first.dispatcher.broken, service.dispatcher.broken) == ([], ["it does not start"])
         assert bench.first.errors == []
         assert [str(error) for error in service.errors] == ["it does not start"]
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
-        deaths = InputDeaths(["ab"], is_isolated=True, has_crashed=False)
+        deaths = InputDeaths(model, ["ab"], is_isolated=True, has_crashed=False)
         bench.services.on_message(deaths, [])
         assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [deaths]
-        bench.services.on_message(InputsCleared(["ab"]), [])
+        bench.services.on_message(InputsCleared(model, ["ab"]), [])
         assert bench.first.dispatcher.cleared == service.dispatcher.cleared == ["ab"]
 
     asyncio.run(test())

@@ -677,7 +677,7 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
         await bench.all_connected()
         for computed_by in ("this gateway's worker", "another's"):
             for _ in range(2):
-                bench.dispatcher.note_deaths(InputDeaths([digest], is_isolated=False, has_crashed=True))
+                bench.dispatcher.note_deaths(InputDeaths("", [digest], is_isolated=False, has_crashed=True))
             if computed_by == "another's":
                 bench.dispatcher.note_cleared([digest])
             requests = [bench.request(1), bench.request(13)]
@@ -689,7 +689,7 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
                 await bench.settled(batch)
             assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
             cleared = [message for message in bench.reported if isinstance(message, InputsCleared)]
-            assert cleared == [InputsCleared([digest])]
+            assert cleared == [InputsCleared("", [digest])]
 
 
 async def test_a_request_that_waits_remembers_deaths_that_another_gateway_has_cleared(bench):
