@@ -138,6 +138,7 @@ class Service:
             is_shared_by_tenants=config.share_computed == "all",
             widths={output: output.width_of(config.card) for output in Output},
             report=gateway.send,
+            model=config.model,
             on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=_quarantine_key(gateway.quarantine_key, config.model),
             shared_metrics=counting,
@@ -465,7 +466,6 @@ class Services:
 
     def on_message(self, message: Message, fds: Sequence[int]) -> None:
         """Obey a message, without waiting. The descriptors stay the caller's."""
-        dispatchers = [service.dispatcher for service in self.all.values()]
         match message:
             case WorkerUp():
                 service = self.all[message.generation]
@@ -481,8 +481,8 @@ class Services:
                     identity.set_unknown(message.problem)
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
-                for dispatcher in dispatchers:
-                    dispatcher.worker_down(
+                for service in self.all.values():
+                    service.dispatcher.worker_down(
                         who, message.reason, has_crashed=message.has_crashed, is_planned=message.is_planned
                     )
             case ModelIs():
@@ -495,13 +495,13 @@ class Services:
                 service.dispatcher.set_broken(message.reason)
                 service.pipeline.fail_all(service.dispatcher.broken_error)
             case Quarantined():
-                for dispatcher in dispatchers:
+                for dispatcher in self._dispatchers_of(message.model):
                     dispatcher.quarantine.add(message.digest)
             case InputDeaths():
-                for dispatcher in dispatchers:
+                for dispatcher in self._dispatchers_of(message.model):
                     dispatcher.note_deaths(message)
             case InputsCleared():
-                for dispatcher in dispatchers:
+                for dispatcher in self._dispatchers_of(message.model):
                     dispatcher.note_cleared(message.digests)
             case Progress():
                 if self.active.dispatcher.start_stage is not None:
@@ -516,6 +516,10 @@ class Services:
                 self.withdraw(message.generation)
             case Discard():
                 self.discard(message.generation)
+
+    def _dispatchers_of(self, model: str) -> list[Dispatcher]:
+        """Of all generations of a model: they have one key for digests."""
+        return [service.dispatcher for service in self.all.values() if service.config.model == model]
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         self._keys = keys

@@ -262,8 +262,9 @@ class ModelBroken(Message):
 class InputDeaths(Message):
     """From a gateway, and to all others: a worker has died while it computed these inputs."""
 
+    model: str
+    """As in `Quarantined`, like the next."""
     digests: list[str]
-    """As in `Quarantined`."""
     is_isolated: bool
     """There was nothing else in the batch."""
     has_crashed: bool
@@ -274,14 +275,17 @@ class InputDeaths(Message):
 class InputsCleared(Message):
     """From a gateway, and to all others: these inputs, with which workers had died, have been computed."""
 
+    model: str
+    """As in `Quarantined`, like the next."""
     digests: list[str]
-    """As in `Quarantined`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined(Message):
     """From a gateway, and to all others: an input has ended worker after worker, and is refused for a while."""
 
+    model: str
+    """Its name: of all its generations, and of no other model, whose workers the input may do no harm."""
     digest: str
     """In hexadecimal, made with the key that gateways share."""
 

@@ -19,9 +19,9 @@ from typing import TypeAlias
 
 from vecd.shm.failure_code import FailureCode
 
-_VERSION = 4
+_VERSION = 5
 _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
-_BATCH_SIZES = struct.Struct("<IIH")  # num_sequences, num_tokens, num_threads
+_BATCH_SIZES = struct.Struct("<IIHQ")  # num_sequences, num_tokens, num_threads, scope
 _DONE_TAIL = struct.Struct("<IIIH")  # num_rows, compute_us, num_padding_tokens, num_threads
 _FAILED_TAIL = struct.Struct("<H")  # code
 
@@ -35,6 +35,10 @@ class _Kind(IntEnum):
 
 
 _BYTES_PER_INT32 = 4
+
+SCOPE_BYTES = 8
+NO_SCOPE, SCOPE_OF_ALL = range(2)
+"""See `Batch.scope`."""
 
 Frames: TypeAlias = list[bytes]
 
@@ -96,6 +100,9 @@ class Batch:
     less than its length. The second part of a pair has token type 1, where the model has types. That of a sequence
     whose output is TOKEN_VECTORS or HYBRID is a query's expansion: its tokens attend to the first part and are not
     attended to. Empty, which is no frame at all: no sequence has a second part."""
+    scope: int = NO_SCOPE
+    """Whose the sequences are, of SCOPE_BYTES: what a worker keeps of them serves batches of the same scope alone. A
+    keyed hash of the tenant; NO_SCOPE: several tenants', nothing is kept; SCOPE_OF_ALL: tenants share."""
 
 
 # --- worker → gateway -------------------------------------------------------------------------------------------
@@ -145,7 +152,7 @@ def encode(message: ToWorker | ToGateway) -> Frames:
     match message:
         case Batch():
             header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
-            sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens, message.num_threads)
+            sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens, message.num_threads, message.scope)
             frames = [header + sizes, message.lengths_bytes, message.token_ids_bytes]
             if message.borders_bytes:
                 return [*frames, message.outputs_bytes, message.borders_bytes]
@@ -168,7 +175,7 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
     kind, slot, epoch, number, tail = _split(frames)
     match kind:
         case _Kind.BATCH if len(frames) in (3, 4, 5) and len(tail) == _BATCH_SIZES.size:
-            num_sequences, num_tokens, num_threads = _BATCH_SIZES.unpack(tail)
+            num_sequences, num_tokens, num_threads, scope = _BATCH_SIZES.unpack(tail)
             lengths, token_ids = frames[1:3]
             outputs, borders = (*frames[3:], b"", b"")[:2]
             if not 0 < num_sequences <= num_tokens:
@@ -180,7 +187,7 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
             if len(frames) == 5 and len(borders) != num_sequences * _BYTES_PER_INT32:
                 raise WireError(f"batch of {num_sequences} sequences, and {len(borders)} bytes of borders")
             return Batch(
-                epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs, num_threads, borders
+                epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs, num_threads, borders, scope
             )
         case _Kind.PROBE if len(frames) == 1 and not tail:
             return Probe(epoch)

@@ -31,12 +31,12 @@ def read_batch(message: Batch, arena: ArenaSpec, card: ModelCard) -> PackedBatch
         raise BadBatch(f"a token id outside the vocabulary of {card.vocab_size}")
     is_plain = card.main_output is Output.VECTORS
     if is_plain and not message.outputs_bytes and not message.borders_bytes:
-        return PackedBatch(lengths, token_ids)
+        return PackedBatch(lengths, token_ids, scope=message.scope)
     outputs = np.frombuffer(message.outputs_bytes, dtype=np.uint8) if message.outputs_bytes else None
     if outputs is None and not is_plain:
         outputs = np.zeros(message.num_sequences, dtype=np.uint8)
     borders = np.frombuffer(message.borders_bytes, dtype="<i4") if message.borders_bytes else None
-    batch = PackedBatch(lengths, token_ids, outputs, borders, span_of(card))
+    batch = PackedBatch(lengths, token_ids, outputs, borders, span_of(card), message.scope)
     if borders is not None and not ((borders >= 0) & (borders < lengths)).all():
         raise BadBatch("the second part of a sequence begins outside it")
     if outputs is not None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
+from vecd.shm.wire import SCOPE_OF_ALL
 
 ReportProgress: TypeAlias = Callable[[str], None]
 """Called with the name of each stage of loading as it begins, for the operator."""
@@ -38,6 +39,8 @@ class PackedBatch:
     `vecd.shm.wire.Batch.borders_bytes`."""
     span: int = 1
     """Rows of an output that spans several, by `vecd.shm.output.span_of`."""
+    scope: int = SCOPE_OF_ALL
+    """See `vecd.shm.wire.Batch.scope`."""
 
     @property
     def rows_of_each(self) -> NDArray[np.int64]:
@@ -59,7 +62,8 @@ class PackedBatch:
         begin, end = int(self.lengths[:first].sum()), int(self.lengths[:last].sum())
         outputs = None if self.outputs is None else self.outputs[first:last]
         borders = None if self.borders is None else self.borders[first:last]
-        return PackedBatch(self.lengths[first:last], self.token_ids[begin:end], outputs, borders, self.span)
+        token_ids = self.token_ids[begin:end]
+        return PackedBatch(self.lengths[first:last], token_ids, outputs, borders, self.span, self.scope)
 
     @property
     def num_rows(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
+from vecd.shm.wire import NO_SCOPE
 from vecd.workers.engine import PackedBatch
 from vecd.workers.layout import Layout, runs_of
 
@@ -34,6 +35,7 @@ turns."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known(Generic[S]):
+    scope: int
     token_ids: NDArray[np.int64]
     states: S
 
@@ -43,17 +45,19 @@ class PrefixCache(Generic[S]):
 
     States of a prefix are also those of all its beginnings. At most `max_tokens` tokens are kept; the prefixes whose
     last use is the longest ago are dropped first. Nothing else drops them, because the weights never change in a
-    process. For one thread.
+    process. A prefix serves batches of its scope alone, because a quick answer tells a client that its tokens were
+    computed before; sequences of several tenants share nothing, not even within their batch. For one thread.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._known: list[_Known[S]] = []
         """The least recently used is first."""
-        self._seen: deque[NDArray[np.int64]] = deque(maxlen=_NUM_SEEN)
-        """Sequences that were alone in their batch: what another one has in common with them is a prefix."""
+        self._seen: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=_NUM_SEEN)
+        """Sequences that were alone in their batch, behind their scopes: what another one has in common with them is a
+        prefix."""
 
-    def share(self, layout: Layout) -> tuple[Layout, S | None]:
+    def share(self, layout: Layout, scope: int) -> tuple[Layout, S | None]:
         """The layout with its prefix apart, where that saves enough, and the states that begin with those of its
         `num_known` tokens; else the same layout. At least one token of each sequence stays its own.
 
@@ -61,10 +65,10 @@ class PrefixCache(Generic[S]):
         """
         num_sequences, num_tokens = layout.lengths.size, layout.token_ids.size
         common = _common_tokens(layout)
-        if common.size < MIN_SHARED_TOKENS:
+        if scope == NO_SCOPE or common.size < MIN_SHARED_TOKENS:
             return layout, None
-        known, num_known = self._longest_known(common)
-        num_shared = common.size if num_sequences > 1 else min(self._meet(layout.token_ids), self._max_tokens)
+        known, num_known = self._longest_known(common, scope)
+        num_shared = common.size if num_sequences > 1 else min(self._meet(layout.token_ids, scope), self._max_tokens)
         if num_shared < num_known + _MIN_MORE:
             num_shared = num_known
         # What one sequence computes apart saves as much in the next batch.
@@ -80,15 +84,17 @@ class PrefixCache(Generic[S]):
         """Whether the prefix of a layout from `share` has new tokens, and is short enough to be kept."""
         return shared.prefix.size > 0 and shared.num_known + shared.prefix.size <= self._max_tokens
 
-    def keep(self, token_ids: NDArray[np.int64], states: S) -> None:
+    def keep(self, token_ids: NDArray[np.int64], states: S, scope: int) -> None:
         """Keep the states of a prefix, if `takes` allows it. Copies `token_ids`, and owns `states` from now on."""
         size = token_ids.size
         self._known = [
             known
             for known in self._known
-            if known.token_ids.size > size or _num_common(known.token_ids, token_ids) < known.token_ids.size
+            if known.scope != scope
+            or known.token_ids.size > size
+            or _num_common(known.token_ids, token_ids) < known.token_ids.size
         ]
-        self._known.append(_Known(token_ids.copy(), states))
+        self._known.append(_Known(scope, token_ids.copy(), states))
         while self.num_tokens > self._max_tokens:
             del self._known[0]
 
@@ -97,17 +103,18 @@ class PrefixCache(Generic[S]):
         """Tokens whose states are kept."""
         return sum(known.token_ids.size for known in self._known)
 
-    def _longest_known(self, token_ids: NDArray[np.int64]) -> tuple[_Known[S] | None, int]:
+    def _longest_known(self, token_ids: NDArray[np.int64], scope: int) -> tuple[_Known[S] | None, int]:
         """What begins with the most of these tokens, and how many these are; None and 0 if nothing does."""
-        sizes = [_num_common(known.token_ids, token_ids) for known in self._known]
+        sizes = [_num_common(known.token_ids, token_ids) if known.scope == scope else 0 for known in self._known]
         most = max(sizes, default=0)
         return (self._known[sizes.index(most)], most) if most else (None, 0)
 
-    def _meet(self, token_ids: NDArray[np.int64]) -> int:
+    def _meet(self, token_ids: NDArray[np.int64], scope: int) -> int:
         """The most tokens that a remembered sequence begins with, too, less than either has. Remembers this one."""
-        others = [seen for seen in self._seen if not np.array_equal(seen, token_ids)]
-        if len(others) == len(self._seen):
-            self._seen.append(token_ids)
+        own = [seen for of, seen in self._seen if of == scope]
+        others = [seen for seen in own if not np.array_equal(seen, token_ids)]
+        if len(others) == len(own):
+            self._seen.append((scope, token_ids))
         return min(token_ids.size - 1, max((_num_common(seen, token_ids) for seen in others), default=0))
 
 

@@ -19,10 +19,10 @@ import uvloop
 
 from vecd.client.bulk.errors import EmbedError, RunEnded
 from vecd.client.bulk.folder import OutputFolder
-from vecd.client.bulk.inputs import check_readable, find_inputs
+from vecd.client.bulk.inputs import check_readable, file_key, find_inputs
 from vecd.client.bulk.one_output import OneOutput
 from vecd.client.bulk.options import EmbedOptions, parse_options
-from vecd.client.bulk.output import OutputFiles
+from vecd.client.bulk.output import OutputFiles, beside_final
 from vecd.client.bulk.server_process import start_server
 from vecd.client.bulk.service import EmbeddingService
 from vecd.client.bulk.tasks import until_interrupted
@@ -71,8 +71,9 @@ def _describe(error: Exception) -> str:
 def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
     """One output of all inputs."""
     inputs = find_inputs(options.files, options.format)
+    replaced = {file_key(str(path)) for path in (options.path, *beside_final(options.path))}
     for each in inputs:
-        if each.path == os.path.abspath(options.path):
+        if file_key(each.path) in replaced:
             raise EmbedError(f"{each.name} is input and output")
     check_readable(inputs, options)
     with closing(OutputFiles(options)) as files:

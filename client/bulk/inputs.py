@@ -92,6 +92,15 @@ def find_inputs(paths: Sequence[str], format_given: str | None) -> list[InputSou
     return inputs
 
 
+def file_key(path: str) -> Any:
+    """The same for all names of one local file, through whatever links; the path or URL itself where there is none."""
+    try:
+        found = os.stat(0 if path == STDIN else path)
+    except OSError:
+        return path
+    return found.st_dev, found.st_ino
+
+
 def copied_from(url: str, copy: InputSource) -> InputSource:
     """A remote input, of which there is a copy. Raises OSError.
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from vecd.client.bulk.errors import EmbedError
-from vecd.client.bulk.inputs import known_format
+from vecd.client.bulk.inputs import file_key, known_format
 from vecd.client.bulk.options import EmbedOptions
 from vecd.client.bulk.storage import base_name, expand, is_remote, join, shown
 
@@ -28,8 +28,8 @@ class Shard(NamedTuple):
 def list_shards(options: EmbedOptions, manifest: Path | None) -> list[Shard]:
     """Those of this run, sorted by their inputs. `manifest`: the file to read, if there is one.
 
-    Raises EmbedError when an input that is named here does not exist, a line of the manifest cannot be read, or two
-    inputs have one output.
+    Raises EmbedError when an input that is named here does not exist, a line of the manifest cannot be read, two inputs
+    have one output, or an output is an input or the manifest: with --restart, also by another name of the same file.
     """
     assert options.output_dir is not None
     folder = options.output_dir if is_remote(options.output_dir) else os.path.abspath(options.output_dir)
@@ -40,6 +40,12 @@ def list_shards(options: EmbedOptions, manifest: Path | None) -> list[Shard]:
     if not found:
         raise EmbedError("there is no input: no file, and no line of a manifest, has one of the formats")
     _check_distinct(found)
+    read = [*(source for source, _ in found), *([] if options.manifest is None else [_absolute(options.manifest)])]
+    # What is there is replaced by --restart alone; to look at all files may take long.
+    key = file_key if options.restart else str
+    outs = {key(out) for _, out in found}
+    if (both := next((each for each in read if key(each) in outs), None)) is not None:
+        raise EmbedError(f"{shown(both)} is input and output")
     return found[options.shard.run :: options.shard.num_runs]
 
 
@@ -50,8 +56,6 @@ def _check_distinct(shards: Sequence[Shard]) -> None:
             raise EmbedError(
                 f"{shown(other)} and {shown(source)} have one output, {shown(out)}: name it in a --manifest"
             )
-    if both := sources.keys() & {source for source, _ in shards}:
-        raise EmbedError(f"{shown(min(both))} is input and output")
 
 
 # --- names --------------------------------------------------------------------------------------------------

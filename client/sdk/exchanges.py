@@ -104,7 +104,8 @@ class ClientCall:
         self._served_at = clock()
         self._deadline = self._served_at + (math.inf if endpoint.timeout is None else endpoint.timeout)
         self._identity: str | None = None
-        """Of the first answer that had one: all vectors of one call are of one model."""
+        """Of the first answer; None if that had none. All vectors of one call are of one model."""
+        self._is_answered = False
         self._identity_lock = Lock()
         """The first answers of a call may come at the same time, in several threads."""
 
@@ -174,11 +175,11 @@ class ClientCall:
         demanded = self._endpoint.demanded_identity
         if demanded is not None and not _is_same(found, demanded):
             raise _mismatch(f"the server's model is {found or 'not known'}, and {demanded} was demanded", head)
-        if self._identity is not None and found != self._identity:
-            other = found or "one without an identity"
-            raise _mismatch(f"two models have answered one call: {self._identity} and {other}", head)
+        if self._is_answered and found != self._identity:
+            first, other = (each or "one without an identity" for each in (self._identity, found))
+            raise _mismatch(f"two models have answered one call: {first} and {other}", head)
+        self._is_answered, self._identity = True, found
         if found is not None:
-            self._identity = found
             self._endpoint.on_identity(found)
 
 

@@ -7,7 +7,8 @@ Owns `Api`, the `vecd.gateway.http.contract.Application`: it finds the route and
 
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Any
+
+import orjson
 
 from vecd.gateway.admission.auth import ANY_SCOPE
 from vecd.gateway.admission.principals import Principal, Principals
@@ -24,6 +25,8 @@ from vecd.gateway.types.messages import HttpRequest, Response
 from vecd.gateway.types.timeline import Durations
 
 _LARGE_BODY_BYTES = 64 * 1024
+_MAX_DOCUMENTS = 8
+"""Of /openapi.json that are kept, of some 0.6 MB each: by listener, by prefix, and by the models that keys reach."""
 
 _TIMING_HEADER = "x-vecd-timing"
 """A request with this header, whatever its value, gets a response with `server-timing`."""
@@ -32,6 +35,7 @@ _TIMING_HEADER = "x-vecd-timing"
 class Api:
     def __init__(self, context: Context) -> None:
         self.context = context
+        self._documents: dict[tuple[bool, bool, bool, tuple[str, ...]], bytes] = {}
         self._cors = Cors(context.config.cors_origins)
         self._admin_table = admin_table(ROUTES)
         self._admin_model_table = model_table(self._admin_table)
@@ -50,6 +54,7 @@ class Api:
             has_keys=self.principals.have_keys,
         )
         self._model_table = model_table(self._public_table)
+        self._documents.clear()
 
     def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
         """Go on with another generation's principals, because what they have used stays used, under these keys."""
@@ -59,6 +64,7 @@ class Api:
     def join(self, models: Models[Context] | None) -> None:
         """Serve beside other models from now on, or as the only one."""
         self.context.models = models
+        self._documents.clear()
         # A large body is read before its model is known.
         bodies = self.context.bodies
         bodies.widen([] if models is None else [model.bodies for model in models.all])
@@ -124,18 +130,23 @@ class Api:
 
     # --- what is served -------------------------------------------------------------------------------------
 
-    def describe(self, request: HttpRequest, principal: Principal) -> dict[str, Any]:
-        """The OpenAPI document of the listener that `request` came by: of the model that it names, or of all that its
-        sender reaches."""
+    def describe(self, request: HttpRequest, principal: Principal) -> bytes:
+        """The OpenAPI document of the listener that `request` came by, as JSON: of the model that it names, or of all
+        that its sender reaches. Kept until keys or models change, because to make one takes 10 to 20 ms of the loop."""
         models, choice, own = self.context.models_for(principal), request.choice, self.context.model_info
         are_several = models is not None and choice is not None and not choice.is_made
-        return describe_api(
-            self._table(request),
-            [model.model_info for model in models.all] if models is not None and are_several else [own],
-            has_keys=self.principals.have_keys,
-            path="" if models is None or are_several else f"{PREFIX}{own.model}",
-            are_several=are_several,
-        )
+        infos = [model.model_info for model in models.all] if models is not None and are_several else [own]
+        is_by_path = choice is not None and choice.is_by_path
+        key = (request.is_admin, is_by_path, are_several, tuple(info.model for info in infos))
+        if key not in self._documents:
+            path = "" if models is None or are_several else f"{PREFIX}{own.model}"
+            document = describe_api(
+                self._table(request), infos, has_keys=self.principals.have_keys, path=path, are_several=are_several
+            )
+            if len(self._documents) >= _MAX_DOCUMENTS:
+                del self._documents[next(iter(self._documents))]
+            self._documents[key] = orjson.dumps(document)
+        return self._documents[key]
 
     def _table(self, request: HttpRequest) -> Table:
         if request.choice is not None and request.choice.is_by_path:

@@ -94,8 +94,8 @@ class Context:
     """Tenants with a request in this gateway."""
     load_of: Callable[[str], tuple[int, int]]
     """The requests and the queued tokens that one tenant has in this gateway."""
-    openapi: Callable[[HttpRequest, Principal], dict[str, Any]]
-    """The OpenAPI document of the listener that a request came by, as its sender may see it."""
+    openapi: Callable[[HttpRequest, Principal], bytes]
+    """The OpenAPI document of the listener that a request came by, as its sender may see it, as JSON."""
     on_reload: Callable[[], None]
     """Requests that the supervisor reads its configuration again."""
     identity: Identity

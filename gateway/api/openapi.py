@@ -1,8 +1,8 @@
 """`/openapi.json`: the document of all routes, written from the declarations that requests are parsed by.
 
 Owns the frame of the document, and what all routes have in common: headers, errors, limits. Every field, response and
-error body is declared by its dialect (`vecd.gateway.api.operations`). Pure. Called by `vecd.gateway.api.application`
-for each request of the document.
+error body is declared by its dialect (`vecd.gateway.api.operations`). Pure. Called by `vecd.gateway.api.application`,
+which keeps the documents.
 
 Source of the format: the OpenAPI Specification, version 3.1.
 """

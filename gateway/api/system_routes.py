@@ -227,7 +227,7 @@ def _json(status: int, body: Any, headers: Mapping[str, str] | None = None) -> R
 
 async def openapi(context: Context, http: HttpRequest, principal: Principal) -> Response:
     """The document of the listener that the request came by."""
-    return _json(200, context.openapi(http, principal))
+    return Response(200, context.openapi(http, principal))
 
 
 async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:

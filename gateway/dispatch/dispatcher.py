@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from enum import Enum
 from functools import partial
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
@@ -60,7 +61,18 @@ from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
 from vecd.shm.views import SlotViews
-from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, ToGateway, WireError
+from vecd.shm.wire import (
+    NO_SCOPE,
+    SCOPE_BYTES,
+    SCOPE_OF_ALL,
+    Alive,
+    Batch,
+    Done,
+    Failed,
+    Incarnation,
+    ToGateway,
+    WireError,
+)
 
 log = logging.getLogger("vecd.dispatch")
 
@@ -108,6 +120,7 @@ class Dispatcher:
         max_batch_tokens: int,
         batch_timeout_s: float,
         report: Callable[[Message], None],
+        model: str = "",
         on_sending: Callable[[int, int], None] | None = None,
         quarantine_key: bytes | None = None,
         num_gateways: int = 1,
@@ -118,7 +131,8 @@ class Dispatcher:
         vector_cache: VectorCache | None = None,
         weight: float | None = 1.0,
     ) -> None:
-        """`service` names what the workers serve, among all services of this gateway.
+        """`service` names what the workers serve, among all services of this gateway; `model` is in what is reported
+        of inputs.
 
         Callbacks, both on the event loop: `report` gets the messages for the supervisor, WorkerConnected, WorkerStuck,
         InputDeaths, InputsCleared, Quarantined and ModelDrained; `on_sending`, a batch goes to a worker (its numbers of
@@ -126,9 +140,9 @@ class Dispatcher:
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
         `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
-        computed once, too. `cores`: the budget of this process; None: one core, so that none is lent. `vector_cache` is
-        filled with computed rows. `weight`: the model's share of the cores while other models need them, above 0; None:
-        its workers compute on a GPU.
+        computed once, too, and what a worker keeps of them serves all. `cores`: the budget of this process; None: one
+        core, so that none is lent. `vector_cache` is filled with computed rows. `weight`: the model's share of the
+        cores while other models need them, above 0; None: its workers compute on a GPU.
         """
         self._policy = policy
         self._epoch = epoch
@@ -137,6 +151,7 @@ class Dispatcher:
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
         self._report = report
+        self._model = model
         self._on_sending = on_sending
         self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._vector_cache = vector_cache
@@ -145,7 +160,9 @@ class Dispatcher:
             on_delivered=self._on_delivered,
             keep=None if vector_cache is None else vector_cache.keep,
         )
-        self.quarantine = Quarantine(quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES))
+        key = quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES)
+        self.quarantine = Quarantine(key)
+        self._scope_key = None if is_shared_by_tenants else key
         self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
         """The deaths of workers with each input that has not been computed since."""
         self._flights = SingleFlight(is_shared_by_tenants=is_shared_by_tenants)
@@ -577,6 +594,7 @@ class Dispatcher:
             outputs_bytes=outputs,
             num_threads=num_threads,
             borders_bytes=_borders_bytes(sequences),
+            scope=_scope_of(sequences, self._scope_key),
         )
         if not self._transport.send(link.incarnation.identity, message):
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
@@ -745,7 +763,8 @@ class Dispatcher:
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
-        message = InputDeaths(list(by_digest), is_isolated=len(batch.sequences) == 1, has_crashed=has_crashed)
+        is_isolated = len(batch.sequences) == 1
+        message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed)
         self._report(message)
         for digest, sequences in by_digest.items():
             # A request that waits remembers what is forgotten here.
@@ -771,7 +790,7 @@ class Dispatcher:
         for digest in cleared:
             self._deaths.forget(digest)
         if cleared:
-            self._report(InputsCleared(cleared))
+            self._report(InputsCleared(self._model, cleared))
 
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
         """Fail the request of a poison input, and for a while every other that has the same input."""
@@ -780,7 +799,7 @@ class Dispatcher:
         self._fail_identical(sequence, poisonous)
         self._deaths.forget(digest)
         self.quarantine.add(digest)
-        self._report(Quarantined(digest))
+        self._report(Quarantined(self._model, digest))
 
     def _count_failure(self, link: WorkerLink) -> None:
         """Count a failed batch of one sequence. A worker that only fails is always idle and would get every batch, so
@@ -878,6 +897,17 @@ def _borders_bytes(sequences: list[QueuedSequence]) -> bytes:
     """The borders of the sequences, as a Batch carries them."""
     borders = [sequence.border for sequence in sequences]
     return array("i", borders).tobytes() if any(borders) else b""
+
+
+def _scope_of(sequences: list[QueuedSequence], key: bytes | None) -> int:
+    """`Batch.scope`. `key`: of the hash of a tenant; None: tenants share."""
+    if key is None:
+        return SCOPE_OF_ALL
+    tenant, *others = {sequence.request_queue.tenant for sequence in sequences}
+    if others:
+        return NO_SCOPE
+    digest = blake2b(tenant.encode(), key=key, digest_size=SCOPE_BYTES, person=b"vecd tenant").digest()
+    return int.from_bytes(digest) | 2  # neither NO_SCOPE nor SCOPE_OF_ALL
 
 
 def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:

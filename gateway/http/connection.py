@@ -32,6 +32,7 @@ from vecd.gateway.http.contract import ConnectionHost, Timeouts
 from vecd.gateway.http.forwarded import TrustedProxies, client_of
 from vecd.gateway.http.http1 import CONTINUE, ReadState, RequestReader, RequestReceived, encode_response, new_request_id
 from vecd.gateway.http.proxy_protocol import ProxyHeader
+from vecd.gateway.http.request_line import names_this_machine
 from vecd.gateway.telemetry.shared_metrics import GONE
 from vecd.gateway.types.errors import (
     ApiError,
@@ -71,15 +72,18 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         *,
         is_admin: bool = False,
+        is_loopback: bool = False,
         proxied: ProxyHeader | None = None,
     ) -> None:
-        """`proxied`: what a trusted proxy has said with the PROXY protocol, if it has."""
+        """`is_loopback`: its listener is on a loopback address. `proxied`: what a trusted proxy has said with the PROXY
+        protocol, if it has."""
         self.is_admin = is_admin
         self.client = ""
         """The client of the connection, see `client_of`: that of a request whose headers do not say another."""
         self.address = ""
         """What limits by address count the connection by; "" if many callers may share it: on a unix socket, and from a
         trusted proxy."""
+        self._checks_host = is_admin and is_loopback
         self._proxied = proxied
         self._proxies: TrustedProxies | None = None  # None: headers do not say whose a request is
         self._server = server
@@ -208,7 +212,7 @@ class Connection(asyncio.Protocol):
         self._checked = request
         try:
             if self.is_admin:
-                _check_origin(request)
+                self._check_page(request)
             response = self._server.app.check_head(request)
         except Exception as error:
             response = self._render(error, request.request_id, request)
@@ -221,6 +225,20 @@ class Connection(asyncio.Protocol):
         request.client, request.is_admin = self.client, self.is_admin
         if self._proxies is not None:
             request.client, request.scheme = self._proxies.caller_of(request.headers, self.client)
+
+    def _check_page(self, request: HttpRequest) -> None:
+        """Refuse requests of web pages: a browser lets any page send requests to the machine that it runs on, and read
+        the responses where the name of the page's own server comes to resolve to this machine (DNS rebinding). The
+        names of other listeners are not known; those that other machines reach want a key, which no page has."""
+        if "origin" in request.headers:
+            raise PermissionDenied(
+                "header Origin: the admin listener answers no requests of web pages", code="origin_not_allowed"
+            )
+        if self._checks_host and not names_this_machine(request.headers.get("host", "")):
+            raise PermissionDenied(
+                "header Host: on a loopback address the admin listener answers to localhost and to addresses alone",
+                code="host_not_allowed",
+            )
 
     # --- handling ---
 
@@ -239,7 +257,7 @@ class Connection(asyncio.Protocol):
         try:
             try:
                 if self.is_admin:
-                    _check_origin(request)
+                    self._check_page(request)
                 is_last = self._write_response(request, await self._server.app.handle(request))
             except asyncio.CancelledError as error:
                 if self.task is None or self.task.cancelling():
@@ -493,14 +511,6 @@ class Connection(asyncio.Protocol):
                 self._refuse(RequestTimeout(f"head of the request: not complete after {timeouts.head_s:g} s"))
         elif waited_s >= timeouts.body_s + self.num_held_bytes / _MIN_BODY_BYTES_PER_S:
             self._refuse(RequestTimeout(f"body of the request: not complete after {timeouts.body_s:g} s"))
-
-
-def _check_origin(request: HttpRequest) -> None:
-    """Refuse requests of web pages: a browser lets any page send requests to the machine that it runs on."""
-    if "origin" in request.headers:
-        raise PermissionDenied(
-            "header Origin: the admin listener answers no requests of web pages", code="origin_not_allowed"
-        )
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ it does not know from bytes that are no method.
 import re
 from functools import lru_cache
 from http import HTTPMethod
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -82,6 +83,19 @@ def parse_line(line: bytes, max_target_bytes: int) -> RequestLine:
 def is_authority(text: str) -> bool:
     """Whether `text` is a host name or address with an optional port, or empty."""
     return _AUTHORITY.fullmatch(text) is not None
+
+
+def names_this_machine(authority: str) -> bool:
+    """Whether a well-formed authority is localhost, a name below that, or an address, or is empty: no name that
+    somebody else could let resolve to this machine."""
+    name = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+    if not name or f".{name.lower()}".endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _malformed() -> BadRequest:

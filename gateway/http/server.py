@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
+from ipaddress import ip_address
 
 from vecd.gateway.http.body_budget import BodyBudget
 from vecd.gateway.http.connection import Connection
@@ -151,9 +152,10 @@ class Server:
         self._loop = asyncio.get_running_loop()
         is_ours = sock.family == socket.AF_UNIX and not keeps_listening
         uds_id = file_id(sock.getsockname()) if is_ours else None
-        make_protocol: Callable[[], asyncio.Protocol] = partial(self._connection, tls, is_admin)
+        is_loopback = sock.family != socket.AF_UNIX and ip_address(sock.getsockname()[0]).is_loopback
+        make_protocol: Callable[..., asyncio.Protocol] = partial(self._connection, tls, is_admin, is_loopback)
         if proxy_protocol:
-            make_protocol = partial(ProxyLayer, self, partial(self._connection, tls, is_admin), self._loop)
+            make_protocol = partial(ProxyLayer, self, make_protocol, self._loop)
         accepting: asyncio.AbstractServer | SharedListener
         if self._is_ahead is None or is_admin:
             accepting = await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
@@ -165,9 +167,9 @@ class Server:
             self._sweep_regularly()
 
     def _connection(
-        self, tls: ServerTls | None, is_admin: bool, proxied: ProxyHeader | None = None
+        self, tls: ServerTls | None, is_admin: bool, is_loopback: bool, proxied: ProxyHeader | None = None
     ) -> asyncio.Protocol:
-        connection = Connection(self, self._loop, is_admin=is_admin, proxied=proxied)
+        connection = Connection(self, self._loop, is_admin=is_admin, is_loopback=is_loopback, proxied=proxied)
         if tls is None:
             return connection
         return TlsLayer(tls.context, connection, self._loop, self.timeouts.handshake_s)

@@ -126,7 +126,7 @@ class InvalidApiKey(ClientError):
 
 class PermissionDenied(ClientError):
     """Raised by `vecd.gateway.admission.auth` when a known key does not have the scope that the path requires, and by
-    `vecd.gateway.http.connection` for a web page on the admin listener."""
+    `vecd.gateway.http.connection` for what may be a web page on the admin listener."""
 
     status = 403
     code = "insufficient_scope"

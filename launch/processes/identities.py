@@ -6,6 +6,7 @@ and says that it has changed. What an identity is made of is in `vecd.launch.con
 `vecd.supervisor`.
 """
 
+import asyncio
 import errno
 import os
 import threading
@@ -22,6 +23,8 @@ from vecd.shm.model_files import one_line
 
 _PAUSES_S = 2.0, 10.0, 60.0
 """Before each further try to read files."""
+_NUM_LOOKS, _LOOK_S = 500, 0.02
+"""How often it is looked whether the identity of a model is known before its worker is announced: 10 s."""
 _CHANGED = "the model's files have changed since they were read; a reload finds it"
 
 
@@ -74,13 +77,18 @@ class Identities:
 
     async def confirm(self, worker_pool: WorkerPool, files: FileAccess) -> None:
         """Withdraw the identity of a model whose files have changed since they were read for it: a worker has now read
-        others, or may have. One that is not known yet is hurried; the end of the reading looks at the files, too."""
+        others, or may have. One that is not known yet is hurried and waited for, up to 10 s, so that it does not come
+        between the answers of one client; the end of the reading looks at the files, too."""
         with self._changes:
             digests = self._known.get(worker_pool.generation)
             for reading in self._waiting:
                 reading.is_urgent |= reading.worker_pool is worker_pool
             self._changes.notify()
         if digests is None:
+            for _ in range(_NUM_LOOKS):
+                if worker_pool.identity is not None:
+                    break
+                await asyncio.sleep(_LOOK_S)
             return
         plan = worker_pool.plan
         try:

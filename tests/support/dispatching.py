@@ -218,8 +218,9 @@ class Bench:
         length: int = 2,
         output: Output = Output.VECTORS,
         priority: Priority = Priority.NORMAL,
+        tenant: str = "",
     ) -> Request:
-        request = self._open(len(first_ids), priority)
+        request = self._open(len(first_ids), priority, tenant)
         inputs = [tokenized([n] * length) for n in first_ids]
         self._queue(
             request.request_queue,
@@ -255,9 +256,9 @@ class Bench:
         while dispatcher._delivery.num_rows or any(batch.number in link.in_flight for link in dispatcher.links):
             await asyncio.sleep(0.001)
 
-    def _open(self, num_inputs: int, priority: Priority = Priority.NORMAL) -> Request:
+    def _open(self, num_inputs: int, priority: Priority = Priority.NORMAL, tenant: str = "") -> Request:
         request = Request(num_inputs)
-        request.request_queue = RequestQueue(request, priority)
+        request.request_queue = RequestQueue(request, priority, tenant=tenant)
         return request
 
     def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:

@@ -259,7 +259,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 def get(path: str, *headers: str, method: str = "GET", version: str = "1.1") -> bytes:
-    return "".join(f"{line}\r\n" for line in (f"{method} {path} HTTP/{version}", "Host: x", *headers, "")).encode()
+    lines = (f"{method} {path} HTTP/{version}", "Host: localhost", *headers, "")
+    return "".join(f"{line}\r\n" for line in lines).encode()
 
 
 def post(path: str, *headers: str, body: bytes, version: str = "1.1") -> bytes:

@@ -131,13 +131,13 @@ def test_what_gateways_report_reaches_workers_and_other_gateways(bench) -> None:
         async with bench("--gateways", "2") as made:
             first, second = made.fakes.gateways
             first.inbox.put_nowait(WorkerStuck(0, 1))
-            first.inbox.put_nowait(Quarantined("ab"))
+            first.inbox.put_nowait(Quarantined("m", "ab"))
             first.inbox.put_nowait(CoresWanted(1))
             await settle()
             assert first.sent(CoresGranted) == [CoresGranted(usable_cores())]
             assert not second.sent(CoresGranted)
             assert made.fakes.workers[0].num_aborts == 1
-            assert second.sent(Quarantined) == [Quarantined("ab")]
+            assert second.sent(Quarantined) == [Quarantined("m", "ab")]
             assert not first.sent(Quarantined)
             [down] = first.sent(WorkerDown)
             assert not down.has_crashed, "it was killed for hanging, and by no input"

@@ -239,6 +239,9 @@ def keys(folder: Path) -> Provoked:
         page = HTTP.get(f"{admin}/stats", headers={"origin": "http://a", **auth["watcher"]})
         words = "the admin listener answers no requests of web pages"
         yield Row(403, words), Seen(page.status_code, page.text)
+        rebound = HTTP.get(f"{admin}/stats", headers={"host": "a.example", **auth["watcher"]})
+        words = "on a loopback address the admin listener answers to localhost"
+        yield Row(403, words), Seen(rebound.status_code, rebound.text)
         yield Row(400, "is a list of token ids"), embed_as("all", ids(2000))
         embed_as("metered", "a " * 200)
         yield Row(429, "this API key may send … tokens a second"), embed_as("metered")

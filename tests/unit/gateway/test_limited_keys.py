@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.asking import body_of
 from tests.unit.gateway.test_several_models import CARDS, DEFAULTS, NAMED, TEXT, Bench, json_of, run
+from vecd.gateway.api import application
+from vecd.gateway.api.openapi import describe_api
 from vecd.gateway.types.config import ApiKey
 from vecd.gateway.types.messages import Response
 from vecd.shm.control import NewKeys
@@ -214,5 +216,30 @@ def test_the_documentation_is_of_its_own_models():
         one = json_of(await ask(bench, "two", "/m/dense/openapi.json"))
         assert one["servers"] == [{"url": "/m/dense"}]
         assert "splade" not in str(one)
+
+    limited(test)
+
+
+def test_a_document_is_made_once_for_all_that_see_the_same(monkeypatch):
+    made: list[list[str]] = []
+
+    def count(table: Any, infos: Any, **options: Any) -> dict[str, Any]:
+        made.append([info.model for info in infos])
+        return describe_api(table, infos, **options)
+
+    monkeypatch.setattr(application, "describe_api", count)
+
+    async def test(bench: Bench) -> None:
+        for _ in range(3):
+            for key, path in (("all", "/openapi.json"), ("ranks", "/openapi.json"), ("all", "/m/dense/openapi.json")):
+                assert json_of(await ask(bench, key, path))["paths"]
+        assert [sorted(names) for names in made] == [["dense", "org/splade", "ranker"], ["ranker"], ["dense"]]
+        bench.add("ranker", 7)
+        assert json_of(await ask(bench, "all", "/openapi.json"))
+        assert len(made) == 4, "a model has changed, and its name has not"
+        num_made = len(made)
+        bench.services.on_message(NewKeys([]), [])
+        assert b'"bearer"' not in body_of(await ask(bench, "", "/openapi.json")), "keys have changed"
+        assert len(made) == num_made + 1
 
     limited(test)

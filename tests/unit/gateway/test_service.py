@@ -44,6 +44,7 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
+from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.wire import Incarnation
 
 KEYS = (ApiKey("a", "00"),)
@@ -182,8 +183,8 @@ class Bench:
         config = replace(planned_config(), model=model)
         self.services.prepare(Prepare(generation, config.to_json()), listening)
 
-    async def prepared(self, generation: int, listening: socket.socket) -> FakeService:
-        self.order(generation, listening)
+    async def prepared(self, generation: int, listening: socket.socket, model: str = "other") -> FakeService:
+        self.order(generation, listening, model)
         await self.reported(Prepared(generation))
         return self.made[generation]
 
@@ -457,17 +458,18 @@ def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(listening):
 def test_only_the_generation_without_workers_is_broken_and_a_poison_input_is_refused_by_all(listening):
     async def test() -> None:
         bench = Bench()
-        service = await bench.prepared(2, listening)
+        service = await bench.prepared(2, listening, planned_config().model)
         bench.services.on_message(ModelBroken(2, "it does not start"), [])
-        bench.services.on_message(Quarantined("ab"), [])
+        model = planned_config().model
+        bench.services.on_message(Quarantined(model, "ab"), [])
         assert (bench.first.dispatcher.broken, service.dispatcher.broken) == ([], ["it does not start"])
         assert bench.first.errors == []
         assert [str(error) for error in service.errors] == ["it does not start"]
         assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
-        deaths = InputDeaths(["ab"], is_isolated=True, has_crashed=False)
+        deaths = InputDeaths(model, ["ab"], is_isolated=True, has_crashed=False)
         bench.services.on_message(deaths, [])
         assert bench.first.dispatcher.deaths == service.dispatcher.deaths == [deaths]
-        bench.services.on_message(InputsCleared(["ab"]), [])
+        bench.services.on_message(InputsCleared(model, ["ab"]), [])
         assert bench.first.dispatcher.cleared == service.dispatcher.cleared == ["ab"]
 
     asyncio.run(test())
@@ -541,9 +543,9 @@ class NoTokenizer:
         """No token is in its vocabulary."""
 
 
-def service(**changes: Any) -> tuple[Service, list[Message]]:
+def service(vector_cache: VectorCacheMemory | None = None, **changes: Any) -> tuple[Service, list[Message]]:
     sent: list[Message] = []
-    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), sent.append)
+    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), sent.append, vector_cache=vector_cache)
     return Service(replace(planned_config(), **changes), 1, cast(Tokenizer, NoTokenizer()), facts), sent
 
 
@@ -565,6 +567,19 @@ def test_a_model_has_its_weight_and_needs_no_core_on_a_gpu():
         share = service(weight=3.0)[0].dispatcher._share
         assert (share.needs_cores, share.clock.weight) == (True, 3.0)
         assert not service(weight=3.0, compute_type="gpu")[0].dispatcher._share.needs_cores
+
+    run_in_virtual_time(test)
+
+
+@pytest.mark.parametrize(("who", "is_shared"), [("tenant", False), ("all", True)])
+def test_what_is_computed_is_shared_by_tenants_only_if_the_operator_wants_it(who, is_shared):
+    async def test() -> None:
+        made, _ = service(share_computed=who, vector_cache=cast(VectorCacheMemory, SimpleNamespace()))
+        dispatcher = made.dispatcher
+        cache = dispatcher._vector_cache
+        assert cache is not None
+        assert cache._is_shared_by_tenants is dispatcher._flights._is_shared_by_tenants is is_shared
+        assert (dispatcher._scope_key is None) is is_shared
 
     run_in_virtual_time(test)
 

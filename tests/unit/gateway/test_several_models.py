@@ -652,10 +652,13 @@ def test_an_input_that_ends_the_workers_of_one_model_is_no_other_s_fault():
     async def test(bench: Bench) -> None:
         dense, ranker, _ = (service.dispatcher for service in bench.made)
         digest = dense.quarantine.digest(b"the same ids")
-        bench.services.on_message(InputDeaths([digest], is_isolated=True, has_crashed=True), [])
-        bench.services.on_message(Quarantined(digest), [])
+        bench.services.on_message(InputDeaths("dense", [digest], is_isolated=True, has_crashed=True), [])
+        bench.services.on_message(Quarantined("dense", digest), [])
         assert dense.quarantine.holds(b"the same ids")
         assert not ranker.quarantine.holds(b"the same ids")
+        assert (len(dense._deaths), len(dense.quarantine)) == (1, 1)
+        assert (len(ranker._deaths), len(ranker.quarantine)) == (0, 0), "it has room for its own alone"
+        assert (dense._model, ranker._model) == ("dense", "ranker"), "which is in what they report"
         again = bench.add("dense", 7).dispatcher
         assert again.quarantine.digest(b"the same ids") == digest, "which other gateways tell all generations"
 

@@ -22,15 +22,15 @@ from vecd.shm.wire import (
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 
 
-def make_batch(lengths: list[int], outputs: bytes = b"", num_threads: int = 0) -> Batch:
+def make_batch(lengths: list[int], outputs: bytes = b"", num_threads: int = 0, scope: int = 0) -> Batch:
     ids, packed_lengths = np.arange(sum(lengths), dtype="<i4").tobytes(), np.array(lengths, dtype="<i4").tobytes()
-    return Batch(1, 2, 0, len(lengths), sum(lengths), packed_lengths, ids, outputs, num_threads)
+    return Batch(1, 2, 0, len(lengths), sum(lengths), packed_lengths, ids, outputs, num_threads, scope=scope)
 
 
 lengths_of_batches = st.lists(st.integers(1, 20), min_size=1, max_size=20)
 batches = lengths_of_batches.map(make_batch) | lengths_of_batches.flatmap(
     lambda lengths: st.builds(
-        make_batch, st.just(lengths), st.binary(min_size=len(lengths), max_size=len(lengths)), u16
+        make_batch, st.just(lengths), st.binary(min_size=len(lengths), max_size=len(lengths)), u16, u64
     )
 )
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vecd.shm.wire import NO_SCOPE, SCOPE_OF_ALL
 from vecd.workers.engine import PackedBatch
 from vecd.workers.layout import arrange
 from vecd.workers.prefix import MIN_SHARED_TOKENS, PrefixCache
@@ -22,7 +23,7 @@ def batch_of(sequences: list[list[int]]) -> PackedBatch:
 def test_prefix_and_rest_are_the_sequences(prefix: list[int], ends: list[list[int]]) -> None:
     sequences = [prefix + end for end in ends]
     plain = arrange(batch_of(sequences))
-    layout, _ = PrefixCache[None](0).share(plain)
+    layout, _ = PrefixCache[None](0).share(plain, SCOPE_OF_ALL)
     rebuilt = [
         [*layout.prefix.tolist(), *layout.token_ids[start : start + length].tolist()]
         for start, length in zip(layout.starts, layout.lengths, strict=True)
@@ -52,7 +53,7 @@ def test_prefix_and_rest_are_the_sequences(prefix: list[int], ends: list[list[in
     ],
 )
 def test_a_prefix_is_shared_where_that_saves_enough(sequences: list[list[int]], num_shared: int) -> None:
-    layout, _ = PrefixCache[None](0).share(arrange(batch_of(sequences)))
+    layout, _ = PrefixCache[None](0).share(arrange(batch_of(sequences)), SCOPE_OF_ALL)
     assert layout.prefix.size == num_shared
 
 
@@ -65,17 +66,17 @@ class Cached:
     def __init__(self, max_tokens: int) -> None:
         self.cache: PrefixCache[list[int]] = PrefixCache(max_tokens)
 
-    def computed(self, sequences: list[list[int]]) -> tuple[int, int]:
+    def computed(self, sequences: list[list[int]], scope: int = SCOPE_OF_ALL) -> tuple[int, int]:
         """Compute a batch: how many tokens are known, and how many more are computed once."""
         plain = arrange(batch_of(sequences))
-        layout, known = self.cache.share(plain)
+        layout, known = self.cache.share(plain, scope)
         before = [*(known or [])[: layout.num_known], *layout.prefix.tolist()]
         assert len(before) == layout.num_shared
         rest = [layout.token_ids[start:][:length] for start, length in zip(layout.starts, layout.lengths, strict=True)]
         assert [before + ids.tolist() for ids in rest] == [sequences[index] for index in layout.order]
         assert layout.lengths.min() >= 1
         if self.cache.takes(layout):
-            self.cache.keep(plain.token_ids[: layout.num_shared], before)
+            self.cache.keep(plain.token_ids[: layout.num_shared], before, scope)
         return layout.num_known, layout.prefix.size
 
 
@@ -144,3 +145,15 @@ def test_a_prefix_beyond_the_limit_is_computed_once_in_its_batch_alone() -> None
     assert [cached.computed(batch) for _ in range(2)] == [(0, 40), (0, 40)]
     assert cached.cache.num_tokens == 0
     assert [cached.computed([[7] * 40 + [document]]) for document in (12, 13, 14)] == [(0, 0), (0, 30), (30, 0)]
+
+
+def test_a_prefix_serves_its_tenant_alone() -> None:
+    cached, pairs = Cached(200), [[7] * 80 + [10], [7] * 80 + [11]]
+    assert [cached.computed(pairs, scope) for scope in (5, 6, 5)] == [(0, 80), (0, 80), (80, 0)]
+    assert [cached.computed([[8] * 80 + [scope]], scope) for scope in (5, 6)] == [(0, 0)] * 2  # not even met
+
+
+def test_sequences_of_several_tenants_share_nothing() -> None:
+    cached, pairs = Cached(200), [[7] * 80 + [10], [7] * 80 + [11]]
+    assert [cached.computed(pairs, NO_SCOPE) for _ in range(2)] == [(0, 0)] * 2
+    assert cached.cache.num_tokens == 0

@@ -125,22 +125,22 @@ class TransformerEngine:
     def _begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         layout = arrange(batch)
         with torch.inference_mode():
-            hidden, layout = self._hidden_behind_prefix(layout)
+            hidden, layout = self._hidden_behind_prefix(layout, batch.scope)
             if batch.outputs is None:
                 return self._device.write(self._heads[Output.VECTORS](hidden, layout), layout.order, rows)
             made, order = rows_of(batch, layout, hidden, self._heads, rows.shape[1])
             return self._device.write(made, order, rows)
 
-    def _hidden_behind_prefix(self, layout: Layout) -> tuple[Tensor, Layout]:
+    def _hidden_behind_prefix(self, layout: Layout, scope: int) -> tuple[Tensor, Layout]:
         """The hidden states of the tokens behind a shared prefix, if there is one, and the layout of these tokens."""
         if self._prefixes is None:
             return self._forward(layout), layout
-        shared, known = self._prefixes.share(layout)
+        shared, known = self._prefixes.share(layout, scope)
         if not shared.num_shared:
             return self._forward(layout), layout
         is_kept = self._prefixes.takes(shared)
         states = PrefixStates(shared.num_known, shared.prefix.size, known or (), is_kept=is_kept)
         hidden = self._forward(shared, states)
         if is_kept:
-            self._prefixes.keep(layout.token_ids[: shared.num_shared], states.kept)
+            self._prefixes.keep(layout.token_ids[: shared.num_shared], states.kept, scope)
         return hidden, shared

@@ -643,6 +643,23 @@ def test_an_input_that_is_the_output(embed: Run, capsys: pytest.CaptureFixture[s
     assert "is input and output" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["link.txt", "out.npy.rejected.jsonl"])
+def test_an_input_that_is_the_output_by_another_name(
+    name: str, embed: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A link to it, and a file that a complete output has beside it."""
+    out = tmp_path / name.removesuffix(".rejected.jsonl")
+    source = embed.source if out.name == name else tmp_path / name
+    source.write_text('{"text": "a"}\n')
+    if out.name == name:
+        out.symlink_to(source)
+    before = source.read_bytes()
+    flags = ("--output-format", "npy", "--format", "jsonl", "--restart")
+    assert embed(*flags, source=source, out=out) == 2
+    assert "is input and output" in capsys.readouterr().err
+    assert source.read_bytes() == before
+
+
 def test_the_probe_is_no_row(embed: Run) -> None:
     embed.write([PROBE, "other"])
     assert embed() == 0

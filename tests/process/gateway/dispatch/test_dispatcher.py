@@ -17,7 +17,7 @@ from vecd.shm.control import InputDeaths, InputsCleared, WorkerConnected
 from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
 from vecd.shm.views import map_arena
-from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe, encode
+from vecd.shm.wire import NO_SCOPE, SCOPE_OF_ALL, Alive, Done, Failed, Incarnation, Probe, encode
 
 
 async def test_rows_come_back_in_order(bench):
@@ -62,6 +62,28 @@ async def test_a_second_batch_is_sent_ahead_only_when_it_is_full(bench):
     bench.request(3, length=1)
     ahead = await worker.receive()
     assert (ahead.num_tokens, ahead.slot) == (16, 1 - held.slot)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_batch_says_whose_it_is_but_no_name(is_shared):
+    """A request of each of two tenants alone, then both in one batch."""
+    async with running_bench(is_shared_by_tenants=is_shared, quarantine_key=b"k" * 32) as bench:
+        worker = bench.add_worker()
+        await bench.all_connected()
+        scopes = []
+        for number, tenants in enumerate(("a", "b", "a", "ab")):
+            for at, tenant in enumerate(tenants):
+                bench.request(10 * number + at + 1, tenant=tenant)
+            batch = await worker.receive()
+            scopes.append(batch.scope)
+            worker.answer(batch)
+            await bench.settled(batch)
+    if is_shared:
+        assert scopes == [SCOPE_OF_ALL] * 4
+    else:
+        first, second, again, both = scopes
+        assert len({first, second, NO_SCOPE, SCOPE_OF_ALL}) == 4
+        assert (again, both) == (first, NO_SCOPE)
 
 
 async def test_a_dead_workers_batch_is_sent_to_another(bench):
@@ -655,7 +677,7 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
         await bench.all_connected()
         for computed_by in ("this gateway's worker", "another's"):
             for _ in range(2):
-                bench.dispatcher.note_deaths(InputDeaths([digest], is_isolated=False, has_crashed=True))
+                bench.dispatcher.note_deaths(InputDeaths("", [digest], is_isolated=False, has_crashed=True))
             if computed_by == "another's":
                 bench.dispatcher.note_cleared([digest])
             requests = [bench.request(1), bench.request(13)]
@@ -667,7 +689,7 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
                 await bench.settled(batch)
             assert num_sequences == ([2] if computed_by == "another's" else [1, 1])
             cleared = [message for message in bench.reported if isinstance(message, InputsCleared)]
-            assert cleared == [InputsCleared([digest])]
+            assert cleared == [InputsCleared("", [digest])]
 
 
 async def test_a_request_that_waits_remembers_deaths_that_another_gateway_has_cleared(bench):

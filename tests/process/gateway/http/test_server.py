@@ -787,6 +787,28 @@ async def test_the_admin_listener_answers_no_web_page():
         assert model_info.app.checked == []
 
 
+def host(name: str, path: str = "/a") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n".encode()
+
+
+async def test_a_page_whose_name_comes_to_mean_this_machine_reads_nothing(tmp_path):
+    """DNS rebinding: the browser takes the admin listener for the page's own server, so that no Origin tells."""
+    async with serving(admin=listening()) as model_info:
+        client = await model_info.connect_admin()
+        for name in ("evil.example", "evil.example:9000", "localhost.evil.example", "notlocalhost", "127.0.0.1.a:8"):
+            answer = await client.ask(host(name))
+            assert (answer.status, b"host_not_allowed" in answer.body) == (403, True)
+        assert model_info.app.handled == []
+        for name in ("localhost", "LocalHost:9000", "vecd.localhost:9000", "127.0.0.1:9", "10.0.0.5", "[::1]:9000", ""):
+            assert (await client.ask(host(name))).status == 200
+        assert (await (await model_info.connect()).ask(host("api.example"))).status == 200
+    async with serving(admin=listening(tmp_path / "admin")) as model_info:
+        assert (await (await model_info.connect_admin()).ask(host("api.example"))).status == 200
+    with socket.create_server(("0.0.0.0", 0)) as sock:
+        async with serving(admin=Listening(sock.dup())) as model_info:
+            assert (await (await model_info.connect_admin()).ask(host("api.example"))).status == 200
+
+
 async def test_the_app_may_add_headers_to_every_answer_but_those_on_the_admin_listener(tmp_path):
     """Also where it never sees the request, or it was not understood."""
     asked = {

@@ -74,6 +74,30 @@ def test_no_output_is_an_input(folder: Path) -> None:
         outputs(options_of(f"{folder}/c.jsonl", "--output-format", "jsonl", out=str(folder)))
 
 
+@pytest.mark.parametrize("link", ["folder", "file", "hard"])
+def test_no_output_replaces_an_input_through_a_link(folder: Path, link: str) -> None:
+    out = folder.parent / "out"
+    if link == "folder":
+        out.symlink_to(folder)
+    else:
+        out.mkdir()
+        (out / "c.jsonl").write_text("{}\n")
+        ((folder / "c.jsonl").symlink_to if link == "file" else (folder / "c.jsonl").hardlink_to)(out / "c.jsonl")
+    (folder / "c.jsonl").touch()
+    flags = ("--output-format", "jsonl")
+    with pytest.raises(EmbedError, match=r"data/c\.jsonl is input and output"):
+        outputs(options_of(f"{folder}/c.jsonl", *flags, "--restart", out=str(out)))
+    assert outputs(options_of(f"{folder}/c.jsonl", *flags, out=str(out))), "what is there is left alone"
+
+
+def test_no_output_replaces_the_manifest(folder: Path) -> None:
+    manifest = folder / "m.jsonl"
+    manifest.write_text(f"{folder}/a.txt\tm.jsonl\n")
+    options = options_of("--manifest", str(manifest), "--output-format", "jsonl", out=str(folder))
+    with pytest.raises(EmbedError, match=r"m\.jsonl is input and output"):
+        outputs(options, manifest)
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", ["data", "link", "data/../data/"])
 def test_outputs_that_the_next_run_would_read_are_refused_at_the_first(folder: Path, format: str, name: str) -> None:

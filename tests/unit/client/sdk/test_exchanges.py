@@ -198,10 +198,13 @@ def test_one_call_has_one_identity() -> None:
     assert demanded(played.requests) == ["", *[f"{A};dtype=float32"] * 4]
 
 
-def test_an_identity_may_become_known_during_a_call() -> None:
+def test_an_answer_without_an_identity_is_of_another_model() -> None:
+    """Also where it is the first: what was not known then may have changed since."""
     played = Played(client())
-    for each in (answer(200), of(A), of(A)):
-        assert played.run(each) == {"ok": 1}
+    for _ in range(2):
+        assert played.run(answer(200)) == {"ok": 1}
+    with pytest.raises(errors.IdentityMismatch, match=f"one without an identity and {A}"):
+        played.run(of(A))
 
 
 def test_calls_may_have_different_ones() -> None:

@@ -536,7 +536,7 @@ async def test_isolated_ones_are_computed_once_as_well():
     flights = Flights()
     digest = flights.dispatcher.quarantine.digest(array("i", [5, 5]).tobytes())
     for _ in range(2):
-        flights.dispatcher.note_deaths(InputDeaths([digest], is_isolated=False, has_crashed=False))
+        flights.dispatcher.note_deaths(InputDeaths("", [digest], is_isolated=False, has_crashed=False))
     requests = [flights.request(5) for _ in range(3)]
     gone = flights.request(5)
     flights.cancel(gone)

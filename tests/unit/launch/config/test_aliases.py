@@ -210,6 +210,18 @@ def test_fewer_dimensions(dims: tuple[int, ...], defaults: dict[str, Any], has_r
     assert [each.startswith(f"aliases: 'a': {why}") for each in told] == ([True] if why else [])
 
 
+@pytest.mark.parametrize(
+    ("changes", "defaults"),
+    [({"steps": ()}, {"dimensions": 8}), ({"truncate_dim": 8}, {}), ({"truncate_dim": 8}, {"dimensions": 16})],
+)
+def test_fewer_dimensions_of_vectors_of_any_length_have_no_scale_either(
+    changes: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    card = replace(CARD, **changes)
+    [told] = check_defaults(AliasDefaults("a", dtype="int8", **defaults), card, is_matryoshka=True, has_ranges=False)
+    assert told.startswith("aliases: 'a': dtype: int8 is for vectors of length 1")
+
+
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 

@@ -333,7 +333,7 @@ def test_a_message_for_all_but_its_sender(bench) -> None:
     async def test() -> None:
         async with bench(num_gateways=2) as made:
             first, second = made.fakes.gateways
-            made.pool.broadcast(Quarantined("aa"), but=made.pool.links[0])
+            made.pool.broadcast(Quarantined("m", "aa"), but=made.pool.links[0])
             assert (len(first.sent(Quarantined)), len(second.sent(Quarantined))) == (0, 1)
 
     run(test())

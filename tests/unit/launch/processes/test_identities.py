@@ -1,6 +1,7 @@
 """When the identity of each model is read, tried again and withdrawn. The thread and the files are real."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -121,9 +122,20 @@ def test_models_on_demand_are_read_after_the_start(pools: Pools, monkeypatch: py
     assert digest_of(later)
 
 
-async def test_a_load_hurries_it(pools: Pools) -> None:
+async def test_a_load_hurries_it_and_waits_for_it(pools: Pools) -> None:
     pool = pools.add(on_demand=True)
     await pools.confirm(pool)
+    assert pool.identity.digest
+
+
+async def test_a_reading_that_takes_long_holds_up_no_worker(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identities, "_NUM_LOOKS", 0)
+    may_read = threading.Event()
+    monkeypatch.setattr(identities, "read_identity", lambda plan: may_read.wait(30) and read_identity(plan))
+    pool = pools.add()
+    await pools.confirm(pool)
+    assert pool.identity is None
+    may_read.set()
     assert digest_of(pool)
 
 

@@ -20,6 +20,7 @@ from tests.support.llm_checkpoints import save_causal, save_reranker
 from vecd.shm.card import ModelError, read_card
 from vecd.shm.heads import PairTemplate
 from vecd.shm.output import Output
+from vecd.shm.wire import NO_SCOPE
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import random_batch, vectors_of
 from vecd.workers.engines.torch.build import build_engine
@@ -201,6 +202,19 @@ def test_a_prefix_of_earlier_batches_changes_no_score(family: str, path: str, re
         for tensor in (states for layer in known.states for states in layer):
             assert tensor.shape[2] == known.token_ids.size
             assert tensor.untyped_storage().nbytes() == tensor.nbytes  # it keeps no batch alive
+
+
+def test_the_query_of_one_tenant_is_computed_again_for_another(reranker: Callable[..., Path]) -> None:
+    folder = reranker("qwen3")
+    batch = pairs_of_one_query(60, (9, 5, 7))
+    engine = engine_of(folder, "fused")
+    assert isinstance(engine, TransformerEngine)
+    engine.share_prefixes(probe(read_card(folder)))
+    computed: list[int] = []
+    engine._forward = Counting(engine._forward, computed)
+    for scope in (5, 5, 6, NO_SCOPE):
+        vectors_of(engine, replace(batch, scope=scope), 1)
+    assert computed == [60 + 21, 21, 60 + 21, 3 * 60 + 21]
 
 
 @pytest.mark.parametrize("path", ["fused", "packed"])
