@@ -388,8 +388,7 @@ class Supervisor:
         self._on_workers_changed()
 
     def on_down(self, worker_pool: WorkerPool, worker: ReadyWorker, reason: str) -> None:
-        has_crashed = worker.process.has_crashed and not worker.is_stuck
-        self._gateway_pool.send_down(worker.incarnation, reason, has_crashed=has_crashed)
+        self._gateway_pool.send_down(worker.incarnation, reason, has_crashed=worker.process.has_crashed)
         self._send_status()
 
     def on_broken(self, worker_pool: WorkerPool, reason: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vecd.launch.base.exit_codes import EXIT_COULD_NOT_START, EXIT_OK
+from vecd.launch.base.standard_streams import fill_standard_streams
 
 
 def main(kind: str, *arguments: str) -> int:
@@ -98,4 +99,5 @@ def _pairs(card: str, max_tokens: str, answer: Path) -> None:
 
 
 if __name__ == "__main__":
+    fill_standard_streams()
     sys.exit(main(*sys.argv[1:]))

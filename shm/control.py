@@ -116,7 +116,7 @@ class WorkerDown(Message):
     life: int
     reason: str
     has_crashed: bool = False
-    """By a signal that processes bring upon themselves, and that nobody has sent it."""
+    """By a signal of the kernel for a fault of its own, and that no process has sent it."""
     is_planned: bool = False
     """The supervisor has ended it, after every gateway's ModelDrained. Counts as no death."""
 

@@ -4,6 +4,7 @@ Owns the folder of its unix socket until the guard has it, and the guard's proce
 line alone. Called by users.
 """
 
+import fcntl
 import os
 import select
 import shutil
@@ -103,7 +104,10 @@ class Server(Client):
     def _start(self) -> None:
         folder = _new_folder()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (read for as long as the server may end)
-        reader, writer = os.pipe()
+        reader, low = os.pipe()
+        # Above the standard streams, of which a program may have closed some: the guard gets others in their place.
+        writer = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(low)
         command = [
             sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")),
             str(os.getpid()), folder, str(writer),

@@ -7,9 +7,10 @@ programs used up the memory; then harmless inputs are in the batches that are lo
 response, and everybody who sends the same input for a while, so it needs deaths that are evidence:
 
     in a batch with others    little evidence: from the second death on, the input runs in an isolated batch
-    isolated, a crash         (SIGSEGV and the like, which nobody sends) rejected at the third death
-    isolated, another death   (SIGKILL, which the kernel also sends when memory runs out; a hang) rejected at the fifth
-                              death, if the last three were isolated and no other worker has died between them
+    isolated, a crash         (SIGSEGV and the like, for a fault: workers outlive those that a process sends) rejected
+                              at the third death
+    isolated, another death   (SIGKILL, which the kernel also sends when memory runs out; SIGABRT; a hang) rejected at
+                              the fifth death, if the last three were isolated and no other worker has died between them
 
 Workers that are killed from outside die with other inputs, or with none, as often as with this one; that is why deaths
 in between make the others weak evidence. So that two such inputs cannot protect each other for ever, the eighth

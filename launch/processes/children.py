@@ -33,7 +33,7 @@ from vecd.shm.control import (
 )
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
-from vecd.workers.process.kernel import describe_status, reap_strangers
+from vecd.workers.process.kernel import FAULTS, describe_status, reap_strangers
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -41,8 +41,6 @@ _FORK_TIMEOUT_S = 10.0
 _ABORT_S = 0.5
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
-
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 
 _waited_for: set[int] = set()
 """Pids of processes that have a `Process` to reap them."""
@@ -70,8 +68,8 @@ class Process:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it was ended by a signal that a process causes itself, as a segmentation fault does."""
-        return self.status is not None and -self.status in _CRASHES
+        """Whether it was ended by a signal for a fault of its own. Workers outlive such a signal of another process."""
+        return self.status is not None and -self.status in FAULTS
 
     async def died(self) -> None:
         """Wait until the process has ended. It may not have been reaped yet."""

@@ -7,7 +7,9 @@ and /proc/net/unix lists those that there are. Only the server's own user and ro
 """
 
 import asyncio
+import errno
 import json
+import logging
 import os
 import re
 import socket
@@ -21,6 +23,8 @@ from urllib.parse import urlsplit
 
 from vecd.client.suggestions import flag_hints
 from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
+
+log = logging.getLogger("vecd.supervisor")
 
 _LISTED = Path("/proc/net/unix")
 _REQUEST = b"reload\n"
@@ -52,9 +56,14 @@ class ReloadSocket:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Without a network namespace's abstract sockets, or under a name that is taken, there is no `vecd reload`."""
-        with suppress(OSError):
-            self._server = await asyncio.start_unix_server(self._talk, _address(os.geteuid(), os.getpid()))
+        """Without a network namespace's abstract sockets, or under a name that is taken, there is no `vecd reload`.
+        A name that is taken is logged: any user of the machine can take it."""
+        address = _address(os.geteuid(), os.getpid())
+        try:
+            self._server = await asyncio.start_unix_server(self._talk, address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                log.error("no `vecd reload` of this server: %s has the socket @%s", _owner_of(address), address[1:])
 
     def requested(self) -> None:
         """A reload was requested, by a signal or on the socket."""
@@ -73,7 +82,8 @@ class ReloadSocket:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with suppress(OSError, TimeoutError, ValueError):  # ValueError: a line without end
+            # ValueError: a line without end. CancelledError: the server ends, of which asyncio would log a traceback.
+            with suppress(OSError, TimeoutError, ValueError, asyncio.CancelledError):
                 _, user = _peer(writer.get_extra_info("socket"))
                 if user not in (0, os.geteuid()):
                     return
@@ -181,6 +191,15 @@ def _find_servers() -> Iterator[RunningServer]:
 
 def _address(user: int, pid: int) -> str:
     return f"\0vecd-reload-{user}-{pid}"
+
+
+def _owner_of(address: str) -> str:
+    """Who listens there, in words."""
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.setblocking(False)
+        connection.connect(address)
+        return "process {} of user {}".format(*_peer(connection))
+    return "another process"
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

@@ -19,6 +19,9 @@ from pathlib import Path
 # Linux UAPI include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which the kernel ends a process for what it has done itself. SIGABRT is none: others send it, too."""
+
 _OOM_SCORE = 500
 """In -1000 … 1000. A worker is replaced in a second, whereas the gateway holds all requests."""
 
@@ -68,6 +71,18 @@ def trace_crashes() -> None:
     """
     with suppress(RuntimeError, OSError, ValueError):
         faulthandler.enable(sys.stderr)
+
+
+def outlive_sent_faults() -> None:
+    """Live on when another process sends SIGSEGV, SIGBUS, SIGFPE or SIGILL, so that only a fault of this process's own
+    ends it by one: the kernel does not let a signal be ignored that it sends for a fault.
+
+    Call in the main thread, before `trace_crashes`, whose handler hands on to what was there before it: the first of
+    each signal, from wherever, writes the stacks.
+    """
+    faulthandler.disable()  # a fork has that of its parent
+    for number in FAULTS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave_no_core() -> None:

@@ -21,6 +21,7 @@ from vecd.workers.engine import Engine
 from vecd.workers.engines.load import load_engine
 from vecd.workers.process.kernel import (
     die_with_parent,
+    outlive_sent_faults,
     private_memory_mb,
     set_process_name,
     trace_crashes,
@@ -78,6 +79,7 @@ def _become_worker(config: WorkerConfig, incarnation: Incarnation) -> None:
     set_process_name(f"vecd-worker-{incarnation.worker}")
     leave_signals_to_supervisor()
     volunteer_for_oom_kill()
+    outlive_sent_faults()
     trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
     logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
 

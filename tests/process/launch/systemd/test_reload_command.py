@@ -126,6 +126,46 @@ def test_a_name_that_another_process_has_taken_is_not_believed():
         assert time.monotonic() - began_at < 5, "nothing is read from it"
 
 
+def test_a_server_whose_name_another_process_has_taken_says_so(caplog):
+    async def listen() -> None:
+        server = ReloadSocket(lambda: None, lambda: "")
+        await server.listen()
+        server.close()
+
+    address = reload_command._address(os.geteuid(), os.getpid())
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(address)
+        asyncio.run(listen())
+        other.listen()
+        asyncio.run(listen())
+    told = f"has the socket @{address[1:]}"
+    assert caplog.messages == [
+        f"no `vecd reload` of this server: {who} {told}"
+        for who in ("another process", f"process {os.getpid()} of user {os.geteuid()}")
+    ]
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
+
+
+def test_the_end_of_the_server_while_a_reload_is_waited_for_is_no_error(caplog):
+    async def end() -> None:
+        has_asked = asyncio.Event()
+
+        def ask() -> None:
+            server.requested()
+            has_asked.set()
+
+        server = ReloadSocket(ask, lambda: "")
+        await server.listen()
+        _, writer = await asyncio.open_unix_connection(reload_command._address(os.geteuid(), os.getpid()))
+        writer.write(b"reload\n")
+        await has_asked.wait()
+        writer.close()
+        server.close()
+
+    asyncio.run(end())  # which cancels what is left
+    assert not caplog.messages
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
 def test_another_user_gets_no_answer(start):
     address = reload_command._address(0, start("http://127.0.0.1:60001"))

@@ -43,6 +43,7 @@ from vecd.shm.wire import Done, Failed, Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.dummy import dummy_vectors
+from vecd.workers.process.kernel import FAULTS
 from vecd.workers.process.preload import modules_to_preload
 from vecd.workers.process.selection_process import SelectionProcess
 
@@ -360,6 +361,15 @@ def test_a_stuck_worker_that_is_told_to_abort_says_where_it_is(server: ForkServe
     log = server.log()
     assert "Fatal Python error: Aborted" in log
     assert "workers/process/loop.py" in log
+
+
+def test_a_fault_that_another_process_sends_ends_no_worker(server: ForkServer, endpoint: Any, gateway: Any) -> None:
+    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+    worker.until_ready()
+    gateway.meet(worker.who)
+    for number in (*FAULTS, *FAULTS):
+        worker.kill(number)
+    assert not is_readable(worker.pidfd, 0.2)
 
 
 def hard_limit() -> int:

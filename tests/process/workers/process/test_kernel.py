@@ -130,6 +130,31 @@ def test_without_stderr_nothing_is_said() -> None:
     assert exit_code(f"{_CAREFUL}; sys.stderr = None; trace_crashes(); os.abort()") == -signal.SIGABRT
 
 
+_OUTLIVING = f"""
+{_CAREFUL}
+import ctypes
+from vecd.workers.process.kernel import FAULTS, outlive_sent_faults
+trace_crashes()  # as the fork server has done
+outlive_sent_faults()
+trace_crashes()
+for _ in range(int(sys.argv[1])):
+    for number in FAULTS:
+        os.kill(os.getpid(), number)
+print("lives", file=sys.stderr)
+ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize("num_sent", [0, 3])
+def test_only_a_fault_of_its_own_ends_a_process_that_outlives_those_that_are_sent(num_sent: int) -> None:
+    command = [sys.executable, "-c", _OUTLIVING, str(num_sent)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == -signal.SIGSEGV
+    before, _, after = process.stderr.partition("lives\n")
+    assert before.count("Fatal Python error") == (4 if num_sent else 0), "the first of each is traced"
+    assert ("Fatal Python error: Segmentation fault" in after) == (not num_sent)
+
+
 # --- orphans ----------------------------------------------------------------------------------------------------
 
 _ADOPT = """
