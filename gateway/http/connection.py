@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
             self._advance()
         else:
             # Not before the client has sent something: some clients take a response without a request for an error.
-            self._refuse_connection(self._why_refused)
+            self._refuse_connection(self._why_refused, data)
 
     def eof_received(self) -> bool:
         """The client sends no more. True keeps the connection, for a client that only shut down its sending half."""
@@ -323,10 +323,16 @@ class Connection(asyncio.Protocol):
         request_id = request.request_id if request is not None else new_request_id()
         self._end_with(self._render(error, request_id, request), request_id, request)
 
-    def _refuse_connection(self, reason: str) -> None:
-        """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number."""
+    def _refuse_connection(self, reason: str, data: bytes = b"") -> None:
+        """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number.
+        `data`: what the client has sent, of which a head is read for the request's id alone."""
+        request_id = new_request_id()
+        with suppress(ApiError):
+            self._reader.feed(data)
+            if (event := self._reader.next_event()) is not None:
+                request_id = event.request.request_id
         error = Unavailable(reason, retry_after_s=1)
-        self._end_with(self._server.app.render_error(error, None), new_request_id())
+        self._end_with(self._server.app.render_error(error, None), request_id)
 
     def _end_with(self, response: Response, request_id: str, request: HttpRequest | None = None) -> None:
         self._add_headers(response, request)
