@@ -96,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._is_ending = False  # the last response was written, or the client has disconnected
         self._has_eof = False
         self._is_reading_paused = False
+        self._is_advance_due = False  # in the next turn of the event loop
         self._is_write_blocked = False
         self.num_unsent_bytes = 0
         """Of responses, at the last check of the deadlines, without what the kernel has of them."""
@@ -124,7 +125,10 @@ class Connection(asyncio.Protocol):
                 self._start(request)
                 return
             self._reader.feed(data)
-            self._advance()
+            if self._is_advance_due:
+                self._count_held()
+            else:
+                self._advance()
         else:
             # Not before the client has sent something: some clients take a response without a request for an error.
             self._refuse_connection(self._why_refused, data)
@@ -132,7 +136,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more. True keeps the connection, for a client that only shut down its sending half."""
         self._has_eof = True
-        if self._is_ending or not (self.task or self._is_write_blocked):
+        if self._is_ending or not (self.task or self._is_write_blocked or self._is_advance_due):
             return False
         self._probe()
         return True
@@ -154,7 +158,8 @@ class Connection(asyncio.Protocol):
     # --- reading ---
 
     def _advance(self) -> None:
-        """Process what was received, until a request is being handled or bytes are missing."""
+        """Process what was received, until a request is being handled, bytes are missing, or it is enough for a turn of
+        the event loop."""
         while self.task is None and not self._is_write_blocked and not self._is_ending:
             try:
                 event = self._reader.next_event()
@@ -168,6 +173,14 @@ class Connection(asyncio.Protocol):
                 self._start(event.request)
             else:
                 self._check_head(event.request)
+        self._count_held()
+
+    def _advance_again(self) -> None:
+        self._is_advance_due = False
+        if not self._transport.is_closing():
+            self._advance()
+
+    def _count_held(self) -> None:
         num_held_bytes = self._reader.num_waiting_bytes
         if self.task is None:
             num_held_bytes += self._reader.num_body_bytes
@@ -175,7 +188,11 @@ class Connection(asyncio.Protocol):
             self._hold(num_held_bytes)
 
     def _await_bytes(self) -> None:
-        if self._has_eof:
+        if self._reader.has_more:
+            if not self._is_advance_due:
+                self._is_advance_due = True
+                self._loop.call_soon(self._advance_again)
+        elif self._has_eof:
             self._transport.close()
             return
         if self._reader.state is not self._awaited:
