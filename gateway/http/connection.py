@@ -100,6 +100,7 @@ class Connection(asyncio.Protocol):
         self._is_ending = False  # the last response was written, or the client has disconnected
         self._has_eof = False
         self._is_reading_paused = False
+        self._is_advance_due = False  # in the next turn of the event loop
         self._is_write_blocked = False
         self.num_unsent_bytes = 0
         """Of responses, at the last check of the deadlines, without what the kernel has of them."""
@@ -128,15 +129,18 @@ class Connection(asyncio.Protocol):
                 self._start(request)
                 return
             self._reader.feed(data)
-            self._advance()
+            if self._is_advance_due:
+                self._count_held()
+            else:
+                self._advance()
         else:
             # Not before the client has sent something: some clients take a response without a request for an error.
-            self._refuse_connection(self._why_refused)
+            self._refuse_connection(self._why_refused, data)
 
     def eof_received(self) -> bool:
         """The client sends no more. True keeps the connection, for a client that only shut down its sending half."""
         self._has_eof = True
-        if self._is_ending or not (self.task or self._is_write_blocked):
+        if self._is_ending or not (self.task or self._is_write_blocked or self._is_advance_due):
             return False
         self._probe()
         return True
@@ -158,7 +162,8 @@ class Connection(asyncio.Protocol):
     # --- reading ---
 
     def _advance(self) -> None:
-        """Process what was received, until a request is being handled or bytes are missing."""
+        """Process what was received, until a request is being handled, bytes are missing, or it is enough for a turn of
+        the event loop."""
         while self.task is None and not self._is_write_blocked and not self._is_ending:
             try:
                 event = self._reader.next_event()
@@ -172,6 +177,14 @@ class Connection(asyncio.Protocol):
                 self._start(event.request)
             else:
                 self._check_head(event.request)
+        self._count_held()
+
+    def _advance_again(self) -> None:
+        self._is_advance_due = False
+        if not self._transport.is_closing():
+            self._advance()
+
+    def _count_held(self) -> None:
         num_held_bytes = self._reader.num_waiting_bytes
         if self.task is None:
             num_held_bytes += self._reader.num_body_bytes
@@ -179,7 +192,11 @@ class Connection(asyncio.Protocol):
             self._hold(num_held_bytes)
 
     def _await_bytes(self) -> None:
-        if self._has_eof:
+        if self._reader.has_more:
+            if not self._is_advance_due:
+                self._is_advance_due = True
+                self._loop.call_soon(self._advance_again)
+        elif self._has_eof:
             self._transport.close()
             return
         if self._reader.state is not self._awaited:
@@ -341,10 +358,16 @@ class Connection(asyncio.Protocol):
         request_id = request.request_id if request is not None else new_request_id()
         self._end_with(self._render(error, request_id, request), request_id, request)
 
-    def _refuse_connection(self, reason: str) -> None:
-        """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number."""
+    def _refuse_connection(self, reason: str, data: bytes = b"") -> None:
+        """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number.
+        `data`: what the client has sent, of which a head is read for the request's id alone."""
+        request_id = new_request_id()
+        with suppress(ApiError):
+            self._reader.feed(data)
+            if (event := self._reader.next_event()) is not None:
+                request_id = event.request.request_id
         error = Unavailable(reason, retry_after_s=1)
-        self._end_with(self._server.app.render_error(error, None), new_request_id())
+        self._end_with(self._server.app.render_error(error, None), request_id)
 
     def _end_with(self, response: Response, request_id: str, request: HttpRequest | None = None) -> None:
         self._add_headers(response, request)

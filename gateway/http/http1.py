@@ -111,6 +111,11 @@ class RequestReader:
         return self._message.body.num_bytes if self._message is not None else 0
 
     @property
+    def has_more(self) -> bool:
+        """`next_event` returned None because it has done enough for one turn of the event loop: call it again."""
+        return self._message is not None and self._message.body.has_more
+
+    @property
     def num_waiting_bytes(self) -> int:
         """Bytes fed and not parsed yet: those behind the request that is being handled."""
         return len(self._data) - self._at
@@ -136,7 +141,7 @@ class RequestReader:
             self._seek_request()
 
     def next_event(self) -> Event | None:
-        """Parse the next event; None when bytes are missing, or when the reader is closed.
+        """Parse the next event; None when bytes are missing, or it `has_more`, or when the reader is closed.
 
         Raises ApiError when the bytes are refused. Every complete request before them has been returned by then;
         the reader is closed, and `request` is the one refused, if its head was known.

@@ -34,6 +34,7 @@ from tests.support.tinyserver import (
 from vecd.gateway.http.connection import Connection
 from vecd.gateway.http.contract import Timeouts
 from vecd.gateway.http.forwarded import client_of
+from vecd.gateway.http.framing import STEPS_PER_READ
 from vecd.gateway.http.http1 import ReadState, _Message
 from vecd.gateway.http.server import Server
 from vecd.gateway.types.messages import HttpRequest, Limits
@@ -490,9 +491,9 @@ async def test_too_many_connections_are_told_so(caplog):
         assert (await first.ask(get("/a"))).status == 200
         assert (await second.ask(get("/a"))).status == 200
         third = await model_info.connect()
-        answer = await third.ask(get("/a"))
+        answer = await third.ask(get("/a", "x-request-id: mine"))
         assert (answer.status, answer.headers["connection"]) == (503, "close")
-        assert answer.headers["retry-after"] == "1"
+        assert (answer.headers["retry-after"], answer.headers["x-request-id"]) == ("1", "mine")
         assert b"2" in answer.body
         assert await third.rest() == b""
         assert model_info.server.num_connections == 2
@@ -1236,6 +1237,36 @@ async def test_what_waits_behind_a_request_is_bounded():
         recorded.app.release.set()
         await until(lambda: recorded.transport.sent.count(b"HTTP/1.1 200") == waiting.count(b"GET") + 2)
         assert not recorded.transport.is_reading_paused
+
+
+async def test_small_chunks_are_read_a_few_in_each_turn_of_the_loop():
+    """In order, with the client held back meanwhile, and although it has shut down its half."""
+    chunk, num_chunks = b"1;a\r\nx\r\n", 20_000
+    async with recording(max_body_bytes=num_chunks) as recorded:
+        transport, reader = recorded.transport, recorded.connection._reader
+        head = get("/len", "Transfer-Encoding: chunked", method="POST")
+        recorded.connection.data_received(head + chunk * (num_chunks - 1))
+        assert transport.is_reading_paused
+        recorded.connection.data_received(chunk + b"0\r\n\r\n")
+        assert recorded.connection.eof_received()
+        num_before, most_in_a_turn, num_turns = 0, 0, 0
+        while reader.num_body_bytes:
+            most_in_a_turn = max(most_in_a_turn, reader.num_body_bytes - num_before)
+            num_before, num_turns = reader.num_body_bytes, num_turns + 1
+            await asyncio.sleep(0)
+        assert most_in_a_turn <= STEPS_PER_READ <= 1024
+        assert num_turns > 20
+        await until(lambda: transport.sent.endswith(b"%d" % num_chunks))
+        assert not transport.is_reading_paused
+
+
+async def test_one_pipelined_request_is_handled_in_a_turn_of_the_loop():
+    async with recording() as recorded:
+        recorded.connection.data_received(get("/a") * 100)
+        for num_turns in range(1, 101):
+            await asyncio.sleep(0)
+            assert len(recorded.app.handled) <= num_turns
+        await until(lambda: len(recorded.app.handled) == 100)
 
 
 async def test_what_waits_behind_a_request_counts_as_arriving():

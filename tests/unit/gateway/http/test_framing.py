@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from vecd.gateway.http.framing import FREE_FRAMING_BYTES, ChunkedBody, KnownBody
+from vecd.gateway.http.framing import FREE_FRAMING_BYTES, STEPS_PER_READ, Body, ChunkedBody, KnownBody
 from vecd.gateway.types.errors import ApiError, BadRequest, HeadersTooLarge, PayloadTooLarge
 
 MANY = 10**9
@@ -23,13 +23,21 @@ def read(data: bytes, sizes: list[int], max_bytes: int = MANY, max_framing_bytes
     try:
         for piece in cut(data, sizes):
             waiting += piece
-            at = body.read(waiting, 0)
+            at = read_on(body, waiting)
             waiting, num_taken = waiting[at:], num_taken + at
             if body.is_complete:
                 return "whole", body.take(), num_taken
     except ApiError as error:
         return "refused", type(error), error.message
     return "unfinished", body.num_bytes
+
+
+def read_on(body: Body, data: bytes) -> int:
+    """As a connection does, in as many turns as it takes."""
+    at = body.read(data, 0)
+    while body.has_more:
+        at = body.read(data, at)
+    return at
 
 
 def cut(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -213,8 +221,39 @@ def test_chunks_of_five_bytes_may_go_on_for_ever():
     data = b"5\r\nhello\r\n" * 400_000
     body = ChunkedBody(MANY, 32_768)
     for at in range(0, len(data), 100_000):
-        assert body.read(data[at : at + 100_000], 0) == 100_000
+        assert read_on(body, data[at : at + 100_000]) == 100_000
     assert body.num_bytes == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("unit", "end", "num_steps"),
+    [
+        (b"1\r\nx\r\n", b"0\r\n\r\n", 1),
+        (b"1;a\r\nx\r\n", b"0\r\n\r\n", 3),
+        (b"1;a=%b\r\nx\r\n" % (b"b" * 640), b"0\r\n\r\n", 13),
+        (b"A:\r\n", b"\r\n", 1),
+    ],
+)
+def test_a_read_takes_no_more_than_is_enough_for_a_turn_of_the_loop(unit: bytes, end: bytes, num_steps: int):
+    """Chunks, their extensions, and trailers."""
+    assert STEPS_PER_READ <= 1024
+    begin = b"" if end != b"\r\n" else b"0\r\n"
+    num_units = 2 * FREE_FRAMING_BYTES // 3 // len(unit)
+    data, body, at, num_reads = begin + unit * num_units + end, ChunkedBody(MANY, MANY), 0, 0
+    while not body.is_complete:
+        start, at = at, body.read(data, at)
+        assert at - start <= (STEPS_PER_READ // num_steps + 2) * len(unit)
+        assert body.has_more == (not body.is_complete)
+        num_reads += 1
+    assert at == len(data)
+    assert body.take() == (b"x" * num_units if not begin else b"")
+    assert num_reads >= num_units * num_steps // STEPS_PER_READ
+
+
+def test_what_lacks_bytes_has_no_more():
+    body = ChunkedBody(MANY, 1000)
+    assert body.read(b"1;a\r\nx\r\n5", 0) == 8
+    assert not body.has_more
 
 
 def test_a_flood_of_framing_is_cut_long_before_its_end():
@@ -223,7 +262,7 @@ def test_a_flood_of_framing_is_cut_long_before_its_end():
     body = ChunkedBody(64 * 2**20, 32_768)
     with pytest.raises(BadRequest):  # noqa: PT012
         while num_fed < 64 * 2**20:
-            body.read(flood, 0)
+            read_on(body, flood)
             num_fed += len(flood)
     assert num_fed < 2 * 2**20
 
