@@ -32,7 +32,7 @@ from vecd.gateway.telemetry.shared_metrics import SharedMetrics
 from vecd.gateway.telemetry.tei_metrics import TeiCounts
 from vecd.gateway.tokenization.chat_process import ChatProcess
 from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
-from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter, size_of
+from vecd.gateway.tokenization.tokenize_api import MAX_SIZE, most_of_one_caller, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.errors import (
@@ -59,6 +59,7 @@ from vecd.gateway.types.request import (
     TokenizedInput,
     Tokenizing,
 )
+from vecd.gateway.types.tenant_room import Share, TenantRoom
 from vecd.gateway.types.timeline import RequestTimeline
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
@@ -66,8 +67,8 @@ from vecd.shm.shared_metrics import Counter
 T = TypeVar("T")
 
 _SIZE_OF_RENDERING = 16 * 1024
-"""What conversations count besides their length, in characters: 32 requests may wait for the chat template, because
-each may take a second."""
+"""What conversations count besides their length, in characters: 16 requests of one caller may wait for the chat
+template, because each may take a second."""
 _FLOATS_PER_TURN = 32 * 1024
 """Looked up in the vector cache in one turn of the event loop, and encoded where they are found: 85 rows of 384 floats
 take 0.6 ms, and 1.4 ms more as JSON numbers."""
@@ -78,8 +79,8 @@ _LATE_INPUTS_PER_TURN = 32
 _MAX_TOKEN_FLOATS = 8 * 2**20
 """Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much
 of its queries, and of documents that cannot be compared yet."""
-_MAX_RUNNING_TOKEN_FLOATS = 2 * _MAX_TOKEN_FLOATS
-"""Limit for all such requests that are being computed."""
+_MAX_RUNNING_TOKEN_FLOATS = 4 * _MAX_TOKEN_FLOATS
+"""Limit for all such requests that are being computed; one caller gets half."""
 
 
 class _Counts:
@@ -94,12 +95,15 @@ class _Counts:
         "num_truncated",
         "offsets",
         "reports",
+        "share",
         "sources",
         "token_ids",
         "wants_reports",
     )
 
-    def __init__(self, *, wants_reports: bool) -> None:
+    def __init__(self, share: Share, *, wants_reports: bool) -> None:
+        self.share = share
+        """Of the room for rows of tokens."""
         self.num_tokens = self.num_truncated = self.num_chunked = self.num_late_chunks = 0
         self.sources: set[Source] = set()
         self.reports: list[InputReport] = []
@@ -193,10 +197,9 @@ class Pipeline:
         """Requests that need the workers."""
         self._inspected: set[PendingResult] = set()
         """Requests that need the tokenizer alone."""
-        self._tokenize_limiter = TokenizeLimiter()
+        self.tokenizer_room = TenantRoom(MAX_SIZE, "Texts and ids of {} characters are with the tokenizer")
         self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
-        self._token_floats: dict[RequestQueue, int] = {}
-        """Those of requests for one vector for each token; usually none."""
+        self.token_room = TenantRoom(_MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
         self._deadlines = Deadlines(self._expire)
         self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
         self._vector_cache = vector_cache
@@ -295,9 +298,14 @@ class Pipeline:
         """Reserve room for a request that needs the tokenizer alone, and so no permit."""
         if self._make_end is not None:
             raise self._make_end()
+        with self.tokenizer_room.share(principal.tenant) as share:
+            self._take(share, size, most_of_one_caller(size))
+            yield
+
+    def _take(self, share: Share, num: int, most: int | None = None) -> None:
+        """As `Share.take`."""
         try:
-            with self._tokenize_limiter.reserve(size, principal.tenant):
-                yield
+            share.take(num, most)
         except TooManyRequests:
             self.shared_metrics.add(Counter.REFUSED)
             raise
@@ -364,7 +372,7 @@ class Pipeline:
         if self._query_weights is not None and request.tokenizing.role is Role.QUERY:
             request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
         num_chars = _num_chars(request.inputs)
-        counts = _Counts(wants_reports=request.wants_report)
+        counts = _Counts(self.token_room.share(principal.tenant), wants_reports=request.wants_report)
         collectors = self.encoder.make_collectors(request, counts.token_ids, counts.late_chunks)
         if request.late is not None:
             request = request._replace(output=Output.TOKENS)
@@ -372,7 +380,7 @@ class Pipeline:
         request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
         if isinstance(rows := collectors[0], MaxSimRows):
             counts.max_sims = _MaxSims(rows, request.tokenizing.num_queries)
-            rows.on_come = partial(self._note_come, request_queue, counts.max_sims)
+            rows.on_come = partial(self._note_come, counts.share, counts.max_sims)
         request_queue.batches = timeline.batches
         permit.request_queue = request_queue
         self._pending.add(pending)
@@ -394,8 +402,7 @@ class Pipeline:
             self._pending.discard(pending)
             pending.abandon()
             self.policy.close(request_queue)
-            if self._token_floats:
-                self._token_floats.pop(request_queue, None)
+            counts.share.keep(0)
             if counts.max_sims is not None:
                 counts.max_sims.rows.on_come = None  # refers to this request, and so to the rows
             reservation.note_sent(request_queue.num_sent_tokens)
@@ -437,7 +444,7 @@ class Pipeline:
         most = len(request.inputs) if request.late is None else _LATE_INPUTS_PER_TURN
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
             async for tokenized in runs:
-                await self._until_rows_have_room(request_queue, counts.max_sims, num_queued)
+                await self._until_rows_have_room(counts.share, counts.max_sims, num_queued)
                 for at in range(0, len(tokenized), most):
                     if at:
                         await asyncio.sleep(0)
@@ -471,7 +478,7 @@ class Pipeline:
             else:
                 self._check_rows_in_slot(start, tokenized, "late chunks are made")
                 num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
-            self._take_token_floats(request_queue, num_rows * width)
+            self._take(counts.share, num_rows * width)
         elif counts.num_chunked and not output.is_plain:
             self._refuse_chunks(start, tokenized)
         if counts.num_chunked:
@@ -583,41 +590,26 @@ class Pipeline:
                     param="input",
                 )
 
-    def _take_token_floats(self, request_queue: RequestQueue, num_floats: int) -> None:
-        """Reserve room for the vectors of more tokens, until the request is over. Raises TooManyRequests."""
-        running = sum(self._token_floats.values())
-        is_alone = running == self._token_floats.get(request_queue, 0)
-        if running + num_floats > _MAX_RUNNING_TOKEN_FLOATS and not is_alone:
-            self.shared_metrics.add(Counter.REFUSED)
-            raise TooManyRequests(
-                f"One vector for each token: {running} numbers are being made, this request has {num_floats} or more, "
-                f"at most {_MAX_RUNNING_TOKEN_FLOATS} may be made at a time",
-                retry_after_s=1,
-            )
-        self._token_floats[request_queue] = self._token_floats.get(request_queue, 0) + num_floats
-
-    async def _until_rows_have_room(
-        self, request_queue: RequestQueue, max_sims: _MaxSims | None, num_queued: int
-    ) -> None:
+    async def _until_rows_have_room(self, share: Share, max_sims: _MaxSims | None, num_queued: int) -> None:
         """Wait until the documents of a request for MaxSim that were queued no longer have to be kept, if there is
         little room for more. All queries must be among the `num_queued` inputs; before, this returns at once."""
         if max_sims is None or num_queued < max_sims.num_queries:
             return
-        if sum(self._token_floats.values()) < _MAX_TOKEN_FLOATS:
+        if self.token_room.num < _MAX_TOKEN_FLOATS:
             return
         rows = max_sims.rows
         await max_sims.until(lambda: not rows.num_queries_left)
         if max_sims.has_long_query:
             await max_sims.until(lambda: rows.num_come == num_queued)
             await asyncio.to_thread(rows.compare_held)
-            self._token_floats[request_queue] = rows.num_floats
+            share.keep(rows.num_floats)
 
-    def _note_come(self, request_queue: RequestQueue, max_sims: _MaxSims) -> None:
+    def _note_come(self, share: Share, max_sims: _MaxSims) -> None:
         """All rows of an input have come. With those of the queries, documents need no room from now on."""
         max_sims.has_come.set()
         if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
             max_sims.keeps_documents = False
-            self._token_floats[request_queue] = max_sims.rows.num_floats
+            share.keep(max_sims.rows.num_floats)
 
     def _check_num_tokens(self, num_tokens: int, *, is_all: bool) -> None:
         limit = self.config.max_request_tokens

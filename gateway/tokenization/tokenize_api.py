@@ -1,14 +1,14 @@
 """The tokenizer as an API: the tokens of texts, and the texts of tokens.
 
 Owns the limits of such a request, and of all of them together, and the offsets of tokens. Knows no HTTP. Called by
-`vecd.gateway.pipeline`: the steps of `vecd.gateway.tokenization.tokenizer.Tokenizer.api` run in its threads.
+`vecd.gateway.pipeline`, which counts the latter (`vecd.gateway.types.tenant_room`): the steps of
+`vecd.gateway.tokenization.tokenizer.Tokenizer.api` run in its threads.
 
 Only the tokens of one piece of a text exist as Python objects at a time, because an object takes three times as much
 memory as in a response: a collector writes them as they are made.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
@@ -16,7 +16,7 @@ import tokenizers
 
 from vecd.gateway.tokenization.text_template import TextFrame
 from vecd.gateway.tokenization.text_tokens import TextTokens
-from vecd.gateway.types.errors import BadRequest, TooManyRequests
+from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.request import Token, TokenCollector, TokenIds
 
 MAX_CHARS = 2**18
@@ -27,8 +27,8 @@ turns of up to 9 ms; twice as many take 51 MB, and one turn of 30 to 66 ms (2 co
 MAX_IDS = 250_000
 """Of all lists of one request."""
 
-_MAX_SIZE = 2**19
-"""Characters and ids of all such requests at a time."""
+MAX_SIZE = 2**20
+"""Characters and ids of all such requests at a time; one caller gets half."""
 
 _SHORT_SIZE = 8 * 1024
 """A request up to this size is short, and need not wait for a long one of the same tenant."""
@@ -39,35 +39,10 @@ _SIZE_PER_ITEM = 64
 _TOKENS_PER_STEP = 1000
 """Tokens written at once: 1.5 ms."""
 
-_RETRY_AFTER_S = 1.0
-"""The largest requests take about as long."""
 
-
-class TokenizeLimiter:
-    """Limits the size of all such requests at a time. Long requests of one tenant get at most half of it, so that some
-    is left for others; while there is no other request, one of any size is admitted."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}
-        """By tenant; no value is 0."""
-
-    @contextmanager
-    def reserve(self, size: int, tenant: str) -> Iterator[None]:
-        """Reserve `size`, by `size_of`, until the request is done. Raises TooManyRequests."""
-        own, all_sizes = self._sizes.get(tenant, 0), sum(self._sizes.values())
-        if (all_sizes and all_sizes + size > _MAX_SIZE) or (own and size > _SHORT_SIZE and own + size > _MAX_SIZE // 2):
-            raise TooManyRequests(
-                f"Texts and ids of {all_sizes} characters are with the tokenizer, {own} of them yours, and this "
-                f"request has {size}: at most {_MAX_SIZE} may be at a time, and half of them one caller's",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        self._sizes[tenant] = own + size
-        try:
-            yield
-        finally:
-            self._sizes[tenant] -= size
-            if not self._sizes[tenant]:
-                del self._sizes[tenant]
+def most_of_one_caller(size: int) -> int:
+    """What a caller's requests may hold together once one of this size is among them: less with a long one."""
+    return MAX_SIZE // 2 if size <= _SHORT_SIZE else MAX_SIZE // 4
 
 
 def size_of(items: Sequence[str] | Sequence[TokenIds], prompt: str = "") -> int:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from vecd.gateway.types.errors import (
 )
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, LateChunking, Source, TokenIds, TokenizedInput
+from vecd.gateway.types.tenant_room import TenantRoom
 from vecd.gateway.types.timeline import RequestTimeline
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -397,28 +399,40 @@ async def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given(be
 
 
 async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch, bench, service):
-    """5 tokens of a request, 8 of all that run: what is over leaves room for others."""
+    """5 tokens of a request, 8 of one caller's and 16 of all that run: what is over leaves room for others."""
     monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 5 * SPEC.dim)
-    monkeypatch.setattr(app_module, "_MAX_RUNNING_TOKEN_FLOATS", 8 * SPEC.dim)
+    service.app.token_room.total = 16 * SPEC.dim
     with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
         await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
     running = service.embed([1] * 5, output=Output.TOKENS)
     await asyncio.sleep(0)
-    with pytest.raises(TooManyRequests, match=f"at most {8 * SPEC.dim} may be made"):
+    others = [service.embed([1] * 4, output=Output.TOKENS, principal=Principal("b")) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match=f"at most {16 * SPEC.dim} may be .* and {8 * SPEC.dim} of one caller"):
         await service.embed([2] * 4, output=Output.TOKENS)
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    assert dict(service.app.token_room.num_of) == {service.principal.tenant: 5 * SPEC.dim, "b": 8 * SPEC.dim}
+    for embedding in (running, *others):
+        assert not embedding.done()
+        embedding.cancel()
+        with suppress(asyncio.CancelledError):
+            await embedding
+    assert not service.app.token_room.num
     worker = bench.add_worker()
     after = service.embed([3] * 4, output=Output.TOKENS)
     worker.answer(await worker.receive())
     assert (await after).num_tokens == 4
+    failing = service.embed([4] * 4, output=Output.TOKENS)
+    await asyncio.sleep(0)
+    service.app.end(Superseded)
+    with pytest.raises(Superseded):
+        await failing
+    assert not service.app.token_room.num_of
 
 
 async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(monkeypatch, bench, service):
-    """3 chunks of a request, 4 of all that run."""
+    """3 chunks of a request, 4 of one caller's that run."""
     monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 3 * SPEC.dim)
-    monkeypatch.setattr(app_module, "_MAX_RUNNING_TOKEN_FLOATS", 4 * SPEC.dim)
+    service.app.token_room.total = 8 * SPEC.dim
     service.app.tokenizer = Letters()
 
     def embed(*texts: str, max_tokens: int) -> asyncio.Task[Embedded]:
@@ -434,7 +448,7 @@ async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(m
         await embed("a", "b" * 9, max_tokens=9)
     running = embed("aaaaaaaa", "bbbb", max_tokens=4)
     await asyncio.sleep(0)
-    with pytest.raises(TooManyRequests, match="12 numbers are being made, this request has 8"):
+    with pytest.raises(TooManyRequests, match="12 numbers are being made, 12 of them yours, and this request has 8"):
         await embed("ab", max_tokens=1)
     worker = bench.add_worker()
     for _ in range(2):  # a slot has room for one of them
@@ -443,7 +457,7 @@ async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(m
     assert isinstance(collector, LateChunkRows)
     assert [len(collector.fragments(index)) for index in range(2)] == [2, 1]
     assert (await running).num_tokens == 12
-    assert not service.app._token_floats
+    assert not service.app.token_room.num_of
 
 
 async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(monkeypatch, bench, service):
@@ -512,10 +526,12 @@ async def tokenizer(service: Service) -> AsyncIterator[Endless]:
     tokenizer.threads.close()
 
 
-def describe(service: Service, timeout_s: float = FAR_S, num_chars: int = 10) -> asyncio.Task[None]:
+def describe(
+    service: Service, timeout_s: float = FAR_S, num_chars: int = 10, principal: Principal | None = None
+) -> asyncio.Task[None]:
     ask = ParsedTokenize(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
     now = asyncio.get_running_loop().time()
-    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, service.principal))
+    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, principal or service.principal))
 
 
 async def test_who_asks_the_tokenizer_pays_for_the_tokens(service, tokenizer):
@@ -564,14 +580,54 @@ async def test_so_much_is_asked_of_the_tokenizer_at_a_time(service, tokenizer):
         await describe(service, num_chars=100_000)
     assert int(caught.value.headers["retry-after"]) >= 1
     assert service.principal.num_tokens == 100, "a rejected request costs nothing"
+    other = describe(service, num_chars=200_000, principal=Principal("b"))
+    await asyncio.sleep(0)
+    assert not other.done()
     tokenizer.is_done.set()
+    await other
     await describe(service, num_chars=100)
     await asking
     await describe(service, num_chars=200_000)
 
 
+async def test_short_requests_and_conversations_of_one_caller_leave_room_for_another(service, tokenizer):
+    """Whether they end, are cancelled or fail, all is given back."""
+
+    class Chat:
+        async def render(self, payload: bytes) -> list[str]:
+            await asyncio.Event().wait()
+            return []
+
+    app: Any = service.app
+    app.chat = Chat()
+    payload = b"a" * 16 * 1024
+
+    def render(principal: Principal) -> asyncio.Task[list[str]]:
+        parsed: Any = SimpleNamespace(payload=payload)
+        return asyncio.ensure_future(service.app.render(parsed, None, asyncio.get_running_loop().time(), principal))
+
+    a, b = Principal("a"), Principal("b")
+    conversations = [render(a) for _ in range(8)]
+    short = [describe(service, num_chars=8 * 1024 - 65, principal=a) for _ in range(32)]
+    await asyncio.sleep(0)
+    assert service.app.tokenizer_room.num_of["a"] == 2**19
+    for refused in (render(a), describe(service, principal=a)):
+        with pytest.raises(TooManyRequests, match="of them yours"):
+            await refused
+    others = [render(b), describe(service, principal=b)]
+    await asyncio.sleep(0)
+    tokenizer.is_done.set()
+    await asyncio.gather(*short, others[1])
+    for rendering in (*conversations[1:], others[0]):
+        rendering.cancel()
+    service.app.end(Superseded)
+    results = await asyncio.gather(*conversations, others[0], return_exceptions=True)
+    assert [type(result) for result in results] == [Superseded] + 8 * [asyncio.CancelledError]
+    assert not service.app.tokenizer_room.num_of
+
+
 def test_counts_of_runs():
-    counts = app_module._Counts(wants_reports=True)
+    counts = app_module._Counts(TenantRoom(1, "").share(""), wants_reports=True)
     plain, cut = TokenizedInput(b"", 3, False), TokenizedInput(b"", 8, True, Source.CL100K)
     split = TokenizedInput(b"", 9, False, Source.MODEL, (Chunk(b"", 5, 3), Chunk(b"", 4, 2)))
     assert counts.add([plain, plain]) == 6

@@ -308,7 +308,7 @@ async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
     card: ModelCard, output: Output, num_floats: int, monkeypatch
 ):
     monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", num_floats)
-    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * num_floats - 1)
+    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * (2 * num_floats - 1))
     async with served(card, rows_per_slot=16) as model:
         await model.ask(output, [0, 1, 2, 3], [0, 4, 5])
         with pytest.raises(BadRequest, match=r"have 6 tokens or more: .* at most 5 in a request"):
@@ -322,7 +322,7 @@ async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
 async def test_one_input_may_have_more_floats_than_several(monkeypatch):
     """8,192 tokens of BGE-M3 have 1,025 floats each, more than 8 Mi: its longest text is served all the same."""
     monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", 5 * 7)
-    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 5 * 7)
+    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * 5 * 7)
     async with served(HYBRID, rows_per_slot=16) as model:
         longest = [0, *range(1, 13)]
         embedded = await model.ask(Output.HYBRID, longest)
@@ -356,9 +356,9 @@ def expected_scores(model: Served, queries: list[list[int]], documents: list[lis
 
 
 def allow(monkeypatch, *, num_tokens: int) -> None:
-    """Of one request, and of two at a time."""
+    """Of one request, and of two of a caller at a time."""
     monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", num_tokens * MULTI_VECTOR.token_dim)
-    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * num_tokens * MULTI_VECTOR.token_dim)
+    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 4 * num_tokens * MULTI_VECTOR.token_dim)
 
 
 @pytest.mark.parametrize("floats_per_turn", [1, 20, delivery._FLOATS_PER_TURN])
@@ -372,7 +372,7 @@ async def test_documents_of_any_number_are_scored_in_the_memory_of_their_query(f
     def noting(collector: MaxSimRows, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         put_tokens(collector, index, rows, num_left)
         kept.append(collector.num_floats)
-        reserved.append(sum(model._pipeline._token_floats.values()))
+        reserved.append(model._pipeline.token_room.num)
 
     monkeypatch.setattr(MaxSimRows, "put_tokens", noting)
     async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:

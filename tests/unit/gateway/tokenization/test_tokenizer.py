@@ -15,9 +15,9 @@ import tokenizers
 from tests.support.described import Collected
 from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.id_policy import IdPolicy, SequenceTemplate
-from vecd.gateway.tokenization.tokenize_api import TokenizeLimiter
+from vecd.gateway.tokenization.tokenize_api import most_of_one_caller
 from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
-from vecd.gateway.types.errors import BadRequest, InputTooLong, TooManyRequests
+from vecd.gateway.types.errors import BadRequest, InputTooLong
 from vecd.gateway.types.request import Overflow, Role, Source, Token, TokenIds, TokenizedInput, Tokenizing
 from vecd.shm.card import ModelError, read_card
 
@@ -612,25 +612,8 @@ def test_tokens_are_described_some_at_a_time(card, text):
     assert {token.stop for token in collected.lists[0][1:-1]} <= set(range(len(text.encode()) + 1))
 
 
-def test_there_is_room_for_so_much_at_a_time(monkeypatch):
-    monkeypatch.setattr("vecd.gateway.tokenization.tokenize_api._MAX_SIZE", 100)
-    monkeypatch.setattr("vecd.gateway.tokenization.tokenize_api._SHORT_SIZE", 5)
-    limiter = TokenizeLimiter()
-    says = r"10000 characters .* 0 of them yours, .* has 1: at most 100 may be"
-    with limiter.reserve(10_000, "a"), pytest.raises(TooManyRequests, match=says):  # nobody was there before
-        limiter.reserve(1, "b").__enter__()
-    with limiter.reserve(50, "a"):
-        with limiter.reserve(5, "a"):
-            pass
-        for size in (6, 51):
-            with pytest.raises(TooManyRequests) as caught:
-                limiter.reserve(size, "a").__enter__()
-            assert 1 <= int(caught.value.headers["retry-after"]) <= 3
-        with limiter.reserve(25, "b"), limiter.reserve(25, "b"), pytest.raises(TooManyRequests):
-            limiter.reserve(1, "c").__enter__()
-        with limiter.reserve(50, "c"):
-            pass
-    assert not limiter._sizes
+def test_long_requests_leave_room_for_short_ones_of_the_same_caller():
+    assert (most_of_one_caller(8 * 1024), most_of_one_caller(8 * 1024 + 1)) == (2**19, 2**18)
 
 
 def test_a_broken_file_is_one_line_that_names_it(card, tmp_path):
