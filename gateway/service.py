@@ -163,7 +163,7 @@ class Service:
             residence=self.residence,
             shared_metrics=counting,
             vector_cache=vector_cache,
-            query_weights=read_query_weights(config.card, tokenizer.id_of),
+            query_weights=read_query_weights(config.card, tokenizer.id_of, config.query_weights),
         )
         self.is_draining = False
         self.identity = Identity(defaults.alias for defaults in config.alias_defaults)

@@ -30,7 +30,7 @@ from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.settings import MAX_WORKERS, Settings
 from vecd.launch.config.templates import with_pair_template, with_text_template
-from vecd.launch.config.tokenizer import forget, with_tokenizer
+from vecd.launch.config.tokenizer import with_tokenizer
 from vecd.missing import not_installed
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
@@ -39,6 +39,7 @@ from vecd.shm.card import ModelCard, ModelError, read_card
 from vecd.shm.model_files import files_of, source_of
 from vecd.shm.output import span_of
 from vecd.shm.residence import parse_keep_alive
+from vecd.shm.sealed_memory import close_copy, copy_sealed
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
@@ -58,6 +59,8 @@ _MAX_ARENA_BYTES = 2**40
 """Far more than a worker's share of any machine; only files that are wrong ask for it."""
 _KEEP_ALIVE_ON_DEMAND_S = 300.0
 """As Ollama's."""
+_MAX_RANGES_BYTES = 16 * 2**20
+"""Two float64s for each of a million dimensions."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -71,8 +74,8 @@ _BATCH_BOUNDS = {"cpu": (MAX_BATCH_TOKENS, 512), "gpu": (MAX_BATCH_TOKENS_ON_GPU
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the supervisor will start, decided before anything is started. Owns the descriptor of the tokenizer
-    that the gateways read."""
+    """Everything the supervisor will start, decided before anything is started. Owns the copies of the model's files
+    that the gateways read, so that one which is restarted reads what the others have read."""
 
     settings: Settings
     card: ModelCard
@@ -95,8 +98,8 @@ class Plan:
         return _versions([path]) <= self.other_files
 
     def close(self) -> None:
-        """Close the tokenizer's descriptor, once no gateway is started with this plan any more. To be called once."""
-        forget(self.gateway.card)
+        """Close the copies, once no gateway is started with this plan any more. To be called once."""
+        _close_copies(self.gateway)
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
@@ -250,17 +253,45 @@ def _plan_model(
         _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
         for index in range(gateway.num_workers)
     ]
-    # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
+    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
+    # Last, because it opens descriptors. For the gateway alone: the paths differ from start to start, and workers
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card_with_prompts, name, settings.cache_folder, report))
     try:
+        gateway = _with_copies(gateway)
         pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
     except BaseException:
-        forget(gateway.card)
+        _close_copies(gateway)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
-    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
     return Plan(settings, card_with_prompts, gateway, workers, model_files, why_gateways, other_files)
+
+
+def _with_copies(gateway: GatewayConfig) -> GatewayConfig:
+    """The configuration with copies of the files that gateways read besides the tokenizer. Raises ModelError."""
+    card, ranges = gateway.card, gateway.quantization_ranges
+    weights = None
+    if card.sparse is not None and card.sparse.query_weights:
+        weights = _copy(f"{card.folder}/{card.sparse.query_weights}")
+    try:
+        copy_of_ranges = None if ranges is None else _copy(ranges)
+    except BaseException:
+        close_copy(weights)
+        raise
+    return replace(gateway, query_weights=weights, quantization_ranges=copy_of_ranges)
+
+
+def _copy(path: str) -> str:
+    """Raises ModelError."""
+    try:
+        return copy_sealed(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _close_copies(gateway: GatewayConfig) -> None:
+    for path in (gateway.card.tokenizer_file, gateway.query_weights, gateway.quantization_ranges):
+        close_copy(path)
 
 
 def _check_table(entry: ModelEntry, card: ModelCard) -> ModelCard:
@@ -312,10 +343,15 @@ def check_proxies(settings: Settings) -> None:
 
 
 def check_ranges(path: Path | None) -> None:
-    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read. What is in it is checked by
-    the gateway, which has numpy."""
-    if path is not None and (why := why_unreadable(str(path))):
+    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read, or is too large to be copied.
+    What is in it is checked by the gateway, which has numpy."""
+    if path is None:
+        return
+    if why := why_unreadable(str(path)):
         raise ConfigurationError([f"--quantization-ranges: {path}: cannot be read: {why}"])
+    if (size := path.stat().st_size) > _MAX_RANGES_BYTES:
+        fault = f"has {size:,} bytes, ranges have at most {_MAX_RANGES_BYTES:,}"
+        raise ConfigurationError([f"--quantization-ranges: {path}: {fault}"])
 
 
 def check_otel(endpoint: str) -> None:
