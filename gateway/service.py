@@ -54,6 +54,7 @@ from vecd.shm.control import (
     InputsCleared,
     Message,
     ModelBroken,
+    ModelFiles,
     ModelIdentity,
     ModelIs,
     NewKeys,
@@ -195,6 +196,7 @@ class Service:
             started_at=time.monotonic(),
             links=lambda: self.dispatcher.links,
             why_unavailable=self._why_unavailable,
+            changed_files=lambda: self.dispatcher.changed_files,
             num_tenants=lambda: self.admission.num_tenants,
             describe_cores=lambda: self._cores.describe() | {"learned": self.dispatcher.thread_model.describe()},
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
@@ -479,6 +481,8 @@ class Services:
                     identity.set_digests(message.digest, message.by_alias)
                 else:
                     identity.set_unknown(message.problem)
+            case ModelFiles():
+                self.all[message.generation].dispatcher.changed_files = message.changed
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for dispatcher in dispatchers:

@@ -11,9 +11,11 @@ import re
 import resource
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from vecd.gateway.http.tls import find_problems, why_unreadable
@@ -59,6 +61,7 @@ _MAX_ARENA_BYTES = 2**40
 """Far more than a worker's share of any machine; only files that are wrong ask for it."""
 _KEEP_ALIVE_ON_DEMAND_S = 300.0
 """As Ollama's."""
+_MAX_CHANGES_SAID = 5
 _MAX_RANGES_BYTES = 16 * 2**20
 """Two float64s for each of a million dimensions."""
 _MAX_OPEN_FILES = 65_536
@@ -93,6 +96,24 @@ class Plan:
         with those that have read them. Reads the file system: not for an event loop."""
         return _files_in(Path(self.card.folder)) != self.model_files
 
+    def changed_files(self) -> str:
+        """Which files that were loaded are no longer what they were, in words; "" if there is none. What was added
+        counts for `model_has_changed` alone. Looks at a few files and reads none: not for an event loop."""
+        folder = source_of(self.card.folder)
+        ranges = str(self.settings.quantization_ranges)
+        loaded = self.model_files | {each for each in self.other_files if each[0] == ranges}
+        now = _versions(Path(name) for name, *_ in loaded)
+        changes = sorted(name for name, *_ in loaded - now)
+        if changes and not Path(folder).is_dir():
+            return "the model's folder is missing"
+        there = {name for name, *_ in now}
+        said: dict[str, None] = {}  # of a converted model, a file and the link to it have one name
+        for name in changes:
+            path = Path(source_of(name))
+            short = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+            said[f"{short} {'has changed' if name in there else 'is missing'}"] = None
+        return ", ".join(list(said)[:_MAX_CHANGES_SAID]) + (", …" if len(said) > _MAX_CHANGES_SAID else "")
+
     def has_read(self, path: Path) -> bool:
         """Whether this file, one of `other_files`, is the one that the plan was made with. Reads the file system."""
         return _versions([path]) <= self.other_files
@@ -112,10 +133,15 @@ def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
 
 
 def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, int]]:
-    """Path, inode, size and time of change of each file."""
-    files = [path for path in paths if path is not None and path.name != REFERENCE_FILE and path.is_file()]
-    found = [(str(path), path.stat()) for path in files]
-    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    """Path, inode, size and time of change of each file that there is."""
+    found = []
+    for path in paths:
+        if path is not None and path.name != REFERENCE_FILE:
+            with suppress(OSError):
+                status = path.stat()
+                if S_ISREG(status.st_mode):
+                    found.append((str(path), status.st_ino, status.st_size, status.st_mtime_ns))
+    return frozenset(found)
 
 
 def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, num_gateways: int | None = None) -> Plan:

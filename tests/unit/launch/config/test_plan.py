@@ -284,3 +284,23 @@ def test_a_file_that_is_too_large_for_ranges_is_not_copied(tmp_path: Path) -> No
         file.truncate(2**34)
     with pytest.raises(ConfigurationError, match=r"vectors\.npy: has 17,179,869,184 bytes, ranges have at most"):
         make_plan(load_settings(["--engine", "dummy", "--quantization-ranges", str(path)]))
+
+
+def test_it_says_which_loaded_files_are_no_longer_what_they_were(minilm_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(minilm_folder, tmp_path / "model")
+    (ranges := tmp_path / "ranges.npy").touch()
+    made = make_plan(load_settings([str(folder), "--engine", "dummy", "--quantization-ranges", str(ranges)]))
+    made.close()
+    assert made.changed_files() == ""
+    (folder / "new.json").touch()
+    assert made.changed_files() == "", "what was added was not loaded"
+    ranges.write_bytes(b"other")
+    (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (folder / "1_Pooling" / "config.json").unlink()
+    found = made.changed_files()
+    assert found == "1_Pooling/config.json is missing, tokenizer.json has changed, ranges.npy has changed"
+    for path in folder.glob("*.json"):
+        path.touch()
+    assert made.changed_files().endswith(", …")
+    folder.rename(tmp_path / "gone")
+    assert made.changed_files() == "the model's folder is missing"
