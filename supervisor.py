@@ -93,6 +93,7 @@ log = logging.getLogger("vecd.supervisor")
 _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
+_LOOK_INTERVAL_S = 2.0
 _MIN_BOARD_MODELS = 16
 """Models that a reload may bring the server to, if it starts with fewer: 8 KB of shared metrics each, per gateway."""
 _ROOM = 2
@@ -252,7 +253,7 @@ class Supervisor:
                     *(worker_pool.supervise() for worker_pool in self._first if _is_loaded_at_start(worker_pool)),
                     self._residency.run(), self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
                     watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._reap_orphans(),
-                    self._keep_notifying(),
+                    self._keep_notifying(), self._watch_model_files(),
                 ):  # fmt: skip
                     self._start_task(work)
                 await self._stopping.wait()
@@ -388,6 +389,7 @@ class Supervisor:
         self._on_workers_changed()
 
     def on_down(self, worker_pool: WorkerPool, worker: ReadyWorker, reason: str) -> None:
+        self._gateway_pool.reconcile()  # it may have died of changed files
         self._gateway_pool.send_down(worker.incarnation, reason, has_crashed=worker.process.has_crashed)
         self._send_status()
 
@@ -398,9 +400,8 @@ class Supervisor:
 
     def on_model_changed(self, worker_pool: WorkerPool) -> None:
         if self._is_active(worker_pool):
-            worker_pool.log.warning(
-                "the model's files have changed; reloading, so that no mixture of two models is served"
-            )
+            changed = worker_pool.changed_files or "the model's files have changed"
+            worker_pool.log.warning("%s; reloading, so that no mixture of two models is served", changed)
             self.request_reload()
 
     def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:
@@ -453,6 +454,13 @@ class Supervisor:
             await asyncio.sleep(_REAP_INTERVAL_S)
             if not self._reloader.is_running:  # which may wait for children of its own
                 self._system.reap_orphans()
+
+    async def _watch_model_files(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            for worker_pool in list(self._worker_pools.values()):
+                await worker_pool.look_at_files()
+            self._gateway_pool.reconcile()
 
     # --- what the operator sees -----------------------------------------------------------------------------
 

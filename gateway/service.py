@@ -54,6 +54,7 @@ from vecd.shm.control import (
     InputsCleared,
     Message,
     ModelBroken,
+    ModelFiles,
     ModelIdentity,
     ModelIs,
     NewKeys,
@@ -164,7 +165,7 @@ class Service:
             residence=self.residence,
             shared_metrics=counting,
             vector_cache=vector_cache,
-            query_weights=read_query_weights(config.card, tokenizer.id_of),
+            query_weights=read_query_weights(config.card, tokenizer.id_of, config.query_weights),
         )
         self.is_draining = False
         self.identity = Identity(defaults.alias for defaults in config.alias_defaults)
@@ -196,6 +197,7 @@ class Service:
             started_at=time.monotonic(),
             links=lambda: self.dispatcher.links,
             why_unavailable=self._why_unavailable,
+            changed_files=lambda: self.dispatcher.changed_files,
             num_tenants=lambda: self.admission.num_tenants,
             describe_cores=lambda: self._cores.describe() | {"learned": self.dispatcher.thread_model.describe()},
             load_of=lambda tenant: (self.admission.num_requests_of(tenant), self.policy.queued_tokens_of(tenant)),
@@ -479,6 +481,8 @@ class Services:
                     identity.set_digests(message.digest, message.by_alias)
                 else:
                     identity.set_unknown(message.problem)
+            case ModelFiles():
+                self.all[message.generation].dispatcher.changed_files = message.changed
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for service in self.all.values():

@@ -7,7 +7,8 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     supervisor → gateway       GatewayListen (+ sockets), GatewayStart (+ sockets, shared metrics, vector cache),
                                WorkerUp (+ arena), WorkerDown, Drain,
                                Prepare (+ ZeroMQ socket), Activate, Withdrawn, Discard, ModelBroken, NewKeys,
-                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted, ModelIs, ModelIdentity
+                               Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted, ModelIs, ModelIdentity,
+                               ModelFiles
     gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld,
                                ModelWanted, ModelDrained, ModelUsed, ModelAsked, KeepAlive
@@ -197,6 +198,16 @@ class ModelIdentity(Message):
     """The same of each alias with request defaults."""
     problem: str = ""
     """Why there is no digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles(Message):
+    """To every gateway, whenever it changes, and before the news of a worker's death: which files of this generation's
+    model are no longer those that were loaded. One that was not told of has the files that were loaded."""
+
+    generation: int
+    changed: str
+    """In words, without a path; "" if there is none."""
 
 
 UNLOAD_REASONS = ("idle", "memory", "operator", "client")

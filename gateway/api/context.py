@@ -88,6 +88,8 @@ class Context:
     """The workers that are up. Handlers only read them."""
     why_unavailable: Callable[[], str | None]
     """The reason why no embedding request can be served now; None while one can."""
+    changed_files: Callable[[], str]
+    """Which files of the model are no longer those that were loaded, in words; "" if there is none."""
     describe_cores: Callable[[], dict[str, Any]]
     """The budget of cores, and how many threads pay for a batch; JSON values."""
     num_tenants: Callable[[], int]

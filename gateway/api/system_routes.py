@@ -51,8 +51,16 @@ async def health(context: Context, http: HttpRequest, principal: Principal) -> R
     if reason is not None:
         return unavailable(reason)
     contexts = _named_contexts(context, http, principal)
-    shows_state = len(contexts) == 1 and (context.models is not None or contexts[0].residence.is_told)
-    return _json(200, {"status": "ok", **({"state": contexts[0].residence.state} if shows_state else {})})
+    body = {"status": "ok", "model_files": _describe_files(contexts)}
+    if len(contexts) == 1 and (context.models is not None or contexts[0].residence.is_told):
+        body["state"] = contexts[0].residence.state
+    return _json(200, body)
+
+
+def _describe_files(contexts: Sequence[Context]) -> str:
+    """Which files are no longer those that were loaded, with the models' names if there are several."""
+    changed = [(each.model_info.model, what) for each in contexts if (what := each.changed_files())]
+    return "; ".join(what if len(contexts) == 1 else f"{model}: {what}" for model, what in changed) or "as loaded"
 
 
 def why_unavailable(context: Context, http: HttpRequest, principal: Principal) -> str | None:
@@ -142,6 +150,7 @@ async def metrics(context: Context, http: HttpRequest, principal: Principal) -> 
         worker_states={worker: state_of(link) for each in all_contexts(context) for worker, link in links_of(each)},
         usages=usages,
         identities=known_identities(context),
+        changed_files={each.config.model: each.changed_files() for each in all_contexts(context)},
         tei_max_tokens=config.max_tokens if config.has_tei_metrics else None,
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
@@ -264,7 +273,13 @@ _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 _STATUS = schemas.record(status=schemas.STRING)
 _HEALTH_STATUS = schemas.record(
-    "state", "reason", status=schemas.STRING, state={"enum": [*ModelState]}, reason=schemas.STRING
+    "state",
+    "reason",
+    "model_files",
+    status=schemas.STRING,
+    state={"enum": [*ModelState]},
+    reason=schemas.STRING,
+    model_files=schemas.STRING,
 )
 _OBJECT = {"type": "object"}
 

@@ -190,6 +190,9 @@ class Dispatcher:
         """Of workers, in this dispatcher's life."""
         self.broken: str | None = None
         """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
+        self.changed_files = ""
+        """Which files of the model are no longer those that were loaded, in words, as the supervisor has said last.
+        While there are any, a death may be theirs: it blames no input, and no other gateway hears of it."""
         self._tokens_per_s = self._newest_cost_model.tokens_per_s
         """Of all workers together, with full batches and a core each. While there is none, as before."""
         self.in_flight_tokens = 0
@@ -765,10 +768,12 @@ class Dispatcher:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
         is_isolated = len(batch.sequences) == 1
         message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed)
-        self._report(message)
+        if not self.changed_files:
+            self._report(message)
         for digest, sequences in by_digest.items():
             # A request that waits remembers what is forgotten here.
-            deaths = sequences[0].deaths or self._deaths.find(digest) or Deaths()
+            known = None if self.changed_files else self._deaths.find(digest)
+            deaths = sequences[0].deaths or known or Deaths()
             for sequence in sequences:
                 sequence.deaths = deaths
             if self._count_input_death(digest, deaths, message):
@@ -776,7 +781,8 @@ class Dispatcher:
 
     def _count_input_death(self, digest: str, deaths: Deaths, message: InputDeaths) -> bool:
         """Count and remember one more death of an input; returns whether the input is to be rejected."""
-        self._deaths.put(digest, deaths)
+        if not self.changed_files:
+            self._deaths.put(digest, deaths)
         return count_death(
             deaths,
             is_isolated=message.is_isolated,
@@ -793,7 +799,13 @@ class Dispatcher:
             self._report(InputsCleared(self._model, cleared))
 
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
-        """Fail the request of a poison input, and for a while every other that has the same input."""
+        """Fail the request of a poison input, and for a while every other that has the same input. With changed files,
+        fail the request alone."""
+        if self.changed_files:
+            error = partial(_files_changed, self.changed_files)
+            log.error("%d workers died while the model's files are not as loaded", sequence.num_deaths)
+            self._fail_identical(sequence, error)
+            return
         log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
         self._shared_metrics.add(Counter.POISONED)
         self._fail_identical(sequence, poisonous)
@@ -952,6 +964,14 @@ def _keep_dying(index: int) -> Unavailable:
         "Workers keep dying, and they have lost more work than may be computed again",
         retry_after_s=_KEEP_DYING_RETRY_AFTER_S,
         code="retry_budget_exhausted",
+    )
+
+
+def _files_changed(changed: str, index: int) -> Unavailable:
+    return Unavailable(
+        f"Workers keep dying, and the model's files are not as loaded: {changed}",
+        retry_after_s=_BROKEN_RETRY_AFTER_S,
+        code="model_files_changed",
     )
 
 

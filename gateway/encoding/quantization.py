@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vecd.gateway.types.errors import BadRequest
 from vecd.shm.card import ModelError
+from vecd.shm.sealed_memory import original_of
 
 FloatRows = NDArray[np.float32]
 
@@ -132,7 +133,7 @@ class RangesError(ModelError):
     """The file of --quantization-ranges cannot be used. The message is one line."""
 
     def __init__(self, path: str, fault: str) -> None:
-        super().__init__(f"--quantization-ranges: {path}: {fault}")
+        super().__init__(f"--quantization-ranges: {original_of(path)}: {fault}")
 
 
 def read_ranges(path: str, dim: int) -> Ranges:

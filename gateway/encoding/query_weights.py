@@ -39,9 +39,12 @@ class QueryWeights:
         return weights[:, None]
 
 
-def read_query_weights(card: ModelCard, id_of: Callable[[str], int | None]) -> QueryWeights | None:
+def read_query_weights(
+    card: ModelCard, id_of: Callable[[str], int | None], copy: str | None = None
+) -> QueryWeights | None:
     """Read the weights of queries of `card`, None if it has none; tokens of the vocabulary without one have 0.
-    `id_of` gives the id of a token of the vocabulary, None for an unknown one.
+    `id_of` gives the id of a token of the vocabulary, None for an unknown one. `copy`: of the card's file, which is
+    read in its place.
 
     Raises ModelError for a file that cannot be read, that has more weights than the vocabulary has tokens, or whose
     weights are not finite."""
@@ -49,7 +52,8 @@ def read_query_weights(card: ModelCard, id_of: Callable[[str], int | None]) -> Q
         return None
     path = Path(card.folder) / card.sparse.query_weights
     try:
-        found = _by_token(path, card.vocab_size, id_of) if path.suffix == ".json" else _tensor(path)
+        file = Path(copy or path)
+        found = _by_token(file, card.vocab_size, id_of) if path.suffix == ".json" else _tensor(file)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if found.ndim != 1 or found.size > card.vocab_size:

@@ -64,13 +64,14 @@ def render_metrics(
     worker_states: Mapping[int, str] = MappingProxyType({}),
     usages: Mapping[str, Usage] = MappingProxyType({}),
     identities: Mapping[str, str] = MappingProxyType({}),
+    changed_files: Mapping[str, str] = MappingProxyType({}),
     tei_max_tokens: int | None = None,
 ) -> bytes:
     """The body of `/metrics`. `endpoints`: route and dialect, by the index that requests are counted under.
     `models`: all, if `model` is not the only one, or not loaded all the time. `worker_states`: of WORKER_STATES, by the
     worker's index. `usages`: of processes, by name. `identities`: those that are known, by the names of models and of
-    aliases that have one of their own. `tei_max_tokens`: the model's longest sequence, if the body is to have
-    text-embeddings-inference's metrics, too.
+    aliases that have one of their own. `changed_files`: of each model, "" if they are as loaded. `tei_max_tokens`: the
+    model's longest sequence, if the body is to have text-embeddings-inference's metrics, too.
 
     Takes 2.5 ms, and reads only its arguments and the shared memory, so that a thread can call it. Before, the caller
     publishes the polled gauges, on the event loop.
@@ -85,6 +86,12 @@ def render_metrics(
             [
                 _info(version, names or [model]),
                 _identities(identities),
+                _gauge(
+                    "model_files_changed",
+                    "1 while files of a model are no longer those that were loaded",
+                    [_MODEL],
+                    [((name,), bool(changed)) for name, changed in changed_files.items()],
+                ),
                 _requests(shared_metrics, endpoints, told_apart),
                 *_counters(shared_metrics, told_apart),
                 *_gauges(shared_metrics, told_apart, awaited),

@@ -22,7 +22,6 @@ from array import array
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -58,6 +57,7 @@ from vecd.gateway.types.request import (
     Tokenizing,
 )
 from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.sealed_memory import original_of
 
 _INLINE_CHARS = 2000
 """Up to this many characters are tokenized on the event loop: 0.8 ms of English, at worst 4.6 ms (CJK)."""
@@ -646,11 +646,10 @@ def _cost(inputs: Sequence[str | TokenIds] | list[Pair], prompt: str) -> int:
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:
     """Read a tokenizer that neither truncates nor pads, and for static embeddings adds no special tokens. Raises
     ModelError."""
-    path = Path(card.tokenizer_file)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(card.tokenizer_file)
     except Exception as error:  # the library raises nothing more specific
-        raise ModelError(f"{_original(path)}: not a tokenizer: {error}") from error
+        raise ModelError(f"{original_of(card.tokenizer_file)}: not a tokenizer: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = literal_special_tokens
@@ -661,14 +660,6 @@ def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokeniz
         others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = NormalizerSequence([Lowercase(), *others])
     return tokenizer
-
-
-def _original(path: Path) -> Path:
-    """The file behind a descriptor that another process holds open."""
-    try:
-        return Path(os.readlink(path))
-    except OSError:
-        return path
 
 
 def _template_of(tokenizer: tokenizers.Tokenizer) -> SequenceTemplate:

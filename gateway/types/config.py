@@ -212,6 +212,8 @@ class GatewayConfig:
     """Each connection to the public listener begins with a PROXY header of a trusted proxy."""
     alias_defaults: tuple[AliasDefaults, ...] = ()
     """Of those `aliases` that have any."""
+    query_weights: str | None = None
+    """Path of a copy of the file with the weights of queries; None: the model has none."""
 
     @property
     def shared_metrics(self) -> SharedMetricsSpec:

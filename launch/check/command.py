@@ -40,7 +40,6 @@ from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
-from vecd.launch.config.tokenizer import forget
 from vecd.shm.card import ModelError
 from vecd.workers.check.order import Order
 from vecd.workers.engine import ReportProgress
@@ -243,7 +242,7 @@ def _fill(
         if not report.problems:
             report.advice = advise(machine, _given(settings), report.path, measured)
     finally:
-        forget(plan.gateway.card)
+        plan.close()
 
 
 def _tokenize(

@@ -126,7 +126,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _versions_of(plan: Plan) -> Versions:
-    """Of the files that count and that workers read. The tokenizer is open, and the ranges are the gateways'."""
+    """Of the files that count and that workers read. The tokenizer and the ranges are copied."""
     card = plan.gateway.card
     config = Path(card.weights_folder) / "config.json"
     found = [(str(path), path.stat()) for path in (*_weights_of(card), *_others_of(card), config) if path.exists()]

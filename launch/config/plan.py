@@ -11,9 +11,11 @@ import re
 import resource
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from vecd.gateway.http.tls import find_problems, why_unreadable
@@ -30,7 +32,7 @@ from vecd.launch.config.ordered_pair import ordered_pair
 from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.settings import MAX_WORKERS, Settings
 from vecd.launch.config.templates import with_pair_template, with_text_template
-from vecd.launch.config.tokenizer import forget, with_tokenizer
+from vecd.launch.config.tokenizer import with_tokenizer
 from vecd.missing import not_installed
 from vecd.shm import logs
 from vecd.shm.arena import ArenaSpec
@@ -39,6 +41,7 @@ from vecd.shm.card import ModelCard, ModelError, read_card
 from vecd.shm.model_files import files_of, source_of
 from vecd.shm.output import span_of
 from vecd.shm.residence import parse_keep_alive
+from vecd.shm.sealed_memory import close_copy, copy_sealed
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families.encoders import FAMILIES
 from vecd.workers.installed import NEEDS_TORCH, has_torch
@@ -58,6 +61,9 @@ _MAX_ARENA_BYTES = 2**40
 """Far more than a worker's share of any machine; only files that are wrong ask for it."""
 _KEEP_ALIVE_ON_DEMAND_S = 300.0
 """As Ollama's."""
+_MAX_CHANGES_SAID = 5
+_MAX_RANGES_BYTES = 16 * 2**20
+"""Two float64s for each of a million dimensions."""
 _MAX_OPEN_FILES = 65_536
 _MIN_BOARD_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
@@ -71,8 +77,8 @@ _BATCH_BOUNDS = {"cpu": (MAX_BATCH_TOKENS, 512), "gpu": (MAX_BATCH_TOKENS_ON_GPU
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the supervisor will start, decided before anything is started. Owns the descriptor of the tokenizer
-    that the gateways read."""
+    """Everything the supervisor will start, decided before anything is started. Owns the copies of the model's files
+    that the gateways read, so that one which is restarted reads what the others have read."""
 
     settings: Settings
     card: ModelCard
@@ -90,13 +96,31 @@ class Plan:
         with those that have read them. Reads the file system: not for an event loop."""
         return _files_in(Path(self.card.folder)) != self.model_files
 
+    def changed_files(self) -> str:
+        """Which files that were loaded are no longer what they were, in words; "" if there is none. What was added
+        counts for `model_has_changed` alone. Looks at a few files and reads none: not for an event loop."""
+        folder = source_of(self.card.folder)
+        ranges = str(self.settings.quantization_ranges)
+        loaded = self.model_files | {each for each in self.other_files if each[0] == ranges}
+        now = _versions(Path(name) for name, *_ in loaded)
+        changes = sorted(name for name, *_ in loaded - now)
+        if changes and not Path(folder).is_dir():
+            return "the model's folder is missing"
+        there = {name for name, *_ in now}
+        said: dict[str, None] = {}  # of a converted model, a file and the link to it have one name
+        for name in changes:
+            path = Path(source_of(name))
+            short = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+            said[f"{short} {'has changed' if name in there else 'is missing'}"] = None
+        return ", ".join(list(said)[:_MAX_CHANGES_SAID]) + (", …" if len(said) > _MAX_CHANGES_SAID else "")
+
     def has_read(self, path: Path) -> bool:
         """Whether this file, one of `other_files`, is the one that the plan was made with. Reads the file system."""
         return _versions([path]) <= self.other_files
 
     def close(self) -> None:
-        """Close the tokenizer's descriptor, once no gateway is started with this plan any more. To be called once."""
-        forget(self.gateway.card)
+        """Close the copies, once no gateway is started with this plan any more. To be called once."""
+        _close_copies(self.gateway)
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
@@ -109,10 +133,15 @@ def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
 
 
 def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, int]]:
-    """Path, inode, size and time of change of each file."""
-    files = [path for path in paths if path is not None and path.name != REFERENCE_FILE and path.is_file()]
-    found = [(str(path), path.stat()) for path in files]
-    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    """Path, inode, size and time of change of each file that there is."""
+    found = []
+    for path in paths:
+        if path is not None and path.name != REFERENCE_FILE:
+            with suppress(OSError):
+                status = path.stat()
+                if S_ISREG(status.st_mode):
+                    found.append((str(path), status.st_ino, status.st_size, status.st_mtime_ns))
+    return frozenset(found)
 
 
 def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, num_gateways: int | None = None) -> Plan:
@@ -250,17 +279,45 @@ def _plan_model(
         _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
         for index in range(gateway.num_workers)
     ]
-    # Last, because it opens a descriptor. For the gateway alone: the path differs from start to start, and workers
+    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
+    # Last, because it opens descriptors. For the gateway alone: the paths differ from start to start, and workers
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card_with_prompts, name, settings.cache_folder, report))
     try:
+        gateway = _with_copies(gateway)
         pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
     except BaseException:
-        forget(gateway.card)
+        _close_copies(gateway)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
-    other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
     return Plan(settings, card_with_prompts, gateway, workers, model_files, why_gateways, other_files)
+
+
+def _with_copies(gateway: GatewayConfig) -> GatewayConfig:
+    """The configuration with copies of the files that gateways read besides the tokenizer. Raises ModelError."""
+    card, ranges = gateway.card, gateway.quantization_ranges
+    weights = None
+    if card.sparse is not None and card.sparse.query_weights:
+        weights = _copy(f"{card.folder}/{card.sparse.query_weights}")
+    try:
+        copy_of_ranges = None if ranges is None else _copy(ranges)
+    except BaseException:
+        close_copy(weights)
+        raise
+    return replace(gateway, query_weights=weights, quantization_ranges=copy_of_ranges)
+
+
+def _copy(path: str) -> str:
+    """Raises ModelError."""
+    try:
+        return copy_sealed(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _close_copies(gateway: GatewayConfig) -> None:
+    for path in (gateway.card.tokenizer_file, gateway.query_weights, gateway.quantization_ranges):
+        close_copy(path)
 
 
 def _check_table(entry: ModelEntry, card: ModelCard) -> ModelCard:
@@ -312,10 +369,15 @@ def check_proxies(settings: Settings) -> None:
 
 
 def check_ranges(path: Path | None) -> None:
-    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read. What is in it is checked by
-    the gateway, which has numpy."""
-    if path is not None and (why := why_unreadable(str(path))):
+    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read, or is too large to be copied.
+    What is in it is checked by the gateway, which has numpy."""
+    if path is None:
+        return
+    if why := why_unreadable(str(path)):
         raise ConfigurationError([f"--quantization-ranges: {path}: cannot be read: {why}"])
+    if (size := path.stat().st_size) > _MAX_RANGES_BYTES:
+        fault = f"has {size:,} bytes, ranges have at most {_MAX_RANGES_BYTES:,}"
+        raise ConfigurationError([f"--quantization-ranges: {path}: {fault}"])
 
 
 def check_otel(endpoint: str) -> None:

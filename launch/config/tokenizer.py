@@ -1,9 +1,9 @@
 """Where a model's fast tokenizer is, also for a model that comes without one.
 
 Owns the folder `tokenizers` in the cache: one file for each content of a model's tokenizer files. The conversion
-itself needs transformers, and is a process of its own. The gateway gets a path to a descriptor of this process: each
-time that it is restarted it reads the same content, even if the file has been replaced, the cache emptied, or no cache
-can be written; and nothing is left behind. Called by `vecd.launch.config.plan`.
+itself needs transformers, and is a process of its own. The gateway gets a path to a copy that this process holds: each
+time that it is restarted it reads the same content, even if the file has been replaced or overwritten, the cache
+emptied, or no cache can be written; and nothing is left behind. Called by `vecd.launch.config.plan`.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from vecd.launch.base.exit_codes import EXIT_OK
 from vecd.launch.base.programs import run_child
 from vecd.shm import logs
 from vecd.shm.card import ModelCard, ModelError, vocabulary_files
+from vecd.shm.sealed_memory import copy_sealed, path_of
 from vecd.workers.installed import NEEDS_TORCH, has_torch
 
 # Besides the vocabularies, what AutoTokenizer reads to choose a class and its special tokens.
@@ -35,8 +36,8 @@ def with_tokenizer(
     name for people.
 
     Raises ModelError when it cannot be read or converted.
-    Side effects: a descriptor that stays open until the card is forgotten (`forget`); a file in the cache, where it can
-    be written.
+    Side effects: a descriptor that stays open until `vecd.shm.sealed_memory.close_copy`; a file in the cache, where it
+    can be written.
     """
     if card.tokenizer_file:
         path = Path(card.tokenizer_file)
@@ -45,21 +46,14 @@ def with_tokenizer(
     else:
         path = cache_folder / "tokenizers" / _key(Path(card.weights_folder)) / "tokenizer.json"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return replace(card, tokenizer_file=copy_sealed(str(path)))
     except OSError as error:
         if card.tokenizer_file:
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
         report(f"converting the tokenizer of {model} (once)")
         fd = _convert(card)
         _store(fd, path)
-    return replace(card, tokenizer_file=f"/proc/{os.getpid()}/fd/{fd}")
-
-
-def forget(card: ModelCard) -> None:
-    """Close the descriptor that `with_tokenizer` opened for this card, once no process is given the card any more."""
-    owner, _, fd = card.tokenizer_file.rpartition("/fd/")
-    if owner == f"/proc/{os.getpid()}":
-        os.close(int(fd))
+        return replace(card, tokenizer_file=path_of(fd))
 
 
 def _key(weights_folder: Path) -> str:

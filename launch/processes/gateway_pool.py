@@ -42,6 +42,7 @@ from vecd.shm.control import (
     Message,
     ModelBroken,
     ModelDrained,
+    ModelFiles,
     ModelIdentity,
     ModelIs,
     NewKeys,
@@ -98,6 +99,8 @@ class Link:
     """Generations that drain, of which nothing is at a worker any more."""
     sent_identities: dict[int, ModelIdentity] = field(default_factory=dict)
     """By generation: the identity of the model that it has been sent last."""
+    sent_files: dict[int, str] = field(default_factory=dict)
+    """By generation: what it has been sent last of changed files."""
     connected: set[Incarnation] = field(default_factory=set)
     """Workers that have replied to it."""
     is_killed: bool = False
@@ -354,6 +357,7 @@ class GatewayPool:
                     send_or_kill(link.process, prepare, [worker_pool.zmq_listening(link.index)])
                 if generation in link.prepared:
                     self._send_identity(worker_pool, link)
+                    self._send_files(worker_pool, link)
                     self._send_workers(worker_pool, link)
                     self._send_state(generation, link)
             self._activate(link)
@@ -363,6 +367,12 @@ class GatewayPool:
         if identity is not None and link.sent_identities.get(worker_pool.generation) != identity:
             link.sent_identities[worker_pool.generation] = identity
             send_or_kill(link.process, identity)
+
+    def _send_files(self, worker_pool: WorkerPool, link: Link) -> None:
+        generation, changed = worker_pool.generation, worker_pool.changed_files
+        if link.sent_files.get(generation, "") != changed:
+            link.sent_files[generation] = changed
+            send_or_kill(link.process, ModelFiles(generation, changed))
 
     def _send_workers(self, worker_pool: WorkerPool, link: Link) -> None:
         for worker in worker_pool.ready.values():
@@ -447,6 +457,7 @@ class GatewayPool:
                 link.drained.discard(generation)
                 link.sent_states.pop(generation, None)
                 link.sent_identities.pop(generation, None)
+                link.sent_files.pop(generation, None)
                 send_or_kill(link.process, Discard(generation))
 
     def serves(self, generation: int) -> bool:

@@ -355,9 +355,16 @@ def _log_served(worker_pool: WorkerPool) -> None:
 
 
 def _is_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
-    """Whether a model would be served as it is. Keys are every generation's; the tokenizer, which has another path each
-    time, follows from the files. A certificate is read again with a new generation of the first model."""
-    gateway = replace(plan.gateway, card=served.gateway.card, keys=served.gateway.keys)
+    """Whether a model would be served as it is. Keys are every generation's; the copies for gateways, which have other
+    paths each time, follow from the files. A certificate is read again with a new generation of the first model."""
+    ours = served.gateway
+    gateway = replace(
+        plan.gateway,
+        card=ours.card,
+        keys=ours.keys,
+        query_weights=ours.query_weights,
+        quantization_ranges=ours.quantization_ranges,
+    )
     tls = () if is_first else (plan.gateway.tls_cert, plan.gateway.tls_key)
     return (
         gateway == served.gateway

@@ -43,8 +43,6 @@ from vecd.shm.residence import ModelState
 
 log = logging.getLogger("vecd.supervisor")
 
-_FILES_CHANGED = "the model's files have changed, and are being read anew"
-
 
 class Residency:
     def __init__(
@@ -217,7 +215,7 @@ class Residency:
         try:
             if worker_pool.reads_model and await self._files.call(plan.card.folder, plan.model_has_changed):
                 self._on_model_changed(worker_pool)
-                raise StartFailure(_FILES_CHANGED)
+                raise StartFailure(worker_pool.why_read_anew)
             await worker_pool.supervise(needs_all=False)
         except (StartFailure, FilesHang, OSError) as error:
             reason = str(error).removeprefix(worker_pool.prefix)

@@ -25,6 +25,7 @@ from vecd.launch.processes.children import Process, System
 from vecd.launch.processes.file_access import FilesHang
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart, ModelIdentity, WorkerReady
+from vecd.shm.model_files import source_of
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.preload import modules_to_preload
 
@@ -32,6 +33,8 @@ log = logging.getLogger("vecd.supervisor")
 
 _DYING_TIMEOUT_S = 5.0
 _MODEL_CHANGED_INTERVALS_S = 5.0, 60.0
+_LOOK_AFTER_DEATH_S = 0.25
+"""The most that the news of a worker's death waits for a look at the model's files, which takes a millisecond."""
 
 
 @dataclass(slots=True)
@@ -110,6 +113,8 @@ class WorkerPool:
         """Why there is no use in waiting for a worker; None while there is."""
         self.identity: ModelIdentity | None = None
         """Of the model that it serves; None until it is known. Set by `vecd.launch.processes.identities`."""
+        self.changed_files = ""
+        """As `Plan.changed_files` last said; see `look_at_files`."""
         self.before_ready: Callable[[], Awaitable[None]] | None = None
         """Awaited before a worker is announced that has read the model's files. Set by `vecd.supervisor`."""
         self._first_worker = plan.gateway.first_worker
@@ -220,6 +225,26 @@ class WorkerPool:
         self._looks_again.set()
         self._looks_again.clear()
 
+    async def look_at_files(self) -> None:
+        """Compare the model's files with those that were loaded. Side effect: `changed_files` says it, and the log, if
+        it is another. A file system that does not respond changes nothing."""
+        before, folder = self.changed_files, self.plan.card.folder
+        with suppress(FilesHang):  # which is logged
+            self.changed_files = await self._files.call(folder, self.plan.changed_files)
+        extra = {"fields": {"model": self.model}}
+        if self.changed_files and self.changed_files != before:
+            message = "the files of %s in %s are not as loaded: %s; what was loaded is served until a reload"
+            log.warning(message, self.model, source_of(folder), self.changed_files, extra=extra)
+        elif self.changed_files != before:
+            log.info("the files of %s are as loaded again", self.model, extra=extra)
+
+    @property
+    def why_read_anew(self) -> str:
+        """Why no worker is started before a reload, once a look has found other files."""
+        if self.changed_files:
+            return f"{self.changed_files}; the model's files are being read anew"
+        return "the model's files have changed, and are being read anew"
+
     # --- supervision of a worker ----------------------------------------------------------------------------
 
     async def _supervise_worker(self, index: int) -> None:
@@ -245,7 +270,7 @@ class WorkerPool:
                 if not await self._files.call(self.plan.card.folder, self.plan.model_has_changed):
                     return
                 self._observer.on_model_changed(self)
-                reason = "the model's files have changed, and are being read anew"
+                reason = self.why_read_anew
             except FilesHang as error:
                 reason = str(error)
             if not self.ready:  # requests can go to no worker, and none will come
@@ -305,6 +330,9 @@ class WorkerPool:
             del self.ready[worker.incarnation.worker]
         ready_for_s = clock() - ready_at
         reason = await worker.process.ended()
+        # Gateways blame inputs only while the files are as loaded. A mount that hangs does not hold the restart up.
+        self._look = asyncio.create_task(self.look_at_files())
+        await asyncio.wait([self._look], timeout=_LOOK_AFTER_DEATH_S)
         self._observer.on_down(self, worker, reason)
         return reason, ready_for_s
 

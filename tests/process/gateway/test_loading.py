@@ -203,7 +203,11 @@ def test_a_request_waits_for_the_load(state):
         bench.change("ready")
         assert [numbers_in(await each) for each in asking] == [[7, 8], [9]]
         assert bench.of_kind(ModelWanted) == [WANTED]
-        assert orjson.loads(body_of(await bench.ask("/health"))) == {"status": "ok", "state": "ready"}
+        assert orjson.loads(body_of(await bench.ask("/health"))) == {
+            "status": "ok",
+            "model_files": "as loaded",
+            "state": "ready",
+        }
 
     run(test, state)
 

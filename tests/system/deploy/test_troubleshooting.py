@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 
@@ -291,8 +292,9 @@ def one_of(all_seen: Sequence[Seen], code: int) -> Seen:
 
 def a_slow_worker(folder: Path) -> Provoked:
     """Whose speed the gateway knows, and then faults of the engine, which need no other flags."""
-    switch = folder / "on"
-    flags = ("--max-requests", "2", "--max-wait", "5", "--batch-timeout", "30")
+    switch, ranges = folder / "on", folder / "ranges.npy"
+    np.save(ranges, np.array([[-1.0] * 384, [1.0] * 384]))
+    flags = ("--max-requests", "2", "--max-wait", "5", "--batch-timeout", "30", "--quantization-ranges", str(ranges))
     with running_server(*DUMMY, *flags, env=injecting(switch)) as server, ThreadPoolExecutor(4) as threads:
         switch.touch()
         for _ in range(4):  # it takes some to be believed
@@ -313,6 +315,9 @@ def a_slow_worker(folder: Path) -> Provoked:
         yield Row(500, "a vector that is not finite for 'input["), embed(server, ids(NAN))
         yield Row(424, "'inputs[0]'"), ask(server, "/embed", json={"inputs": ids(RAISE)})
         yield Row(500, "ended its worker each time it ran"), embed(server, ids(CRASH))
+        ranges.touch()
+        words = "Workers keep dying, and the model's files are not as loaded"
+        yield Row(503, words), embed(server, ids(CRASH, 2000))
 
 
 # --- workers that do not stay alive -----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from vecd.shm.control import (
     InputsCleared,
     Message,
     ModelBroken,
+    ModelFiles,
     ModelIdentity,
     NewKeys,
     Prepare,
@@ -62,6 +63,7 @@ class FakeDispatcher:
         self.is_activated = False
         self.deaths: list[InputDeaths] = []
         self.cleared: list[str] = []
+        self.changed_files = ""
         self.fails: BaseException | None = None
         self.ups: list[tuple[Incarnation, dict[str, Any]]] = []
         self.downs: list[tuple[Incarnation, str, bool]] = []
@@ -484,6 +486,16 @@ def test_an_identity_is_its_generation_s_and_may_be_withdrawn(listening):
         bench.services.on_message(ModelIdentity(2, "", problem="no file"), [])
         assert (service.identity.digest, service.identity.problem) == ("", "no file")
         assert bench.first.identity.problem == ""
+
+    asyncio.run(test())
+
+
+def test_changed_files_are_those_of_a_generation(listening):
+    async def test() -> None:
+        bench = Bench()
+        service = await bench.prepared(2, listening)
+        bench.services.on_message(ModelFiles(1, "a.json has changed"), [])
+        assert (bench.first.dispatcher.changed_files, service.dispatcher.changed_files) == ("a.json has changed", "")
 
     asyncio.run(test())
 

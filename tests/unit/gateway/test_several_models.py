@@ -35,6 +35,7 @@ from vecd.shm.control import (
     InputDeaths,
     Message,
     ModelAsked,
+    ModelFiles,
     ModelIs,
     NewKeys,
     Quarantined,
@@ -848,7 +849,7 @@ def test_health_is_that_of_all_models_or_of_the_named_one():
     async def test(bench: Bench) -> None:
         for service in bench.services.of_models:
             service.api.context.why_unavailable = lambda: None
-        assert json_of(await bench.get("/health")) == {"status": "ok"}
+        assert json_of(await bench.get("/health")) == {"status": "ok", "model_files": "as loaded"}
         bench.made[1].api.context.why_unavailable = lambda: "no worker stays alive"
         response = await bench.get("/health")
         assert response.status == 503
@@ -938,7 +939,9 @@ def test_a_server_of_one_model_knows_no_prefix_and_no_header():
         assert "models" not in json_of(await bench.get("/info", b"model=gpt-4"))
         assert bench.services.active.api.context.models is None
         assert "models" not in json_of(await bench.get("/stats"))
-        assert 'model="' not in body_of(await bench.get("/metrics")).decode().replace('vecd_info{model="dense"', "")
+        assert 'model="' not in body_of(await bench.get("/metrics")).decode().replace(
+            'vecd_info{model="dense"', ""
+        ).replace('vecd_model_files_changed{model="dense"}', "")
 
     run(test, "dense", num_models=1, unknown_model="any")
 
@@ -972,6 +975,23 @@ def test_the_lists_tell_the_states():
     run(test)
 
 
+def test_health_and_metrics_tell_whose_files_have_changed():
+    async def test(bench: Bench) -> None:
+        for service in bench.services.of_models:
+            service.api.context.why_unavailable = lambda: None
+        bench.services.on_message(ModelFiles(2, "tokenizer.json has changed"), [])
+        told = "tokenizer.json has changed"
+        response = await bench.get("/health")
+        assert (response.status, json_of(response)["model_files"]) == (200, f"ranker: {told}")
+        assert json_of(await bench.get("/health", b"model=ranker"))["model_files"] == told
+        assert json_of(await bench.get("/health", b"model=dense"))["model_files"] == "as loaded"
+        lines = body_of(await bench.get("/metrics")).decode()
+        assert 'vecd_model_files_changed{model="ranker"} 1.0' in lines
+        assert 'vecd_model_files_changed{model="dense"} 0.0' in lines
+
+    run(test)
+
+
 def test_a_model_on_demand_that_has_failed_makes_the_others_no_less_available():
     async def test(bench: Bench) -> None:
         for generation in (1, 2):
@@ -981,7 +1001,11 @@ def test_a_model_on_demand_that_has_failed_makes_the_others_no_less_available():
         response = await bench.get("/health", b"model=sparse")
         assert response.status == 503
         assert "no file" in json_of(response)["reason"]
-        assert json_of(await bench.get("/health", b"model=ranker")) == {"status": "ok", "state": "unloaded"}
+        assert json_of(await bench.get("/health", b"model=ranker")) == {
+            "status": "ok",
+            "model_files": "as loaded",
+            "state": "unloaded",
+        }
 
     run(test, loads_on_demand=True)
 

@@ -151,7 +151,7 @@ async def test_before_vecd_itself(node_environment, tmp_path):
         assert (await client.get("/metrics")).status_code == 404  # on the admin socket alone
         head = await client.head("/health")
         assert (head.status_code, head.content) == (200, b"")
-        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.get("/health")).json() == {"status": "ok", "model_files": "as loaded"}
     assert (await Forwarder(server.admin_path).get("/stats"))[0] == 200
     await asyncio.to_thread(server.stop)
     assert os.listdir(tmp_path / "tmp") == []

@@ -625,6 +625,38 @@ async def test_what_was_given_up_is_refused_everywhere():
         os.close(other.address_fd)
 
 
+async def test_while_files_are_changed_a_death_blames_no_input():
+    async with running_bench() as bench:
+        request = bench.request(13)
+        bench.dispatcher.changed_files = "model.safetensors has changed"
+        for life in (1, 2, 3):
+            worker = bench.add_worker(9, life)
+            await worker.receive()
+            bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGBUS", has_crashed=True)
+        with pytest.raises(Unavailable, match=r"not as loaded: model\.safetensors has") as caught:
+            await request.finished
+        assert (caught.value.status, caught.value.code) == (503, "model_files_changed")
+        assert not bench.quarantined
+        assert not [message for message in bench.reported if isinstance(message, InputDeaths)]
+        assert bench.shared_metrics.total(Counter.POISONED) == 0
+        assert not bench.dispatcher._deaths
+        bench.dispatcher.changed_files = ""
+        await poisoned_after(bench, life=4)
+
+
+async def poisoned_after(bench: Bench, life: int) -> None:
+    """With the files as loaded, three deaths are needed, whatever was before."""
+    request = bench.request(13)
+    for each in range(life, life + 3):
+        assert not request.is_over
+        worker = bench.add_worker(9, each)
+        await worker.receive()
+        bench.dispatcher.worker_down(worker.incarnation, "was killed by SIGSEGV", has_crashed=True)
+    with pytest.raises(ServerError) as caught:
+        await request.finished
+    assert caught.value.code == "poison_input"
+
+
 async def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker(bench):
     poison, good = bench.request(13), bench.request(1)
     bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes()))

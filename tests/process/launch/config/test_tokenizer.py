@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from vecd.launch.config import tokenizer
-from vecd.launch.config.tokenizer import forget, with_tokenizer
+from vecd.launch.config.tokenizer import with_tokenizer
 from vecd.shm.card import ModelCard, ModelError, read_card
+from vecd.shm.sealed_memory import close_copy, original_of
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", *"abcdefghijklmnopqrstuvwxyz"]
 CONFIG = {"model_type": "bert", "hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 64}
@@ -51,20 +52,22 @@ def vocabulary(card: ModelCard) -> dict[str, int]:
 
 
 def close(card: ModelCard) -> None:
-    os.close(int(Path(card.tokenizer_file).name))
+    close_copy(card.tokenizer_file)
 
 
 def test_a_model_with_a_fast_tokenizer_is_left_alone(card, tmp_path, never_again):
     never_again()
     Path(card.folder, "tokenizer.json").write_text("{}")
     held = with_tokenizer(read_card(Path(card.folder)), "m", tmp_path / "cache")
-    assert os.readlink(held.tokenizer_file) == f"{card.folder}/tokenizer.json"
+    assert original_of(held.tokenizer_file) == f"{card.folder}/tokenizer.json"
     assert not (tmp_path / "cache").exists()
-    # What is put in its place later is another's.
+    # What is written into it, or put in its place later, is another's.
+    Path(card.folder, "tokenizer.json").write_text("of another model")
+    assert Path(held.tokenizer_file).read_text() == "{}"
     Path(card.folder, "new").write_text("of another model")
     Path(card.folder, "new").rename(Path(card.folder, "tokenizer.json"))
     assert Path(held.tokenizer_file).read_text() == "{}"
-    forget(held)
+    close_copy(held.tokenizer_file)
     assert not Path(held.tokenizer_file).exists()
 
 

@@ -18,12 +18,12 @@ IDS = {"a": 0, "b": 1, "c": 2, "d": 3}
 WEIGHTS = np.array([0.5, 0.0, 2.5, -1.0], dtype=np.float32)
 
 
-def read(path: Path, vocab_size: int = 4) -> NDArray[np.float32]:
+def read(path: Path, vocab_size: int = 4, copy: Path | None = None) -> NDArray[np.float32]:
     """The weights of all tokens."""
     head = SparseHead((), query_weights=path.name)
     folder = str(path.parent)
     card = ModelCard(folder, folder, "bert", 8, 8, 16, vocab_size, ("mean",), (), False, "", sparse=head)
-    weights = read_query_weights(card, IDS.get)
+    weights = read_query_weights(card, IDS.get, None if copy is None else str(copy))
     assert weights is not None
     return weights.of_tokens(np.arange(vocab_size, dtype=np.int32))[:, 0]
 
@@ -33,6 +33,16 @@ def write_tensor(path: Path, dtype: str, stored: NDArray[Any], name: str = "weig
     header = json.dumps({name: {"dtype": dtype, "shape": list(stored.shape), "data_offsets": [0, len(data)]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
     return path
+
+
+@pytest.mark.parametrize("name", ["idf.json", "model.safetensors"])
+def test_a_copy_is_read_in_place_of_the_file(tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "12"  # as in /proc/1/fd
+    if name == "idf.json":
+        copy.write_text('{"a": 2.5}')
+    else:
+        write_tensor(copy, "F32", np.array([2.5], dtype="<f4"))
+    assert read(tmp_path / name, copy=copy).tolist() == [2.5, 0, 0, 0]
 
 
 def vector_of(token_ids: list[int], num_prefix: int = 0, num_suffix: int = 0) -> tuple[list[int], list[float]]:

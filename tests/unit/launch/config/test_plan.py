@@ -1,6 +1,7 @@
 """What a plan makes of a model and settings."""
 
 import importlib.metadata
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from vecd.launch.config.plan import make_plan, num_visible_gpus
 from vecd.launch.config.settings import load_settings
 from vecd.shm.card import ModelError, read_card
 from vecd.shm.heads import SparseHead, TokenHead
+from vecd.shm.sealed_memory import original_of
 
 
 def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
@@ -249,3 +251,56 @@ def test_a_folder_behind_a_link_has_not_changed(minilm_folder: Path, tmp_path: P
         assert not plan.model_has_changed()
     finally:
         plan.close()
+
+
+def test_gateways_read_copies_of_files(minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(minilm_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "idf.json").write_text("{}")
+    (tmp_path / "ranges.npy").write_bytes(b"loaded")
+    card = replace(read_card(minilm_folder), capabilities=("sparse",), dim=30522)
+    card = replace(card, folder=str(tmp_path), tokenizer_file=str(tmp_path / "tokenizer.json"))
+    card = replace(card, sparse=SparseHead((), query_weights="idf.json"))
+    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
+    num_open = len(os.listdir("/proc/self/fd"))
+    ranges = str(tmp_path / "ranges.npy")
+    made = make_plan(load_settings([str(minilm_folder), "--engine", "dummy", "--quantization-ranges", ranges]))
+    names = [f"{tmp_path}/{name}" for name in ("tokenizer.json", "idf.json", "ranges.npy")]
+    copies = [made.gateway.card.tokenizer_file, made.gateway.query_weights, made.gateway.quantization_ranges]
+    loaded = [Path(name).read_bytes() for name in names]
+    for name in names:
+        Path(name).write_bytes(b"another")
+    assert [original_of(copy or "") for copy in copies] == names
+    assert [Path(copy or "").read_bytes() for copy in copies] == loaded
+    made.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    (tmp_path / "idf.json").unlink()
+    with pytest.raises(ModelError, match=r"idf\.json: cannot be read: No such file"):
+        make_plan(load_settings([str(minilm_folder), "--engine", "dummy"]))
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_file_that_is_too_large_for_ranges_is_not_copied(tmp_path: Path) -> None:
+    with (path := tmp_path / "vectors.npy").open("wb") as file:
+        file.truncate(2**34)
+    with pytest.raises(ConfigurationError, match=r"vectors\.npy: has 17,179,869,184 bytes, ranges have at most"):
+        make_plan(load_settings(["--engine", "dummy", "--quantization-ranges", str(path)]))
+
+
+def test_it_says_which_loaded_files_are_no_longer_what_they_were(minilm_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(minilm_folder, tmp_path / "model")
+    (ranges := tmp_path / "ranges.npy").touch()
+    made = make_plan(load_settings([str(folder), "--engine", "dummy", "--quantization-ranges", str(ranges)]))
+    made.close()
+    assert made.changed_files() == ""
+    (folder / "new.json").touch()
+    assert made.changed_files() == "", "what was added was not loaded"
+    ranges.write_bytes(b"other")
+    (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (folder / "1_Pooling" / "config.json").unlink()
+    found = made.changed_files()
+    assert found == "1_Pooling/config.json is missing, tokenizer.json has changed, ranges.npy has changed"
+    for path in folder.glob("*.json"):
+        path.touch()
+    assert made.changed_files().endswith(", …")
+    folder.rename(tmp_path / "gone")
+    assert made.changed_files() == "the model's folder is missing"

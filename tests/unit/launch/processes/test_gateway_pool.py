@@ -27,6 +27,7 @@ from vecd.shm.control import (
     Heartbeat,
     Message,
     ModelBroken,
+    ModelFiles,
     ModelIdentity,
     NewKeys,
     Prepare,
@@ -142,6 +143,28 @@ def test_a_gateway_is_told_each_change_of_an_identity_before_the_workers(bench) 
             made.worker_up(1, 0, 1)
             await settle()
             assert gateway.sent(ModelIdentity, WorkerUp)[-2] == said[0]
+
+    run(test())
+
+
+def test_a_gateway_is_told_of_changed_files_before_the_workers_and_so_is_its_successor(bench) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            [gateway] = made.fakes.gateways
+            made.pool.reconcile()
+            assert not gateway.sent(ModelFiles), "as loaded"
+            for changed in ("a.json has changed", ""):
+                made.worker_pools[1].changed_files = changed
+                for _ in range(2):
+                    made.pool.reconcile()
+            assert gateway.sent(ModelFiles) == [ModelFiles(1, "a.json has changed"), ModelFiles(1, "")]
+            made.worker_pools[1].changed_files = "a.json is missing"
+            made.worker_up(1, 0, 1)
+            gateway.end(-9)
+            await settle(1)
+            told = made.fakes.gateways[1].sent(ModelFiles, WorkerUp)
+            assert told[0] == ModelFiles(1, "a.json is missing")
+            assert len(told) == 2
 
     run(test())
 

@@ -27,7 +27,9 @@ def test_a_plan_of_the_same_configuration_is_the_same(served: Plan, planned: Cal
     keys = (ApiKey("first", "0" * 64),)
     tokenizer = replace(again.gateway.card, tokenizer_file="/proc/1/fd/99")
     again = replace(again, gateway=replace(again.gateway, keys=keys, card=tokenizer))
-    assert _is_same(served, again, is_first=True), "every generation gets new keys"
+    config = replace(again.gateway, query_weights="/proc/1/fd/98", quantization_ranges="/proc/1/fd/97")
+    again = replace(again, gateway=config)
+    assert _is_same(served, again, is_first=True), "every generation gets new keys and new copies"
 
 
 def test_a_certificate_concerns_the_first_model_alone(served: Plan) -> None:

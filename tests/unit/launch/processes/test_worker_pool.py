@@ -315,6 +315,41 @@ def test_no_worker_reads_another_model_than_the_others(bench) -> None:
     run(test())
 
 
+def test_changed_files_are_logged_once_with_the_model(bench, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    said = ["", "a.json has changed", "a.json has changed", "a.json is missing", ""]
+
+    async def test() -> None:
+        async with bench() as made:
+            with caplog.at_level("INFO", "vecd.supervisor"):
+                for _ in range(5):
+                    await made.pool.look_at_files()
+            lines = [record.getMessage() for record in caplog.records]
+            assert [line for line in lines if "a.json has changed" in line and made.pool.model in line] == lines[:1]
+            assert ["is missing" in line for line in lines] == [False, True, False]
+            assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+
+    monkeypatch.setattr(Plan, "changed_files", lambda plan: said.pop(0))
+    run(test())
+
+
+def test_files_are_looked_at_before_a_death_is_reported_but_not_for_long(bench, monkeypatch) -> None:
+    async def test() -> None:
+        async with bench() as made:
+            seen: list[str] = []
+            monkeypatch.setattr(made.observer, "on_down", lambda pool, worker, why: seen.append(pool.changed_files))
+            made.fakes.workers[0].end(-7)
+            await settle(0.1)
+            assert seen == ["model.safetensors has changed"]
+            made.fakes.threads.hangs = True
+            made.fakes.workers[1].end(-7)
+            await settle(1.5)
+            assert len(seen) == 2
+            made.fakes.threads.release()
+
+    monkeypatch.setattr(Plan, "changed_files", lambda plan: "model.safetensors has changed")
+    run(test())
+
+
 def test_a_worker_that_has_read_the_model_is_announced_after_a_look_at_its_files(bench) -> None:
     async def test() -> None:
         async with bench() as made:
@@ -362,7 +397,7 @@ def test_a_restart_that_reads_no_file_is_not_held_up_by_one(bench) -> None:
             made.fakes.workers[0].end(-9)
             await settle(1)
             assert made.pool.is_complete
-            assert made.fakes.threads.num_hanging == 0
+            assert made.fakes.threads.num_hanging == 1, "the look whether its death may be the files'"
 
     run(test())
 
