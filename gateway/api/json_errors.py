@@ -87,7 +87,12 @@ def index_in_piece(piece: bytes) -> int:
 
 
 def _index_of_surrogate(values: list[Any]) -> int:
-    return next((index for index, value in enumerate(values) if _has_surrogate(value)), 0)
+    """By halves: to write each value by itself takes 50 ms for 64 KB."""
+    start, stop = 0, len(values) if _has_surrogate(values) else 1
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        start, stop = (start, middle) if _has_surrogate(values[start:middle]) else (middle, stop)
+    return start
 
 
 def _loads(document: bytes, bare_list: str = "") -> dict[str, Any]:

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from vecd.gateway.api import bodies as bodies_module
+from vecd.gateway.api import json_errors
 from vecd.gateway.api.bodies import Bodies
 from vecd.gateway.api.dialects.openai import FIELDS, parse_embeddings
 from vecd.gateway.api.json_stream import Bounds
@@ -255,6 +256,20 @@ def test_the_input_with_half_a_character_is_named(num_before, item):
         parse(body)
     message = "is not text: half of a surrogate pair (\\ud800 to \\udfff) is in it without the other half"
     assert (caught.value.message, caught.value.param) == (f"'input[{num_before}]' {message}", "input")
+
+
+def test_half_a_character_is_found_in_few_steps(monkeypatch):
+    has_surrogate, num_calls = json_errors._has_surrogate, 0
+
+    def counting(value: Any) -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        return has_surrogate(value)
+
+    monkeypatch.setattr(json_errors, "_has_surrogate", counting)
+    with pytest.raises(BadRequest, match=r"'input\[21000\]' is not text"):
+        parse(b'{"input":[%b"\\ud800"]}' % (b"[]," * 21_000))
+    assert num_calls < 20
 
 
 @pytest.mark.parametrize("num_texts", [1, 20_000])
