@@ -4,8 +4,6 @@ Owns how the offsets of a text's own tokens become those of its sequences. Token
 `vecd.gateway.tokenization.tokenizer` for requests that want offsets: the library makes an object for each.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,11 +17,11 @@ def no_offsets(num: int) -> NDArray[np.int32]:
 
 
 def with_offsets(
-    item: TokenizedInput, own: Sequence[tuple[int, int]], own_ids: list[int], truncation: TruncationPolicy
+    item: TokenizedInput, offsets: NDArray[np.int32], own_ids: list[int], truncation: TruncationPolicy
 ) -> TokenizedInput:
-    """The input with its offsets. `own`: those of its tokens, the prompt's included, as far as they are kept."""
+    """The input with its offsets. `offsets`, [n, 2]: those of its tokens, the prompt's included, as far as they are
+    kept."""
     prefix, suffix = (no_offsets(len(ids)) for ids in truncation.template)
-    offsets = np.array(own, np.int32).reshape(-1, 2)
     num_prompt = len(truncation.prompt_of(own_ids))
     before, parts = num_prompt, [len(own_ids) - num_prompt]
     if item.chunks:

@@ -99,13 +99,14 @@ class TemplatedPairs:
         num_chars = sum(len(text.replace(_INSTRUCTION, instruction)) for text in (before, between))
         read = query[: max(0, self._texts.max_chars - num_chars)]
         if limits.max_query_tokens is not None:
-            read = self._first_tokens(read, limits.max_query_tokens)
+            read = yield from self._first_tokens(read, limits.max_query_tokens)
         elif len(read) < len(query) and limits.overflow is not Overflow.TRUNCATE:
             raise beyond(index, self._texts.max_chars)
         parts = [*self._parts(before, instruction), read, *self._parts(between, instruction)]
         ids, rest = yield from self._read(parts)
         cuts = self._texts.cuts
         cut = 0 if cuts is None else max((found.start() for found in cuts.finditer(rest)), default=0)
+        self._texts.check_parts([rest[cut:]])
         if cut:
             ids += yield from self._texts.all_steps(rest[:cut], "")
         return Opening(ids, rest[cut:], is_cut=len(read) < len(query))
@@ -190,12 +191,12 @@ class TemplatedPairs:
             text = ""
         return ids, text
 
-    def _first_tokens(self, text: str, num: int) -> str:
+    def _first_tokens(self, text: str, num: int) -> Generator[None, None, str]:
         """The beginning of a text that has its first tokens."""
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        if len(encoding) <= num:
+        ids, offsets = yield from self._texts.offset_steps(text, "", num)
+        if len(ids) <= num:
             return text
-        return text[: encoding.offsets[num - 1][1]] if num else ""
+        return text[: offsets[num - 1, 1]] if num else ""
 
     def _ids(self, text: str) -> list[int]:
         return self._texts.all_ids(text) if text else []

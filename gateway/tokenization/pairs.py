@@ -159,6 +159,7 @@ class PairTokens:
         document."""
         most = self._texts.max_chars
         prepared = [(pair.query[:most], pair.document[:most]) for pair in pairs]
+        self._texts.check_parts(text for pair_texts in prepared for text in pair_texts)
         encodings: list[tokenizers.Encoding] = []
         for part in runs_of([len(query) + len(document) for query, document in prepared], RUN_CHARS, 2 * most):
             run = prepared[part.start : part.stop]

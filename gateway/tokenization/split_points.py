@@ -31,7 +31,7 @@ _MARKS = ",.!?;:\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 # normalizer that composes joins them with a following mark to one character, which is part of a word.
 _ASCII_PUNCTUATION = "!\"#$%&'()*+,-./:;?@[\\]^_`{|}~"
 
-_WORD = (
+WORD = (
     "0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u011f\u0121-\u012f\u0131-\u013e\u0141-\u024f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u03ff"
     "\u0400-\u0481\u048a-\u052f\u05d0-\u05ea\u0620-\u063f\u0641-\u064a\u0905-\u0939\u0e01-\u0e30"
     "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
@@ -139,7 +139,7 @@ def _spaces_pattern(tokenizer: Tokenizer, pre_tokenizers: list[Mapping[str, Any]
     before = {char for char in before if _keeps_kind(_normalized(tokenizer, char), char, spaces)}
     # A token of blanks only can begin at a split point before a blank, or behind it.
     pairs = [pair for word in words for pair in itertools.pairwise(word)]
-    return _one_of(_without(tokenizer, before, {b for a, b in pairs if not _is_blank(a)}), behind=_WORD)
+    return _one_of(_without(tokenizer, before, {b for a, b in pairs if not _is_blank(a)}), behind=WORD)
 
 
 def _without(tokenizer: Tokenizer, before: set[str], inner: set[str]) -> set[str]:
@@ -216,7 +216,7 @@ def _keeps_words(tokenizer: Tokenizer) -> bool:
     """Whether a letter or digit is still one, at its end, once it is normalized, and nothing blank is in it."""
     if tokenizer.normalizer is None:
         return True
-    first_to_last = re.findall("(.)-(.)", _WORD)
+    first_to_last = re.findall("(.)-(.)", WORD)
     words = (chr(code) for first, last in first_to_last for code in range(ord(first), ord(last) + 1))
     kept = _normalized(tokenizer, "|".join(words)).split("|")
     return len(kept) == sum(ord(last) - ord(first) + 1 for first, last in first_to_last) and all(

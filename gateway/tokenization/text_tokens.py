@@ -12,32 +12,37 @@ enough tokens:
     tokens    └ 1030 ─┴ 1100 ─┴ … ─ more than needed
 
 and from its end towards its beginning where its last tokens are needed. Each piece is a step of a generator, so that
-other requests can have a turn in between.
+other requests can have a turn in between. A part without split points is one piece and one turn, so it has a limit; a
+longer one that has to be read is refused.
 """
 
-import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from vecd.gateway.tokenization.known_words import MAX_CHARS, KnownWords
+from vecd.gateway.tokenization.long_parts import LEAST_CHARS, LongParts
 from vecd.gateway.tokenization.split_points import cut_pattern
 
 CHARS_PER_TEXT = 20
 """The cost of a text besides its characters, in characters."""
 
 RUN_CHARS = 16 * 1024
-"""Of the texts, or their first pieces, that are tokenized in one call: 3 ms of English, 14 ms of CJK. Text without
-split points takes one turn, however long: a word of 2,000,000 letters 0.3 s, as many emoji 1.6 s."""
+"""Of the texts, or their first pieces, that are tokenized in one call: 3 ms of English, 14 ms of CJK."""
 
 _CHARS_PER_EXPECTED_TOKEN = 4
 """Characters of a text's first piece for each token that is kept: fewer than English has, more than most other text."""
 
-_PIECE_CHARS = 4 * 1024
+_PIECE_CHARS = LEAST_CHARS
 """The longest piece that is tokenized at once, if there is a split point: 10 ms of CJK, 14 ms of random words."""
 
 _LEAST_PIECE_CHARS = 256
 """The cost of a call, in characters: 0.03 ms."""
+
+_TOKENS_PER_STEP = 8 * 1024
+"""Tokens whose offsets become objects at once: 3 ms."""
 
 _SEARCH_CHARS = 64 * 1024
 """Characters searched for a split point before other requests have a turn: 0.9 ms at worst."""
@@ -51,6 +56,8 @@ class TextTokens:
         self._tokenizer = tokenizer
         self.max_chars = max_chars
         self.cuts = cut_pattern(tokenizer) if may_cut else None
+        self._long_parts = LongParts(tokenizer, has_cuts=self.cuts is not None)
+        self.max_part_chars = self._long_parts.max_chars
         self._words = None if self.cuts is None else KnownWords(self.cuts, self.ids)
 
     def first_chars(self, num: int) -> int:
@@ -67,14 +74,15 @@ class TextTokens:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
         more than `num`. Tokens that the library truncates are missing at the end."""
         if self.cuts is None:
-            return self.ids([prompt + text[: self.max_chars] for text in texts])
+            self.check_parts(texts := [prompt + text[: self.max_chars] for text in texts])
+            return self.ids(texts)
         if self._is_one_call(texts, prompt, num):
             if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
                 return [self._words.learn(prompt + texts[0])]
             return self.ids([prompt + text for text in texts] if prompt else texts)
         ends = []
         for text in texts:
-            end = yield from self._piece_end(text, self.first_chars(num), self.cuts)
+            end = yield from self._piece_end(text, 0, self.first_chars(num), num, prompt)
             ends.append(end)
         firsts = [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
         lists: list[list[int]] = []
@@ -82,7 +90,7 @@ class TextTokens:
             lists += self.ids(firsts[part.start : part.stop])
             yield
         for text, end, ids in zip(texts, ends, lists, strict=True):
-            yield from self._extend(ids, text, end, num, self.cuts)
+            yield from self._extend(ids, text, end, num)
         return lists
 
     def _is_one_call(self, texts: Sequence[str], prompt: str, num: int) -> bool:
@@ -95,32 +103,36 @@ class TextTokens:
 
     def offset_steps(
         self, text: str, prompt: str, num: int | None
-    ) -> Generator[None, None, tuple[list[int], list[tuple[int, int]]]]:
-        """As `first_steps` for one text, or all its tokens; and where each begins and ends, in characters of the text.
-        Tokens of the prompt are at (-1, -1)."""
+    ) -> Generator[None, None, tuple[list[int], NDArray[np.int32]]]:
+        """As `first_steps` for one text, or all its tokens; and where each begins and ends, in characters of the text,
+        shape [num_tokens, 2]. Tokens of the prompt are at (-1, -1)."""
         ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        offsets = [np.empty((0, 2), np.int32)]
         stop, start, context = min(len(text), self.max_chars), 0, ""
         while not start or (start < stop and (num is None or len(ids) <= num)):
-            end = stop
-            if self.cuts is not None:
-                num_chars = _PIECE_CHARS if num is None else self.first_chars(num)
-                end = yield from self._piece_end(text, start + num_chars, self.cuts)
+            num_chars = self.first_chars(self.max_chars if num is None else num)
+            num_missing = None if num is None else num - len(ids)
+            end = yield from self._piece_end(text, start, num_chars, num_missing, "" if start else prompt)
             piece = text[start:end] if start else prompt + text[:end]
             # The text before it, because the library's offsets differ at the beginning of a text.
             [encoding] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
             num_before = len(self.all_ids(context)) if context else 0
             shift = start - len(context) if start else -len(prompt)
-            for part in (encoding, *encoding.overflowing):
-                ids += part.ids[num_before:]
-                offsets += [shifted(offset, shift) for offset in part.offsets[num_before:]]
-                num_before = 0
+            rest = [] if num is not None and len(ids) + len(encoding) - num_before > num else encoding.overflowing
+            for large in (encoding, *rest):
+                large.truncate(_TOKENS_PER_STEP)
+                for part in (large, *large.overflowing):
+                    ids += part.ids[num_before:]
+                    offsets.append(shifted(part.offsets[num_before:], shift))
+                    num_before = max(0, num_before - len(part))
+                    yield
+                    if num is not None and len(ids) > num:
+                        break
             context = self.last_part(piece)
             start = end
             if not start:
                 break
-            yield
-        return ids, offsets
+        return ids, np.concatenate(offsets)
 
     def all_steps(self, text: str, prompt: str) -> Generator[None, None, list[int]]:
         """All tokens of the text, with the prompt before it."""
@@ -135,7 +147,7 @@ class TextTokens:
         start, stop = 0, min(len(text), self.max_chars)
         pieces: list[str] = []
         while not pieces or start < stop:
-            end = stop if self.cuts is None else (yield from self._piece_end(text, start + _PIECE_CHARS, self.cuts))
+            end = yield from self._piece_end(text, start, _PIECE_CHARS)
             pieces.append(text[start:end] if start else prompt + text[:end])
             start = end
         return pieces
@@ -146,7 +158,7 @@ class TextTokens:
         parts: list[list[int]] = []
         num_ids, num_chars = 0, self.first_chars(num)
         while True:
-            start = 0 if self.cuts is None else (yield from self._piece_start(text, end - num_chars, end, self.cuts))
+            start = yield from self._piece_start(text, end - num_chars, end)
             parts.append(self.all_ids(text[start:end] if start else prompt + text[:end]))
             num_ids += len(parts[-1])
             end = start
@@ -171,9 +183,12 @@ class TextTokens:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids]
 
-    def _extend(
-        self, ids: list[int], text: str, start: int, num: int, cuts: re.Pattern[str]
-    ) -> Generator[None, None, None]:
+    def check_parts(self, texts: Iterable[str]) -> None:
+        """Raises BadRequest for texts that cannot be tokenized in one piece each."""
+        for text in texts:
+            self._long_parts.check(text)
+
+    def _extend(self, ids: list[int], text: str, start: int, num: int) -> Generator[None, None, None]:
         """Add a text's tokens from `start` on to those before it, until there are more than `num`."""
         stop = min(len(text), self.max_chars)
         while len(ids) <= num and start < stop:
@@ -181,36 +196,65 @@ class TextTokens:
             chars_per_token = (start + 1) / (len(ids) + 1)
             num_chars = int((num + 1 - len(ids)) * chars_per_token * 1.1)
             num_chars = min(_PIECE_CHARS, max(_LEAST_PIECE_CHARS, num_chars))
-            end = yield from self._piece_end(text, start + num_chars, cuts)
+            end = yield from self._piece_end(text, start, num_chars, num - len(ids))
             ids += self.ids([text[start:end]])[0]
             start = end
 
-    def _piece_end(self, text: str, least: int, cuts: re.Pattern[str]) -> Generator[None, None, int]:
-        """The first split point from `least` on; the end of the text if there is none."""
+    def _piece_end(
+        self, text: str, start: int, num_chars: int, num: int | None = None, prompt: str = ""
+    ) -> Generator[None, None, int]:
+        """The first split point at least `num_chars` behind `start`, or the end of the text. Where that is too far, the
+        last one before; or else, where only `num` tokens and one more are needed, a place up to which the text has
+        these. Raises BadRequest if there is none, either."""
         stop = min(len(text), self.max_chars)
-        while least < stop:
-            cut = cuts.search(text, least, min(stop, least + _SEARCH_CHARS))
+        least, end = start + num_chars, stop
+        while self.cuts is not None and least < stop:
+            cut = self.cuts.search(text, least, min(stop, least + _SEARCH_CHARS))
             if cut is not None:
-                return cut.start()
+                end = cut.start()
+                break
             least += _SEARCH_CHARS
             yield
-        return stop
+        if not self._long_parts.is_too_long(text[start:end]):
+            return end
+        nearer = self._last_cut(text, start, min(start + num_chars, end))
+        if nearer == start and num is not None:
+            part = prompt + text[start : min(stop, start + self.max_part_chars)]
+            nearer += max(0, (yield from self._long_parts.cut_steps(part, num)) - len(prompt))
+        if nearer == start:
+            self._long_parts.check(text[start:end])
+        return nearer
 
-    def _piece_start(self, text: str, most: int, end: int, cuts: re.Pattern[str]) -> Generator[None, None, int]:
-        """A split point before `end`, at about `most`; 0 if there is none."""
-        while most > 0:
-            cut = cuts.search(text, most, end)
+    def _piece_start(self, text: str, most: int, end: int) -> Generator[None, None, int]:
+        """A split point before `end`, at about `most`, or nearer where that is too far; 0 if there is none. Raises
+        BadRequest where that is too far."""
+        start, found_to = 0, end
+        while self.cuts is not None and most > 0:
+            cut = self.cuts.search(text, most, found_to)
             if cut is not None:
-                return cut.start()
-            most, end = most - _PIECE_CHARS, most
+                start = cut.start()
+                break
+            most, found_to = most - _PIECE_CHARS, most
             yield
-        return 0
+        if self._long_parts.is_too_long(text[start:end]):
+            start = self._last_cut(text, start, found_to)
+            self._long_parts.check(text[start:end])
+        return start
+
+    def _last_cut(self, text: str, start: int, end: int) -> int:
+        """The last split point between `start` and `end`; `start` if there is none."""
+        found = () if self.cuts is None else self.cuts.finditer(text, start + 1, end)
+        return max((cut.start() for cut in found), default=start)
 
 
-def shifted(offset: tuple[int, int], shift: int) -> tuple[int, int]:
-    """An offset of the library in characters of the text; -1 for what is before it. `shift` is below 0 for a prompt."""
-    start, end = offset[0] + shift, offset[1] + shift
-    return (max(0, start), end) if end > 0 or not shift else (-1, -1)
+def shifted(offsets: Sequence[tuple[int, int]], shift: int) -> NDArray[np.int32]:
+    """Offsets of the library in characters of the text, shape [num_tokens, 2]; -1 for what is before it. `shift` is
+    below 0 for a prompt."""
+    rows = np.array(offsets, np.int32).reshape(-1, 2) + np.int32(shift)
+    if shift:
+        rows[rows[:, 1] <= 0] = -1
+        rows[rows[:, 1] > 0, 0] = np.maximum(rows[rows[:, 1] > 0, 0], 0)
+    return rows
 
 
 def runs_of(lengths: Iterable[int], most: int, longest: int, cost_per_input: int = 0) -> Iterator[range]:

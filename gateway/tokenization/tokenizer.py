@@ -35,7 +35,7 @@ from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.known_words import MAX_CHARS
-from vecd.gateway.tokenization.offsets import with_offsets
+from vecd.gateway.tokenization.offsets import no_offsets, with_offsets
 from vecd.gateway.tokenization.pair_template import TemplatedPairs
 from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens
 from vecd.gateway.tokenization.roles import RoleTemplate, role_templates
@@ -238,9 +238,9 @@ class Tokenizer:
 
         Raises BadRequest when it reaches the input in question, which names `input`: a list of ids that the policy
         refuses, ids outside the vocabulary, an input without a token, one that is too long to be read and may not be
-        truncated, too many chunks; without a field: a prompt or a limit on tokens that leaves none for a text.
-        InputTooLong for an input that is too long for the model, with Overflow.ERROR, or longer than
-        `max_embed_len`, with Overflow.CHUNK.
+        truncated, one with too long a part that can be cut nowhere, too many chunks; without a field: a prompt or a
+        limit on tokens that leaves none for a text. InputTooLong for an input that is too long for the model, with
+        Overflow.ERROR, or longer than `max_embed_len`, with Overflow.CHUNK.
         """
         num_chunks = 0
         openings: dict[str, Opening] = {}
@@ -408,7 +408,13 @@ class Tokenizer:
         if how.add_special_tokens and not self._is_template_plain:
             return (yield from self._take_texts_by_library(texts, indices, truncation, source, how))
         kept = [self._kept(text, how) for text in texts]
-        lists = yield from self._texts.first_steps(kept, truncation.prompt, max_own_tokens)
+        lists = []
+        if truncation.overflow is Overflow.TRUNCATE_LEFT and max(map(len, kept)) > self._texts.max_part_chars:
+            for text in kept:  # whose beginning may have a part that is too long, and is not needed
+                last = yield from self._texts.last_steps(text, truncation.prompt, max_own_tokens + 1)
+                lists.append(last)
+        else:
+            lists = yield from self._texts.first_steps(kept, truncation.prompt, max_own_tokens)
         tokenized = []
         for index, given, text, own in zip(indices, texts, kept, lists, strict=True):
             if len(own) <= max_own_tokens and len(text) <= max_chars:
@@ -478,8 +484,7 @@ class Tokenizer:
         is_beginning = not item.chunks and truncation.overflow is not Overflow.TRUNCATE_LEFT
         num = truncation.max_own_tokens if is_beginning else None
         own, offsets = yield from self._texts.offset_steps(text, truncation.prompt, num)
-        if lead:
-            offsets = [(start + lead, stop + lead) if start >= 0 else (start, stop) for start, stop in offsets]
+        offsets[offsets[:, 0] >= 0] += lead
         return with_offsets(item, offsets, own, truncation)
 
     def _take_texts_by_library(
@@ -492,6 +497,7 @@ class Tokenizer:
     ) -> Generator[None, None, list[TokenizedInput]]:
         """Tokenize texts for a model whose special tokens are not a plain template: only the library can add them."""
         prepared = [truncation.prompt + text[: self.max_chars] for text in texts]
+        self._texts.check_parts(prepared)
         role = self._role_of(how)
         encode = self._tokenizer.encode_batch if how.wants_offsets else self._tokenizer.encode_batch_fast
         tokenized = []
@@ -515,12 +521,10 @@ class Tokenizer:
     def _offsets_by_library(
         encoding: tokenizers.Encoding, item: TokenizedInput, truncation: TruncationPolicy, role: RoleTemplate | None
     ) -> NDArray[np.int32]:
-        rows = [
-            (-1, -1) if is_special else shifted(offset, -len(truncation.prompt))
-            for offset, is_special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
-        ]
-        rows[1:1] = [(-1, -1)] * (0 if role is None else len(role.marker))
-        offsets = np.array(rows[: item.num_tokens], np.int32).reshape(-1, 2)
+        rows = shifted(encoding.offsets, -len(truncation.prompt))
+        rows[np.array(encoding.special_tokens_mask, np.bool_)] = -1
+        marker = no_offsets(0 if role is None else len(role.marker))
+        offsets = np.concatenate((rows[:1], marker, rows[1:]))[: item.num_tokens]
         if item.is_truncated and truncation.template.matches(np.frombuffer(item.token_ids, np.int32).tolist()):
             offsets[len(offsets) - len(truncation.template.suffix) :] = -1
         return offsets

@@ -499,7 +499,7 @@ def test_a_tokenizer_that_is_not_what_it_seems_is_not_cut(monkeypatch):
 @pytest.mark.slow
 def test_letters_and_digits_are_that_and_nothing_more():
     for char in map(chr, range(0x110000)):
-        if re.match(f"[{text_cuts._WORD}]", char):
+        if re.match(f"[{text_cuts.WORD}]", char):
             assert unicodedata.category(char)[0] in "LN"
             assert not unicodedata.combining(char)
 
