@@ -478,7 +478,7 @@ class Pipeline:
             else:
                 self._check_rows_in_slot(start, tokenized, "late chunks are made")
                 num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
-            self._take(counts.share, num_rows * width)
+            self._take(counts.share, counts.share.num + num_rows * width)
         elif counts.num_chunked and not output.is_plain:
             self._refuse_chunks(start, tokenized)
         if counts.num_chunked:

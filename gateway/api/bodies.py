@@ -8,9 +8,7 @@ large, and passes the function that reads the fields. A compressed body is decom
 Measured, 45 MB of token ids: given to orjson at once they hold the GIL for 1.6 s.
 """
 
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,8 +19,9 @@ from vecd.gateway.api.json_errors import find_surrogate, invalid_json, is_about_
 from vecd.gateway.api.json_stream import Bounds, PieceReader
 from vecd.gateway.http.decompress import Decompression
 from vecd.gateway.tokenization.fair_pool import Threads
-from vecd.gateway.types.errors import BadRequest, TooManyRequests
+from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.messages import Coding
+from vecd.gateway.types.tenant_room import Share, TenantRoom
 
 T = TypeVar("T")
 
@@ -52,9 +51,7 @@ class Bodies:
         become when it is decompressed."""
         self._threads = threads
         self._max_bytes = max_bytes
-        self._num_waiting_bytes = 0
-        self._num_bytes_of: Counter[str] = Counter()
-        """By tenant, without those that have none."""
+        self._room = TenantRoom(_MAX_WAITING_BYTES, "bodies of {} bytes wait to be parsed", _BYTES_PER_S)
         self._own_bounds = self._bounds = Bounds(max_items=max_inputs, max_chars=max_chars, max_ids=max_ids)
 
     def widen(self, others: Sequence["Bodies"]) -> None:
@@ -97,57 +94,21 @@ class Bodies:
                 body, inflating = inflating.take(), None
         if inflating is None and len(body) <= INLINE_BYTES:
             return parse_fields(parse_small(body, bare_list, large_fields, small_fields))
-        with self._waiting(tenant) as wait_with:
-            wait_with(len(body))
+        with self._room.share(tenant) as share:
+            share.take(len(body))
             if inflating is not None:
-                body = await self._inflate(inflating, len(body), wait_with, tenant)
+                body = await self._inflate(inflating, len(body), share, tenant)
             reader = PieceReader(body, large_fields, self._bounds, small_fields, bare_list)
             return await self._threads.run(_parse_steps(reader, parse_fields), tenant)
 
-    async def _inflate(
-        self, inflating: Decompression, num_sent_bytes: int, wait_with: Callable[[int], None], tenant: str
-    ) -> bytes:
+    async def _inflate(self, inflating: Decompression, num_sent_bytes: int, share: Share, tenant: str) -> bytes:
         """Decompress step by step, and count the bytes before each, because the whole size is not known."""
         advance = partial(inflating.advance, _INFLATED_AT_A_TIME_BYTES)
         while not inflating.is_complete:
-            wait_with(num_sent_bytes + inflating.num_bytes + _DECOMPRESSOR_BYTES)
+            share.take(num_sent_bytes + inflating.num_bytes + _DECOMPRESSOR_BYTES)
             await self._threads.call(advance, tenant)
-        wait_with(num_sent_bytes + inflating.num_bytes)
+        share.take(num_sent_bytes + inflating.num_bytes)
         return inflating.take()
-
-    @contextmanager
-    def _waiting(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that sets how many bytes of this body wait. It raises TooManyRequests if other bodies wait
-        and so many more would exceed a limit."""
-        num_own = 0
-
-        def wait_with(num_bytes: int) -> None:
-            nonlocal num_own
-            _check_room(self._num_waiting_bytes - num_own, num_bytes, _MAX_WAITING_BYTES, "bodies of")
-            if tenant:
-                num_others = self._num_bytes_of[tenant] - num_own
-                _check_room(num_others, num_bytes, _MAX_WAITING_BYTES // 2, "this caller's bodies of")
-            self._count(num_bytes - num_own, tenant)
-            num_own = num_bytes
-
-        try:
-            yield wait_with
-        finally:
-            self._count(-num_own, tenant)
-
-    def _count(self, num_more_bytes: int, tenant: str) -> None:
-        self._num_waiting_bytes += num_more_bytes
-        self._num_bytes_of[tenant] += num_more_bytes
-        if not self._num_bytes_of[tenant]:
-            del self._num_bytes_of[tenant]
-
-
-def _check_room(num_waiting: int, num_bytes: int, limit: int, what: str) -> None:
-    if num_waiting and num_waiting + num_bytes > limit:
-        raise TooManyRequests(
-            f"{what} {num_waiting} bytes wait to be parsed, this one has {num_bytes}, at most {limit} may",
-            retry_after_s=num_waiting / _BYTES_PER_S,
-        )
 
 
 def parse_small(body: bytes, bare_list: str, *known_fields: frozenset[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ embedder. Knows no dialect by name. Called by `vecd.gateway.api.application` thr
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from vecd.gateway.api.routes import name_in
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import REQUEST_ID as VALID_ID
 from vecd.gateway.types.messages import HttpRequest, Response
+from vecd.gateway.types.request import Embedded
 
 _INLINE_ITEMS = 4096
 """Responses of at most so many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
@@ -115,7 +116,7 @@ class OperationsHandler:
                 await check_before(demand, context, http)
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
-                response = work.render(embedded)
+                response = _render(work, embedded)
             else:
                 response = await _respond(context, parsed, http, principal)
             if demand is not None:
@@ -280,8 +281,8 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
             is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
             embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
-                return await context.threads.call(partial(work.render, embedded), principal.tenant)
-            return work.render(embedded)
+                return await context.threads.run(_render_steps(work, embedded), principal.tenant)
+            return _render(work, embedded)
         case ParsedStay() as work:
             return await _respond_to_stay(context, parsed, work, http, principal)
         case ParsedMessages() as work:
@@ -300,6 +301,23 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
         case ParsedDecode() as work:
             timeout_s = parse_timeout_s(http.headers)
             return work.render(await context.embedder.decode(work, timeout_s, http.timeline.arrived_at, principal))
+
+
+def _render(work: ParsedEmbed, embedded: Embedded) -> Response:
+    response = work.render(embedded)
+    if not isinstance(response.body, bytes | list):
+        response.body = list(response.body)
+    return response
+
+
+def _render_steps(work: ParsedEmbed, embedded: Embedded) -> Generator[None, None, Response]:
+    response, pieces = work.render(embedded), list[bytes | memoryview]()
+    if not isinstance(response.body, bytes | list):
+        for piece in response.body:
+            pieces.append(piece)
+            yield
+        response.body = pieces
+    return response
 
 
 async def _respond_to_stay(

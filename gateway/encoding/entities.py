@@ -1,14 +1,13 @@
 """Labels of tokens to labels of words and spans, as Hugging Face's pipeline for token classification does it. Pure.
 
-Owns the five ways of aggregation. Knows no tokenizer: the caller passes the text, the offsets of its tokens and their
-strings. Called by `vecd.gateway.api.dialects.labels`. Source of the rules: `TokenClassificationPipeline` of
-transformers 5. Differences: `word` of a span is its part of the text, not what the tokenizer's decoder makes of the
-tokens; a token continues a word if it has the vocabulary's prefix, and not if its length differs from that of its
-part of the text, which is also so where the tokenizer changes characters.
+Owns the five ways of aggregation, which go through the tokens of a text step by step. Knows no tokenizer: the caller
+passes the text, the offsets of its tokens and their strings. Called by `vecd.gateway.api.dialects.labels`. Source of
+the rules: `TokenClassificationPipeline` of transformers 5. Differences: `word` of a span is its part of the text, not
+what the tokenizer's decoder makes of the tokens; a token continues a word if it has the vocabulary's prefix, and not if
+its length differs from that of its part of the text, which is also so where the tokenizer changes characters.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,13 @@ word have the label of its first token, of the token with the highest score, or 
 OUTSIDE = "O"
 """The label of tokens that belong to nothing, which is left out of the result."""
 
+TOKENS_PER_STEP = 200
+"""Tokens whose labels are looked at, or whose rows are written, before other work may have its turn: 1 to 2 ms."""
+
 Scores = NDArray[np.floating[Any]]
+Step = tuple[Scores, NDArray[np.int32], Sequence[str]]
+"""Of some tokens: [T, k], probabilities, one row for each; [T, 2], begin and end of each in characters of the text, -1
+for special tokens, which have no label; and their strings, as in the vocabulary."""
 
 
 class Entity(NamedTuple):
@@ -50,36 +55,49 @@ class _Word(NamedTuple):
 
 
 def find_entities(
-    scores: Scores,
-    offsets: NDArray[np.int32],
-    tokens: Sequence[str],
+    steps: Iterable[Step],
     text: str,
     labels: Sequence[str],
     aggregation: str = "none",
     *,
     subword_prefix: str = "",
-    ignored: Sequence[str] = (OUTSIDE,),
-) -> list[Entity]:
-    """The entities of a text, in its order, without those that have one of the `ignored` labels.
+    ignored: Collection[str] = (OUTSIDE,),
+) -> Iterator[list[Entity]]:
+    """The entities of a text, in its order, without those that have one of the `ignored` labels: a list for each step,
+    of those that end in it, and one more.
 
-    `scores`: [T, k], probabilities, one row for each token. `offsets`: [T, 2], begin and end of each token in
-    characters of the text, -1 for special tokens, which have no label. `tokens`: their strings, as in the vocabulary.
     `labels`: k names. `aggregation`: one of AGGREGATIONS. `subword_prefix`: what begins the string of a token that
     continues a word, "##" in BERT's vocabulary; "" where words are recognized by the blanks between them.
     """
-    own = [
-        _Word(scores[index], index, tokens[index], int(start), int(end))
-        for index, (start, end) in enumerate(offsets)
-        if start >= 0
-    ]
+    own = _tokens_of(steps)
+    found: Iterator[Entity | None]
     if aggregation == "none":
-        found = [_token_entity(word, labels) for word in own]
+        found = (None if word is None else _token_entity(word, labels) for word in own)
     else:
         if aggregation != "simple":
             merge = _MERGE[aggregation]
-            own = [_merged(words, merge) for words in _words_of(own, text, subword_prefix)]
-        found = [_span_entity(words, text, labels) for words in _spans_of(own, labels)]
-    return [entity for entity in found if entity.label not in ignored]
+            words_of = _words_of(own, text, subword_prefix)
+            own = (None if words is None else _merged(words, merge) for words in words_of)
+        found = _spans_of(own, text, labels)
+    entities: list[Entity] = []
+    for entity in found:
+        if entity is None:
+            yield entities
+            entities = []
+        elif entity.label not in ignored:
+            entities.append(entity)
+    yield entities
+
+
+def _tokens_of(steps: Iterable[Step]) -> Iterator[_Word | None]:
+    """The tokens that have a label; None at the end of each step, as in all that is made of this."""
+    position = 0
+    for scores, offsets, tokens in steps:
+        for row, (start, end), token in zip(scores, offsets.tolist(), tokens, strict=True):
+            if start >= 0:
+                yield _Word(row, position, token, start, end)
+            position += 1
+        yield None
 
 
 def _token_entity(word: _Word, labels: Sequence[str]) -> Entity:
@@ -112,9 +130,12 @@ def _merged(words: Sequence[_Word], merge: Callable[[Scores], Scores]) -> _Word:
     return words[0]._replace(scores=scores, end=words[-1].end)
 
 
-def _words_of(tokens: Sequence[_Word], text: str, subword_prefix: str) -> Iterator[list[_Word]]:
+def _words_of(tokens: Iterable[_Word | None], text: str, subword_prefix: str) -> Iterator[list[_Word] | None]:
     words: list[_Word] = []
     for token in tokens:
+        if token is None:
+            yield None
+            continue
         if words and not _continues(token, text, subword_prefix):
             yield words
             words = []
@@ -138,21 +159,28 @@ def _tag(label: str) -> tuple[bool, str]:
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 
-def _spans_of(words: Sequence[_Word], labels: Sequence[str]) -> Iterator[list[_Word]]:
+def _spans_of(words: Iterable[_Word | None], text: str, labels: Sequence[str]) -> Iterator[Entity | None]:
     """Neighbours of the same name, of which none but the first begins a span."""
-    number, last = 0, ""
-    numbered = []
+    span: list[_Word] = []
+    highest: list[float] = []
+    """Of each word."""
+    last = ""
     for word in words:
+        if word is None:
+            yield None
+            continue
         begins, name = _tag(word.label(labels))
-        number += begins or name != last
+        if span and (begins or name != last):
+            yield _span_entity(span, highest, text, labels)
+            span, highest = [], []
         last = name
-        numbered.append((number, word))
-    for _, span in groupby(numbered, key=lambda pair: pair[0]):
-        yield [word for _, word in span]
+        span.append(word)
+        highest.append(word.scores.max())
+    if span:
+        yield _span_entity(span, highest, text, labels)
 
 
-def _span_entity(words: Sequence[_Word], text: str, labels: Sequence[str]) -> Entity:
-    score = float(np.mean([word.scores.max() for word in words]))
+def _span_entity(words: Sequence[_Word], highest: Sequence[float], text: str, labels: Sequence[str]) -> Entity:
     start, end = words[0].start, words[-1].end
     label = words[0].label(labels).split("-", 1)[-1]
-    return Entity(label, score, None, text[start:end].strip(), start, end)
+    return Entity(label, float(np.mean(highest)), None, text[start:end].strip(), start, end)

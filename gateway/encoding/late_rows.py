@@ -5,12 +5,16 @@ Owns the sums, of which a chunk needs one and no row is kept, and the means. Kno
 says which tokens are whose.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vecd.gateway.tokenization.late_chunks import LateChunks
+
+_CHUNKS_PER_STEP = 32
+"""Encoded at once."""
 
 
 class _Sums:
@@ -56,9 +60,9 @@ class LateChunkRows:
             sums = self._sums[index] = _Sums(self.chunks[index].borders, self._width)
         sums.add(rows)
 
-    def fragments(self, index: int) -> list[bytes | None]:
+    def fragments(self, index: int) -> Iterator[bytes | None]:
         """The JSON of each chunk's vector of input `index`, whose rows have all come; None for a chunk that was cut
-        off. Takes milliseconds. Raises BadRequest for a vector that does not fit its type."""
+        off. Takes milliseconds now and then. Raises BadRequest for a vector that does not fit its type."""
         chunks = self.chunks[index]
         borders, sums = chunks.borders, self._sums[index].sums
         start, stop = chunks.prompt
@@ -69,5 +73,7 @@ class LateChunkRows:
         starts, stops = chunks.rows[has_rows].T
         nums = stops - starts - np.where(starts <= start, stop - start, 0)
         totals = until[np.searchsorted(borders, stops)] - until[np.searchsorted(borders, starts)]
-        encoded = iter(self._encode((totals / nums[:, None]).astype(np.float32)) if len(nums) else ())
-        return [next(encoded) if has else None for has in has_rows.tolist()]
+        means = (totals / nums[:, None]).astype(np.float32)
+        runs = (means[at : at + _CHUNKS_PER_STEP] for at in range(0, len(means), _CHUNKS_PER_STEP))
+        encoded = chain.from_iterable(map(self._encode, runs))
+        yield from (next(encoded) if has else None for has in has_rows.tolist())

@@ -5,6 +5,7 @@ and writes responses; handlers read requests and make responses.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -76,8 +77,9 @@ class Response:
     """The response of an application. The connection adds headers of its own."""
 
     status: int
-    body: bytes | list[bytes | memoryview] = field(default=b"", repr=False)
-    """One piece or several, which are sent without a copy; a memoryview is one-dimensional and of bytes."""
+    body: bytes | list[bytes | memoryview] | Iterator[bytes | memoryview] = field(default=b"", repr=False)
+    """One piece or several, which are sent without a copy; a memoryview is one-dimensional and of bytes. A dialect may
+    give an iterator, which writes them, some of them empty: it is run to its end before the response is sent."""
     headers: dict[str, str] = field(default_factory=dict)
     """All but content-type, content-length, x-request-id and connection."""
     content_type: str = "application/json"

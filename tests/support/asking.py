@@ -100,7 +100,7 @@ def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Res
 
 
 def pieces_of(response: Response) -> list[bytes | memoryview]:
-    return response.body if isinstance(response.body, list) else [response.body]
+    return [response.body] if isinstance(response.body, bytes) else list(response.body)
 
 
 def body_of(response: Response) -> bytes:

@@ -12,23 +12,25 @@ it; any other is vLLM's. Called by `vecd.gateway.api.dialects.vllm` and `openai`
   labels); `temperature`, by which cosines are divided first, separates them, and changes no order.
 """
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import isfinite
 from typing import Any
+
+import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import conversations, labels, options
 from vecd.gateway.api.dialects.conversations import MESSAGES
-from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import object_with_list, usage
+from vecd.gateway.api.dialects.rows import list_response, written
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.operations import Call, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.activations import Scores, ranked, softmax
 from vecd.gateway.encoding.fragments import Matrix
+from vecd.gateway.encoding.matrices import list_pieces, runs_of
 from vecd.gateway.types.errors import BadRequest, TooManyInputs
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, Encoding, Form
@@ -102,13 +104,14 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
 
     def render(embedded: Embedded) -> Response:
         if is_raw is not None:
-            return _respond(call, "infinity", "classify", labels.ranked_labels(embedded, head, activation), embedded)
+            ranking = labels.ranked_labels(embedded, head, activation)
+            return _respond(call, "infinity", "classify", written(ranking), embedded)
         logits, scores = labels.logits_of(embedded), labels.scores_of(embedded, head, activation)
         data = (
             {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs.tolist(), "num_classes": probs.size}
             for index, (row, probs) in enumerate(zip(logits, scores, strict=True))
         )
-        return _respond(call, "classify", "list", data, embedded)
+        return _respond(call, "classify", "list", written(data), embedded)
 
     request = options.read_request(
         call, inputs, _NUMBERS, output=Output.SCORES, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
@@ -126,7 +129,8 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
 
     def render(embedded: Embedded) -> Response:
         found = labels.entities_of(embedded, texts, model_info, aggregation, activation, ignored)
-        data = ({"index": index, "object": "token-classification", "entities": own} for index, own in enumerate(found))
+        head = b'{"index":%d,"object":"token-classification","entities":'
+        data = (chain((head % index,), own, (b"}",)) for index, own in enumerate(found))
         return _respond(call, "classify", "list", data, embedded)
 
     request = options.read_request(call, inputs, _NUMBERS, output=Output.TOKEN_SCORES, prompt_fields=_PROMPT_FIELDS)
@@ -134,21 +138,16 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
     return ParsedEmbed(request._replace(tokenizing=tokenizing), render, labels.is_large(len(inputs), model_info))
 
 
-def _respond(call: Call, prefix: str, kind: str, data: Iterable[Any], embedded: Embedded) -> Response:
-    """`data`: an item for each input."""
-    head = {
-        "id": f"{prefix}-{call.request_id}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": call.model_info.model,
-    }
-    return Response(200, object_with_list(head, "data", data, {"usage": usage(embedded)}), response_headers(embedded))
+def _respond(call: Call, prefix: str, kind: str, data: Iterable[Iterable[bytes]], embedded: Embedded) -> Response:
+    return list_response(prefix, kind, call.model_info.model, call.request_id, data, embedded)
 
 
 # --- zero-shot --------------------------------------------------------------------------------------------------
 
 _MAX_PREDICTIONS = 256 * 1024
-"""Texts times labels of one request: 10 MB of JSON, and 100 MB while it is made."""
+"""Texts times labels of one request: 10 MB of JSON."""
+_MAX_LABEL_CHARS = 4 * 2**20
+"""Characters of the labels, which the response repeats for each text."""
 
 
 def parse_zero_shot(call: Call) -> ParsedEmbed:
@@ -162,6 +161,13 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
         raise BadRequest(
             f"'{INPUT.name}' and '{LABELS.name}' have {len(inputs) * len(names)} scores, of {len(inputs)} texts and "
             f"{len(names)} labels: at most {_MAX_PREDICTIONS} in one request",
+            param=LABELS.name,
+        )
+    num_chars = len(inputs) * sum(map(len, names))
+    if num_chars > _MAX_LABEL_CHARS:
+        raise BadRequest(
+            f"'{LABELS.name}' have {num_chars} characters, once for each of {len(inputs)} texts: at most "
+            f"{_MAX_LABEL_CHARS} in one request",
             param=LABELS.name,
         )
     if len(inputs) + len(names) > model_info.max_inputs:
@@ -201,15 +207,15 @@ def _read_labels(values: Values) -> list[str]:
     return names
 
 
-def _prediction(index: int, scores: Scores, names: list[str]) -> dict[str, Any]:
+def _prediction(index: int, scores: Scores, names: list[str]) -> Iterator[bytes]:
     best = ranked(scores)[0]
-    return {
-        "object": "classification",
-        "index": index,
-        "prediction": names[best],
-        "score": float(scores[best]),
-        "predictions": [{"label": name, "score": float(score)} for name, score in zip(names, scores, strict=True)],
-    }
+    item = {"object": "classification", "index": index, "prediction": names[best], "score": float(scores[best])}
+    yield orjson.dumps(item)[:-1] + b',"predictions":'
+    runs = zip(runs_of(names), runs_of(scores), strict=True)
+    yield from list_pieces(
+        [{"label": name, "score": float(score)} for name, score in zip(*run, strict=True)] for run in runs
+    )
+    yield b"}"
 
 
 # --- the operations ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ vocabularies of the token ids). Called by the dialects.
 import re
 from collections.abc import Mapping
 
-from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.quoting import quoted
 from vecd.gateway.types.request import Embedded, Encoding, Priority, Source
@@ -20,6 +19,7 @@ _PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,8}")
 _QUALITY = re.compile(r"\s*q\s*=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*", re.IGNORECASE)
 _MAX_MEDIA_RANGES = 32
+BINARY_MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
 _MAY_BE_BINARY = re.compile("|".join(map(re.escape, BINARY_MEDIA_TYPES.values())), re.IGNORECASE)
 _TEXTS = frozenset((Source.TEXT,))
 

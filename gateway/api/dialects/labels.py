@@ -18,7 +18,8 @@ from vecd.gateway.api.fields import Field
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.schemas import nullable, record
 from vecd.gateway.encoding.activations import ACTIVATIONS, Scores, ranked
-from vecd.gateway.encoding.entities import AGGREGATIONS, find_entities
+from vecd.gateway.encoding.entities import AGGREGATIONS, OUTSIDE, Entity, find_entities
+from vecd.gateway.encoding.matrices import list_pieces, runs_of
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.encoding.token_rows import TokenRows
 from vecd.gateway.types.errors import WrongModel
@@ -134,34 +135,38 @@ def entities_of(
     aggregation: str | None,
     activation: str | None,
     ignored: Sequence[str] | None,
-) -> Iterator[list[dict[str, Any]]]:
-    """The entities of each text, with the keys that Hugging Face's pipeline gives them. There may be as many as tokens,
-    so those of one text are made at a time."""
+) -> Iterator[Iterator[bytes]]:
+    """The JSON of each text's entities, with the keys that Hugging Face's pipeline gives them, in pieces: there may be
+    as many as tokens."""
     head, vocabulary = head_of(model_info), model_info.vocabulary
-    aggregation = aggregation or "simple"
-    options = {} if ignored is None else {"ignored": ignored}
-    key = "entity" if aggregation == "none" else "entity_group"
+    left_out = frozenset((OUTSIDE,) if ignored is None else ignored)
     for matrix, ids, offsets, text in zip(
         matrices_of(embedded), embedded.token_ids, embedded.offsets, texts, strict=True
     ):
-        entities = find_entities(
-            activated(matrix, head, activation),
-            offsets,
-            vocabulary.texts_of(ids.tolist()),
+        steps = zip(
+            (activated(rows, head, activation) for rows in runs_of(matrix)),
+            runs_of(offsets),
+            (vocabulary.texts_of(some.tolist()) for some in runs_of(ids)),
+            strict=True,
+        )
+        found = find_entities(
+            steps,
             text,
             head.labels,
-            aggregation,
+            aggregation or "simple",
             subword_prefix=vocabulary.subword_prefix,
-            **options,
+            ignored=left_out,
         )
-        yield [
-            {
-                key: entity.label,
-                "score": entity.score,
-                **({} if entity.position is None else {"index": entity.position}),
-                "word": entity.word,
-                "start": entity.start,
-                "end": entity.end,
-            }
-            for entity in entities
-        ]
+        yield list_pieces(list(map(_entity, entities)) for entities in found)
+
+
+def _entity(entity: Entity) -> dict[str, Any]:
+    is_token = entity.position is not None
+    return {
+        "entity" if is_token else "entity_group": entity.label,
+        "score": entity.score,
+        **({"index": entity.position} if is_token else {}),
+        "word": entity.word,
+        "start": entity.start,
+        "end": entity.end,
+    }

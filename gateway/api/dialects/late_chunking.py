@@ -7,19 +7,16 @@ object is for chunks of each input. Called by `vecd.gateway.api.dialects.openai`
 """
 
 import copy
-import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import orjson
-
 from vecd.gateway.api import schemas
 from vecd.gateway.api.dialects import options, outputs
-from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import report_json
+from vecd.gateway.api.dialects.rows import list_response, report_json
 from vecd.gateway.api.fields import Field, Values, given, json_type
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
@@ -27,7 +24,7 @@ from vecd.gateway.api.schemas import Schema, any_of, described, list_of
 from vecd.gateway.encoding.late_rows import LateChunkRows
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Embedded, Encoding, LateChunking, Overflow, TokenIds
+from vecd.gateway.types.request import Embedded, Encoding, InputReport, LateChunking, Overflow, TokenIds
 
 _NAME = "late_chunking"
 _MAX_TOKENS, _RANGES = "max_tokens", "ranges"
@@ -200,21 +197,24 @@ def _check_ranges(ranges: list[Any], name: str) -> list[tuple[int, int]]:
 def _render(num_inputs: int, model: str, request_id: str, embedded: Embedded, *, are_inputs: bool) -> Response:
     [collector] = embedded.collectors
     assert isinstance(collector, LateChunkRows)
-    names = (request_id.encode(), int(time.time()), orjson.dumps(model))
-    pieces: list[bytes | memoryview] = [b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names]
-    before, number = b"", 0
+    items = _items(num_inputs, collector, embedded.reports, are_inputs=are_inputs)
+    return list_response("embd", "list", model, request_id, items, embedded)
+
+
+def _items(
+    num_inputs: int, collector: LateChunkRows, reports: Sequence[InputReport], *, are_inputs: bool
+) -> Iterator[Iterable[bytes]]:
+    number = 0
     for index in range(num_inputs):
         chunks = collector.chunks[index]
-        report = b',"report":%b' % report_json(embedded.reports[index]) if embedded.reports else b""
+        report = b',"report":%b' % report_json(reports[index]) if reports else b""
         items = zip(chunks.ranges.tolist(), chunks.is_truncated.tolist(), collector.fragments(index), strict=True)
         for (start, end), is_truncated, fragment in items:
             where = b"" if are_inputs else b',"input":%d,"start":%d,"end":%d' % (index, start, end)
             truncated = b',"truncated":true' if is_truncated else b""
-            head = b'%b{"object":"embedding","index":%d%b%b,"embedding":' % (before, number, where, truncated)
-            pieces += (head, b"null" if fragment is None else fragment, report, b"}")
-            before, number = b",", number + 1
-    pieces.append(b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % ((embedded.num_tokens,) * 2))
-    return Response(200, pieces, response_headers(embedded))
+            head = b'{"object":"embedding","index":%d%b%b,"embedding":' % (number, where, truncated)
+            yield head, b"null" if fragment is None else fragment, report, b"}"
+            number += 1
 
 
 def response_schema(schema: Schema) -> Schema:

@@ -18,11 +18,11 @@ from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import late_chunking, options, outputs
 from vecd.gateway.api.dialects.classify import ZERO_SHOT
 from vecd.gateway.api.dialects.conversations import MESSAGES
-from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s, response_headers
+from vecd.gateway.api.dialects.headers import BINARY_MEDIA_TYPES, parse_priority, parse_timeout_s, response_headers
 from vecd.gateway.api.dialects.inputs import parse_inputs
 from vecd.gateway.api.dialects.late_chunking import LATE_CHUNKING
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, render_rows, report_json
+from vecd.gateway.api.dialects.rows import render_rows, report_json
 from vecd.gateway.api.fields import Fields
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed, ParsedMessages
@@ -99,14 +99,9 @@ def render_response(item: Item, requested: RequestedForm, model: str, request_id
         response.headers.update(response_headers(embedded))
         return response
     assert isinstance(collector, JsonRows)
-    return render_fragments(collector.fragments, item, model, request_id, embedded)
-
-
-def render_fragments(fragments: list[bytes], item: Item, model: str, request_id: str, embedded: Embedded) -> Response:
-    """The response with the JSON of each input's vector."""
     names = (request_id.encode(), int(time.time()), orjson.dumps(model))
     head = b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names
-    pieces = _render_items(head, fragments, item, embedded.reports)
+    pieces = _render_items(head, collector.fragments, item, embedded.reports)
     num_tokens = embedded.num_tokens
     pieces.append(b'}],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
     return Response(200, pieces, response_headers(embedded))

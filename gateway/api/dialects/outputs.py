@@ -8,26 +8,22 @@ that does not name its kind of vectors expects `embedding`. Called by `vecd.gate
 """
 
 import copy
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import orjson
-
 from vecd.gateway.api import schemas
 from vecd.gateway.api.dialects import options, sparse
-from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.labels import matrices_of, without_chunks
 from vecd.gateway.api.dialects.options import RETURN_MULTIVECTOR, RequestedForm
-from vecd.gateway.api.dialects.rows import report_json
+from vecd.gateway.api.dialects.rows import item_pieces, list_response
 from vecd.gateway.api.fields import Field, Values, contradiction, given
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import Call, ParsedEmbed
 from vecd.gateway.api.schemas import Schema, any_of, described, list_of
 from vecd.gateway.encoding.forms import WHOLE
 from vecd.gateway.encoding.hybrid import HybridRows
-from vecd.gateway.encoding.matrices import matrix_json, vector_json
+from vecd.gateway.encoding.matrices import matrix_pieces, vector_json
 from vecd.gateway.encoding.quantization import normalize
 from vecd.gateway.types.errors import BadRequest
 from vecd.gateway.types.messages import Response
@@ -115,7 +111,7 @@ def parse_outputs(
     has_tokens, as_map = values.get(sparse.RETURN_TOKENS) is True, values.get(sparse.FORMAT) == "map"
     normalizes_dense = not model_info.is_normalized and options.read_normalize(values) is True
     what = _Requested(kinds, requested, as_map, has_tokens, len(inputs), request.normalize, normalizes_dense)
-    is_large = _MULTI_VECTOR in kinds or sparse.is_large(len(inputs))
+    is_large = _MULTI_VECTOR in kinds or sparse.is_large(inputs)
     return ParsedEmbed(request, partial(_render, what, model_info, call.request_id), is_large)
 
 
@@ -177,23 +173,15 @@ def response_schema(dense: Schema) -> Schema:
 
 def _render(what: _Requested, model_info: ModelInfo, request_id: str, embedded: Embedded) -> Response:
     writers = _writers(what, model_info, embedded)
-    names = (request_id.encode(), int(time.time()), orjson.dumps(model_info.model))
-    pieces: list[bytes | memoryview] = [b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names]
-    before = b""
-    for index in range(what.num_inputs):
-        pieces.append(b'%b{"object":"embedding","index":%d' % (before, index))
-        for key, write in writers:
-            pieces += (b',"%b":' % key, write(index))
-        if embedded.reports:
-            pieces.append(b',"report":%b' % report_json(embedded.reports[index]))
-        pieces.append(b"}")
-        before = b","
-    pieces.append(b'],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % ((embedded.num_tokens,) * 2))
-    return Response(200, pieces, response_headers(embedded))
+    items = (
+        item_pieces(b"embedding", index, [(key, write(index)) for key, write in writers], embedded)
+        for index in range(what.num_inputs)
+    )
+    return list_response("embd", "list", model_info.model, request_id, items, embedded)
 
 
-_Writer = tuple[bytes, Callable[[int], bytes]]
-"""The key of a vector in an item, and what makes the JSON of input i."""
+_Writer = tuple[bytes, Callable[[int], Iterable[bytes]]]
+"""The key of a vector in an item, and what makes the JSON of input i, in pieces."""
 
 
 def _writers(what: _Requested, model_info: ModelInfo, embedded: Embedded) -> list[_Writer]:
@@ -209,12 +197,12 @@ def _writers(what: _Requested, model_info: ModelInfo, embedded: Embedded) -> lis
     if _DENSE in what.kinds:
         assert isinstance(collector, HybridRows)
         dense, dense_steps = collector.dense, [normalize] if what.normalizes_dense else []
-        writers.append((b"embedding", lambda index: vector_json(dense[index], form, dense_steps)))
+        writers.append((b"embedding", lambda index: (vector_json(dense[index], form, dense_steps),)))
     if _SPARSE in what.kinds:
         vocabulary = model_info.vocabulary
-        write = partial(sparse.vector_json, vocabulary=vocabulary, as_map=what.as_map, has_tokens=what.has_tokens)
+        write = partial(sparse.vector_pieces, vocabulary=vocabulary, as_map=what.as_map, has_tokens=what.has_tokens)
         writers.append((b"sparse", lambda index: write(vectors[index])))
     if _MULTI_VECTOR in what.kinds:
         steps = [normalize] if what.normalizes else []
-        writers.append((b"embeddings", lambda index: matrix_json(matrices[index], form, steps)))
+        writers.append((b"embeddings", lambda index: matrix_pieces(matrices[index], form, steps)))
     return writers

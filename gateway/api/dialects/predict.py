@@ -8,10 +8,8 @@ Owns how texts and pairs of texts are recognized. Called by `vecd.gateway.api.di
 - of a model that classifies tokens, a flat list is one of texts, and labels are of tokens or spans of the text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
-
-import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects.headers import parse_priority, parse_timeout_s
@@ -29,7 +27,7 @@ from vecd.gateway.api.dialects.labels import (
     without_chunks,
 )
 from vecd.gateway.api.dialects.options import refused
-from vecd.gateway.api.dialects.rows import json_list
+from vecd.gateway.api.dialects.rows import list_of_pieces, written
 from vecd.gateway.api.dialects.tei_options import DIRECTION, TRUNCATE, Options, headers_of, read_tokenizing
 from vecd.gateway.api.fields import Field, contradiction, json_type
 from vecd.gateway.api.model_info import ModelInfo
@@ -166,7 +164,8 @@ def _parse_sequences(call: Call, sequences: Sequences) -> ParsedEmbed:
     head, activation, top_k = head_of(model_info), _activation(options), options.get(TOP_K)
 
     def render(embedded: Embedded) -> Response:
-        return _render(ranked_labels(embedded, head, activation, top_k), sequences.is_single, embedded, model_info)
+        results = written(ranked_labels(embedded, head, activation, top_k))
+        return _render(results, sequences.is_single, embedded, model_info)
 
     request = _request(call, options, sequences.inputs, Output.SCORES)
     return ParsedEmbed(request, render, is_large(len(sequences.inputs), model_info))
@@ -209,8 +208,7 @@ def _activation(options: Options) -> str | None:
     return "identity" if is_raw else function
 
 
-def _render(results: Iterable[Any], is_single: bool, embedded: Embedded, model_info: ModelInfo) -> Response:
-    """`results`: of each sequence. They are written one by one, because other threads wait while JSON is written."""
-    fragments = [orjson.dumps(result) for result in results]
-    body = fragments[0] if is_single else json_list(fragments)
+def _render(results: Iterator[Iterable[bytes]], is_single: bool, embedded: Embedded, model_info: ModelInfo) -> Response:
+    """`results`: the JSON of each sequence, in pieces."""
+    body = iter(next(results)) if is_single else list_of_pieces(results)
     return Response(200, body, headers_of(embedded, model_info))

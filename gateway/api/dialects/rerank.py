@@ -31,7 +31,7 @@ from vecd.gateway.api.dialects import ranking
 from vecd.gateway.api.dialects.headers import response_headers
 from vecd.gateway.api.dialects.options import MODEL, PRIORITY
 from vecd.gateway.api.dialects.ranking import NEEDS, QUERY, TOP_N, TRUNCATION, Relevance, read_documents
-from vecd.gateway.api.dialects.rows import object_with_list, usage
+from vecd.gateway.api.dialects.rows import object_with_list, usage, written
 from vecd.gateway.api.dialects.vllm import QUERIES, SCORE, SCORED, parse_score
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction, json_type
 from vecd.gateway.api.operations import Call, Dialect, Operation, ParsedEmbed
@@ -167,7 +167,7 @@ def render_results(
     before = {"id": request_id, "object": "list" if is_voyage else "rerank", "model": model}
     units = {"billed_units": {"search_units": -(-num_documents // _DOCUMENTS_IN_A_UNIT)}}
     after = {"usage": usage(embedded), "meta": units}
-    body = object_with_list(before, "data" if is_voyage else "results", results, after)
+    body = object_with_list(before, "data" if is_voyage else "results", written(results), after)
     return Response(200, body, response_headers(embedded))
 
 

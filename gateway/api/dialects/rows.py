@@ -1,21 +1,22 @@
-"""The parts of responses with rows that are the same in every dialect. Pure.
+"""The parts of responses with rows that are the same in every dialect. Pure, but for the clock.
 
 Owns the JSON list of rows, and the binary responses: the bytes of the rows end to end, or a NumPy file. What JSON would
 hold beside the rows is in headers there. Called by the dialects.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from vecd.gateway.api.dialects.headers import BINARY_MEDIA_TYPES, response_headers
 from vecd.gateway.encoding.fragments import JsonRows, Matrix
 from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Embedded, Encoding, InputReport
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
-BINARY_MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
 
 
 def fragments_of(embedded: Embedded, form: int = 0) -> list[bytes]:
@@ -35,13 +36,49 @@ def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
     return [*pieces, b"]"] if pieces else [b"[]"]
 
 
+def written(items: Iterable[Any]) -> Iterator[Iterable[bytes]]:
+    """The JSON of each item, in one piece."""
+    return zip(map(orjson.dumps, items))
+
+
+def list_of_pieces(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """A JSON list of items that are in pieces. They are written one by one, because other threads wait while JSON is
+    written."""
+    before = b"["
+    for item in items:
+        yield before
+        yield from item
+        before = b","
+    yield b"]" if before == b"," else b"[]"
+
+
 def object_with_list(
-    before: Mapping[str, Any], name: str, items: Iterable[Any], after: Mapping[str, Any]
-) -> list[bytes | memoryview]:
-    """The JSON of an object with the list `name` between other fields, at least one before it and one behind it. Items
-    are written one by one, because other threads wait while JSON is written."""
-    pieces = json_list([orjson.dumps(item) for item in items])
-    return [orjson.dumps(before)[:-1], b',"%b":' % name.encode(), *pieces, b",", orjson.dumps(after)[1:]]
+    before: Mapping[str, Any], name: str, items: Iterable[Iterable[bytes]], after: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """The JSON of an object with the list `name` between other fields, at least one before it and one behind it."""
+    yield b'%b,"%b":' % (orjson.dumps(before)[:-1], name.encode())
+    yield from list_of_pieces(items)
+    yield b"," + orjson.dumps(after)[1:]
+
+
+def list_response(
+    prefix: str, kind: str, model: str, request_id: str, items: Iterable[Iterable[bytes]], embedded: Embedded
+) -> Response:
+    """OpenAI's shape of a list. `prefix`: of its id. `items`: of each input, in pieces."""
+    before = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+    body = object_with_list(before, "data", items, {"usage": usage(embedded)})
+    return Response(200, body, response_headers(embedded))
+
+
+def item_pieces(
+    kind: bytes, index: int, vectors: Iterable[tuple[bytes, Iterable[bytes]]], embedded: Embedded
+) -> Iterator[bytes]:
+    """An item of such a list. `vectors`: the key and the JSON of each, in pieces."""
+    yield b'{"object":"%b","index":%d' % (kind, index)
+    for key, pieces in vectors:
+        yield b',"%b":' % key
+        yield from pieces
+    yield b',"report":%b}' % report_json(embedded.reports[index]) if embedded.reports else b"}"
 
 
 def usage(embedded: Embedded) -> Mapping[str, int]:

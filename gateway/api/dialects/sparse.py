@@ -4,25 +4,28 @@ A vector has the weights that are greater than `min_weight`, at most `top_k` of 
 which are the ids of the model's vocabulary. It may be empty. Called by `vecd.gateway.api.dialects.tei` and `outputs`.
 """
 
+from collections.abc import Iterator
+from itertools import chain
 from math import isfinite
 from typing import Any, Protocol, TypeVar
-
-import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.fields import Field, contradiction
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.schemas import any_of, list_of, nullable, record
+from vecd.gateway.encoding.matrices import list_pieces, runs_of
 from vecd.gateway.encoding.sparse import SparseRows, SparseVector
 from vecd.gateway.tokenization.vocabulary import TokenVocabulary
 from vecd.gateway.types.errors import BadRequest, WrongModel
-from vecd.gateway.types.request import Embedded, SparseOptions
+from vecd.gateway.types.request import Embedded, Inputs, SparseOptions
 from vecd.shm.output import Output
 
 T = TypeVar("T")
 
 _MANY_VECTORS = 8
 """More vectors than this are rendered in a thread: 400 weights take 0.1 ms, with their tokens 0.3 ms."""
+_MANY_CHARS = 4096
+"""So are those of more characters or token ids, which may have as many weights."""
 
 
 def _read_weight(value: Any, name: str) -> float:
@@ -81,9 +84,9 @@ def output_of(model_info: ModelInfo) -> Output:
     return Output.LEXICAL if model_info.sparse.is_lexical else Output.SPARSE
 
 
-def is_large(num_inputs: int) -> bool:
+def is_large(inputs: Inputs) -> bool:
     """Whether a response is rendered in a thread."""
-    return num_inputs > _MANY_VECTORS
+    return len(inputs) > _MANY_VECTORS or sum(map(len, inputs)) > _MANY_CHARS
 
 
 def vectors_of(embedded: Embedded) -> list[SparseVector]:
@@ -92,23 +95,22 @@ def vectors_of(embedded: Embedded) -> list[SparseVector]:
     return collector.vectors
 
 
-def indexed_json(vector: SparseVector) -> bytes:
-    """A list of objects, as text-embeddings-inference has it."""
-    weights = zip(vector[0].tolist(), vector[1], strict=True)
-    return _json([{"index": index, "value": value} for index, value in weights])
+def indexed_pieces(vector: SparseVector) -> Iterator[bytes]:
+    """The JSON of a list of objects, as text-embeddings-inference has it, some weights at a time."""
+    runs = zip(runs_of(vector[0].tolist()), runs_of(vector[1]), strict=True)
+    return list_pieces([{"index": index, "value": value} for index, value in zip(*run, strict=True)] for run in runs)
 
 
-def vector_json(vector: SparseVector, vocabulary: TokenVocabulary, *, as_map: bool, has_tokens: bool) -> bytes:
-    """As `VECTOR`. A map has no entries for ids that the vocabulary has no string for: Elasticsearch refuses empty
-    keys."""
-    indices, values = vector
+def vector_pieces(
+    vector: SparseVector, vocabulary: TokenVocabulary, *, as_map: bool, has_tokens: bool
+) -> Iterator[bytes]:
+    """The JSON of a vector as `VECTOR`, some weights at a time. A map has no entries for ids that the vocabulary has no
+    string for: Elasticsearch refuses empty keys. Weights are the shortest numbers that are read as the same float32."""
+    indices, values = map(runs_of, vector)
+    texts = (vocabulary.texts_of(some.tolist()) for some in runs_of(vector[0]))
     if as_map:
-        by_text = zip(vocabulary.texts_of(indices.tolist()), values, strict=True)
-        return _json({text: value for text, value in by_text if text})
-    tokens = {"tokens": vocabulary.texts_of(indices.tolist())} if has_tokens else {}
-    return _json({"indices": indices, "values": values, **tokens})
-
-
-def _json(value: Any) -> bytes:
-    """Weights are the shortest numbers that are read as the same float32."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        runs = zip(texts, values, strict=True)
+        maps = ({text: value for text, value in zip(*run, strict=True) if text} for run in runs)
+        return list_pieces(maps, b"{}")
+    tokens = ((b',"tokens":',), list_pieces(texts)) if has_tokens else ()
+    return chain((b'{"indices":',), list_pieces(indices), (b',"values":',), list_pieces(values), *tokens, (b"}",))

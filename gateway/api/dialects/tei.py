@@ -29,11 +29,11 @@ import orjson
 
 from vecd.gateway.api import fields, schemas
 from vecd.gateway.api.dialects import labels, predict, ranking, sparse
-from vecd.gateway.api.dialects.headers import parse_accept, parse_priority, parse_timeout_s
+from vecd.gateway.api.dialects.headers import BINARY_MEDIA_TYPES, parse_accept, parse_priority, parse_timeout_s
 from vecd.gateway.api.dialects.inputs import check_id_lists, parse_inputs, parse_texts
 from vecd.gateway.api.dialects.options import INPUT_TYPE, MODEL
 from vecd.gateway.api.dialects.ranking import QUERY, TOP_N, Relevance, read_documents
-from vecd.gateway.api.dialects.rows import BINARY_MEDIA_TYPES, fragments_of, json_list, render_rows
+from vecd.gateway.api.dialects.rows import fragments_of, json_list, list_of_pieces, render_rows
 from vecd.gateway.api.dialects.tei_options import (
     DIRECTION,
     IDS_OR_LISTS,
@@ -280,12 +280,12 @@ def parse_embed_sparse(call: Call) -> ParsedEmbed:
         output=output,
         sparse=sparse.read_options(options),
     )
-    return ParsedEmbed(request, partial(_render_sparse, model_info=model_info), sparse.is_large(len(request.inputs)))
+    return ParsedEmbed(request, partial(_render_sparse, model_info=model_info), sparse.is_large(request.inputs))
 
 
 def _render_sparse(embedded: Embedded, *, model_info: ModelInfo) -> Response:
-    vectors = map(sparse.indexed_json, sparse.vectors_of(embedded))
-    return Response(200, json_list(list(vectors)), headers_of(embedded, model_info))
+    vectors = map(sparse.indexed_pieces, sparse.vectors_of(embedded))
+    return Response(200, list_of_pieces(vectors), headers_of(embedded, model_info))
 
 
 # --- similarity -------------------------------------------------------------------------------------------------

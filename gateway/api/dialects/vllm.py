@@ -7,6 +7,7 @@ shapes: vLLM's published OpenAPI document.
 """
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -27,12 +28,11 @@ from vecd.gateway.api.dialects.openai import (
     VECTOR,
     Item,
     parse_embeddings,
-    render_fragments,
     render_response,
     response_schema,
 )
 from vecd.gateway.api.dialects.options import RequestedForm
-from vecd.gateway.api.dialects.rows import usage
+from vecd.gateway.api.dialects.rows import item_pieces, list_response, usage
 from vecd.gateway.api.fields import Field, Fields, Values, contradiction
 from vecd.gateway.api.model_info import ModelInfo
 from vecd.gateway.api.operations import (
@@ -46,7 +46,7 @@ from vecd.gateway.api.operations import (
 )
 from vecd.gateway.api.schemas import any_of, described, list_of, nullable, record
 from vecd.gateway.encoding.activations import Scores
-from vecd.gateway.encoding.matrices import matrix_json, vector_json
+from vecd.gateway.encoding.matrices import list_pieces, matrix_pieces, runs_of, vector_json
 from vecd.gateway.encoding.quantization import normalize
 from vecd.gateway.encoding.scores import ScoreRows
 from vecd.gateway.types.errors import ApiError, BadRequest, WrongModel
@@ -161,26 +161,33 @@ def render_arrays(
     """The response with rows that were collected as arrays: scores, scores of tokens, vectors of tokens."""
     [collector] = embedded.collectors
     form = requested.form
+    fragments: Iterator[Iterable[bytes]]
     if isinstance(collector, ScoreRows):
         scores = labels.scores_of(embedded, labels.head_of(model_info), activation)
-        fragments = [_score_json(row, form) for row in scores]
-    else:
+        fragments = zip(_score_json(row, form) for row in scores)
+    elif model_info.score is not None:
+        activate = partial(labels.activated, head=model_info.score, activation=activation)
         matrices = labels.matrices_of(embedded)
-        if model_info.score is not None:
-            head = model_info.score
-            fragments = [_score_json(labels.activated(matrix, head, activation), form) for matrix in matrices]
+        if form == Form():
+            fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in matrices)
         else:
-            steps = [normalize] if normalizes else []
-            fragments = [matrix_json(matrix, form, steps) for matrix in matrices]
-    return render_fragments(fragments, _POOLING, model_info.model, request_id, embedded)
+            steps = [lambda rows: activate(rows).astype(np.float32)]
+            fragments = (matrix_pieces(matrix, form, steps) for matrix in matrices)
+    else:
+        steps = [normalize] if normalizes else []
+        fragments = (matrix_pieces(matrix, form, steps) for matrix in labels.matrices_of(embedded))
+    items = (
+        item_pieces(_POOLING.object, index, [(_POOLING.vector, fragment)], embedded)
+        for index, fragment in enumerate(fragments)
+    )
+    return list_response("embd", "list", model_info.model, request_id, items, embedded)
 
 
 def _score_json(scores: Scores, form: Form) -> bytes:
     """Numbers have all digits of a float64; other encodings have float32 or what else is requested."""
     if form == Form():
         return orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)
-    rows = scores.astype(np.float32)
-    return vector_json(rows, form) if rows.ndim == 1 else matrix_json(rows, form)
+    return vector_json(scores.astype(np.float32), form)
 
 
 def _check_rows(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:

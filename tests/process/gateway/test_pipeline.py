@@ -455,7 +455,7 @@ async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(m
         worker.answer(await worker.receive())
     [collector] = (await running).collectors
     assert isinstance(collector, LateChunkRows)
-    assert [len(collector.fragments(index)) for index in range(2)] == [2, 1]
+    assert [len(list(collector.fragments(index))) for index in range(2)] == [2, 1]
     assert (await running).num_tokens == 12
     assert not service.app.token_room.num_of
 

@@ -133,7 +133,7 @@ async def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
     try:
         first = asyncio.ensure_future(bodies.parse(body, LARGE, dict))
         await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match=r"100012 bytes wait .* this one has 100012, at most 150000"):
+        with pytest.raises(TooManyRequests, match=r"100012 bytes wait .* this request has 100012 .* at most 150000"):
             await bodies.parse(body, LARGE, dict)
         assert await bodies.parse(b'{"input":"small"}', LARGE, dict) == {"input": "small"}
         await first
@@ -154,7 +154,7 @@ async def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
     try:
         first = asyncio.ensure_future(parse_for("a"))
         await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match=r"this caller's bodies of 100012 bytes .* at most 150000") as caught:
+        with pytest.raises(TooManyRequests, match=r"100012 of them yours, .* and 150000 of one caller") as caught:
             await parse_for("a")
         assert int(caught.value.headers["retry-after"]) >= 1
         second = asyncio.ensure_future(parse_for("b"))
@@ -163,8 +163,7 @@ async def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
             await parse_for("c")
         assert {await first, await second} == {100_000}
         assert await parse_for("a") == 100_000
-        assert bodies._num_waiting_bytes == 0
-        assert not bodies._num_bytes_of
+        assert (bodies._room.num, dict(bodies._room.num_of)) == (0, {})
     finally:
         threads.close()
 
@@ -430,7 +429,7 @@ async def test_what_bodies_become_is_bounded_together_while_they_become_it(monke
     async def watch() -> None:
         nonlocal most
         while True:
-            most = max(most, bodies._num_waiting_bytes)
+            most = max(most, bodies._room.num)
             await asyncio.sleep(0)
 
     watching = asyncio.ensure_future(watch())
@@ -440,15 +439,14 @@ async def test_what_bodies_become_is_bounded_together_while_they_become_it(monke
         assert ends.count(20_000_000) == 1
         assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
         assert most <= 30_000_000
-        assert bodies._num_waiting_bytes == 0
-        assert not bodies._num_bytes_of
+        assert (bodies._room.num, dict(bodies._room.num_of)) == (0, {})
         left = asyncio.ensure_future(bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP))
-        while not bodies._num_waiting_bytes:
+        while not bodies._room.num:
             await asyncio.sleep(0)
         left.cancel()
         await asyncio.wait([left])
         assert left.cancelled()
-        assert bodies._num_waiting_bytes == 0
+        assert bodies._room.num == 0
     finally:
         watching.cancel()
         threads.close()

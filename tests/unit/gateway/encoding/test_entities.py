@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vecd.gateway.encoding.entities import AGGREGATIONS, find_entities
+from vecd.gateway.encoding.entities import AGGREGATIONS, Entity, Step, find_entities
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "B-A-B")
 WORDS = ["ada", "love", "##lace", "lives", "in", "paris", "-", ",", "##ter", "x", "##y", "[UNK]", "[CLS]", "[SEP]"]
@@ -75,7 +75,7 @@ def test_spans_are_those_of_transformers(aggregation, make, text, seed):
     theirs = pipeline_entities(tokenizer, text, scores, offsets, ids, aggregation)
     prefix = "##" if make is wordpiece else ""
     tokens = ["[CLS]", *encoding.tokens, "[SEP]"]
-    ours = find_entities(scores, offsets, tokens, text, LABELS, aggregation, subword_prefix=prefix)
+    ours = entities((scores, offsets, tokens), text, aggregation, subword_prefix=prefix)
     assert [(entity.start, entity.end) for entity in ours] == [(item["start"], item["end"]) for item in theirs]
     assert [entity.label for entity in ours] == [item.get("entity", item.get("entity_group")) for item in theirs]
     assert [entity.position for entity in ours] == [item.get("index") for item in theirs]
@@ -85,6 +85,19 @@ def test_spans_are_those_of_transformers(aggregation, make, text, seed):
             assert entity.word == text[entity.start : entity.end].strip()
 
 
+def entities(tokens: Step, text: str, aggregation: str, **options: Any) -> list[Entity]:
+    """In one step, and in steps of any length, which find the same."""
+    [[*found], rest] = find_entities([tokens], text, LABELS, aggregation, **options)
+    scores, offsets, strings = tokens
+    for num in (1, 2, 3):
+        ends = [slice(at, at + num) for at in range(0, len(strings), num)]
+        steps = [(scores[own], offsets[own], strings[own]) for own in ends]
+        lists = list(find_entities(steps, text, LABELS, aggregation, **options))
+        assert len(lists) == len(steps) + 1
+        assert [entity for some in lists for entity in some] == found + rest
+    return found + rest
+
+
 def one_hot(*labels: str) -> np.ndarray:
     return np.eye(len(LABELS))[[LABELS.index(label) for label in labels]]
 
@@ -92,7 +105,7 @@ def one_hot(*labels: str) -> np.ndarray:
 def spans(labels: list[str], aggregation: str = "simple", **options: Any) -> list[tuple[str, int, int]]:
     """Of tokens of one character each."""
     offsets = np.array([(at, at + 1) for at in range(len(labels))], np.int32)
-    found = find_entities(one_hot(*labels), offsets, ["x"] * len(labels), "x" * 9, LABELS, aggregation, **options)
+    found = entities((one_hot(*labels), offsets, ["x"] * len(labels)), "x" * 9, aggregation, **options)
     return [(entity.label, entity.start, entity.end) for entity in found]
 
 
@@ -103,7 +116,7 @@ def test_a_span_ends_where_the_next_begins():
 
 def test_offsets_are_characters_of_the_sent_text():
     text = "é😀 Ada"
-    [entity] = find_entities(one_hot("B-PER"), np.array([(3, 6)], np.int32), ["ada"], text, LABELS, "simple")
+    [entity] = entities((one_hot("B-PER"), np.array([(3, 6)], np.int32), ["ada"]), text, "simple")
     assert (entity.word, text[entity.start : entity.end]) == ("Ada", "Ada")
 
 

@@ -129,11 +129,11 @@ def test_every_form_is_that_of_vectors() -> None:
         put(collector, 0, rows_of(5), [])
         [plain] = Encoder(NORMALIZED).make_collectors(EmbedRequest(["text"], (form,)))
         plain.put(0, vectors)
-        assert collector.fragments(0) == plain.fragments  # type: ignore[attr-defined]
+        assert list(collector.fragments(0)) == plain.fragments  # type: ignore[attr-defined]
 
 
 def test_a_vector_that_does_not_fit_is_refused() -> None:
     collector = collector_of(DENSE, [chunks_with([(0, 1)], 1)], Form(dtype=Dtype.FLOAT16))
     put(collector, 0, np.full((1, WIDTH), 1e6, np.float32), [])
     with pytest.raises(BadRequest):
-        collector.fragments(0)
+        list(collector.fragments(0))

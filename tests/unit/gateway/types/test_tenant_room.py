@@ -16,7 +16,7 @@ def fill(room: TenantRoom, tenant: str, *nums: int):
 
 
 def test_one_tenant_gets_half_and_another_is_served():
-    room = TenantRoom(100, "{} rows are held", retry_after_s=7)
+    room = TenantRoom(100, "{} rows are held", per_s=10)
     shares = fill(room, "a", 30, 20)
     refused = room.share("a")
     with pytest.raises(TooManyRequests, match=r"50 rows .*, 50 of them yours, .* has 1 or more: at most 100 .* 50 of"):
@@ -25,7 +25,7 @@ def test_one_tenant_gets_half_and_another_is_served():
     for tenant in "bc":
         with pytest.raises(TooManyRequests) as caught:
             room.share(tenant).take(1)
-        assert int(caught.value.headers["retry-after"]) >= 7
+        assert int(caught.value.headers["retry-after"]) >= 10
     assert (room.num, dict(room.num_of)) == (100, {"a": 50, "b": 50})
     shares[0].keep(0)
     refused.take(1)
@@ -37,12 +37,12 @@ def test_one_tenant_gets_half_and_another_is_served():
 def test_a_share_grows_until_it_would_be_too_much_and_keeps_what_it_had():
     room = TenantRoom(100, "{}")
     [first, second] = fill(room, "a", 10, 10)
-    first.take(30)
+    first.take(40)
     with pytest.raises(TooManyRequests, match=r"^10, 10 of them yours, and this request has 41 "):
-        first.take(1)
+        first.take(41)
     assert (first.num, room.num) == (40, 50)
     first.keep(5)
-    second.take(35)
+    second.take(45)
     assert room.num == 50
 
 
@@ -57,11 +57,18 @@ def test_less_may_be_allowed_of_one_tenant():
 def test_who_is_alone_has_room_for_anything():
     room = TenantRoom(100, "{}")
     [large] = fill(room, "a", 1_000)
-    large.take(1_000)
+    large.take(2_000)
     with pytest.raises(TooManyRequests):
         room.share("b").take(1)
     large.keep(90)
     room.share("b").take(10)  # the only one of its tenant is held to the whole room
+
+
+def test_who_is_no_tenant_has_no_half():
+    room = TenantRoom(100, "{}")
+    fill(room, "", 50, 50)
+    with pytest.raises(TooManyRequests):
+        room.share("").take(1)
 
 
 def test_all_is_given_back_after_an_error():
