@@ -7,7 +7,7 @@ configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedToke
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
+from vecd.gateway.encoding.forms import width_of
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.max_sim import MAX_SHORT_QUERY, MaxSimRows
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
@@ -44,9 +45,11 @@ from vecd.gateway.types.errors import (
     TooManyTokens,
     Unavailable,
 )
+from vecd.gateway.types.messages import TakeRoom
 from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
+    Encoding,
     InputReport,
     Inputs,
     LateChunking,
@@ -61,6 +64,7 @@ from vecd.gateway.types.request import (
 )
 from vecd.gateway.types.tenant_room import Share, TenantRoom
 from vecd.gateway.types.timeline import RequestTimeline
+from vecd.shm.card import ModelCard
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
@@ -74,6 +78,8 @@ _FLOATS_PER_TURN = 32 * 1024
 take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
+_BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
+"""In a response: as a JSON number with its comma, and as base64."""
 _LATE_INPUTS_PER_TURN = 32
 """Inputs whose late chunks are found in one turn of the event loop: 2 ms for short ones."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
@@ -230,16 +236,22 @@ class Pipeline:
     # --- embeddings -----------------------------------------------------------------------------------------
 
     def embed(
-        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
+        self,
+        request: EmbedRequest,
+        num_estimated: int,
+        timeline: RequestTimeline,
+        principal: Principal,
+        take_room: TakeRoom | None = None,
     ) -> Coroutine[Any, Any, Embedded]:
-        """Compute the rows of a request. `num_estimated`: its tokens, guessed from characters.
+        """Compute the rows of a request, once there is room for a response with them (`take_room`; None: there is).
+        `num_estimated`: its tokens, guessed from characters.
 
         Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
         RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
         input, Unavailable when the deadline passes or no worker stays alive, ServerError when the engine fails. Side
         effects: its inputs are removed once they are tokenized; when cancelled, what is still queued is dropped.
         """
-        embedding = self._embed(request, num_estimated, timeline, principal)
+        embedding = self._embed(request, num_estimated, timeline, principal, take_room)
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
 
     async def load(self, timeout_s: float | None, arrived_at: float) -> None:
@@ -329,7 +341,12 @@ class Pipeline:
     # --- the way of an embedding request --------------------------------------------------------------------
 
     async def _embed(
-        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
+        self,
+        request: EmbedRequest,
+        num_estimated: int,
+        timeline: RequestTimeline,
+        principal: Principal,
+        take_room: TakeRoom | None,
     ) -> Embedded:
         timeline.num_inputs = len(request.inputs)
         self._raise_if_starting()
@@ -346,7 +363,7 @@ class Pipeline:
                     self.shared_metrics.add(Counter.REFUSED)
                     raise
             with permit:
-                return await self._gather(request, permit, principal, reservation, timeline)
+                return await self._gather(request, permit, principal, reservation, timeline, take_room)
 
     def _raise_if_starting(self) -> None:
         """Raises NotReady during the server's start. Requests on a socket that systemd holds wait instead: its clients
@@ -362,6 +379,7 @@ class Pipeline:
         principal: Principal,
         reservation: Reservation,
         timeline: RequestTimeline,
+        take_room: TakeRoom | None,
     ) -> Embedded:
         if self._make_end is not None:
             raise self._make_end()
@@ -386,6 +404,10 @@ class Pipeline:
         self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
+            waiting = take_room(_response_bytes(request, permit.num_tokens, self.config.card)) if take_room else None
+            if waiting is not None:
+                permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
+                await _unless_over(pending, waiting)
             tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
             if tokenized is None:
                 await _unless_over(pending, self._queue_runs(request, request_queue, permit, counts))
@@ -634,7 +656,16 @@ async def _in_turns(work: Iterable[Callable[[], None]]) -> None:
         do()
 
 
-async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T]) -> T:
+def _response_bytes(request: EmbedRequest, num_tokens: int, card: ModelCard) -> int:
+    """At most so many bytes has a response of vectors; 0 for one of anything else, which is counted when it is made."""
+    if not request.output.is_plain and (request.output is not Output.TOKEN_VECTORS or request.is_max_sim):
+        return 0
+    num_rows = len(request.inputs) if request.output.is_plain else num_tokens
+    per_float = sum(_BYTES_OF_A_FLOAT if form.encoding is Encoding.FLOAT else _BYTES_OF_4 for form in request.forms)
+    return num_rows * width_of(request, card) * per_float
+
+
+async def _unless_over(pending: PendingResult, queueing: Awaitable[T]) -> T:
     """The result of `queueing`. If the request is over before, `queueing` is cancelled, and this raises the reason."""
     task = asyncio.ensure_future(queueing)
     try:

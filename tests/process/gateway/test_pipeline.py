@@ -38,7 +38,7 @@ from vecd.gateway.types.errors import (
     TooManyRequests,
     Unavailable,
 )
-from vecd.gateway.types.messages import Response
+from vecd.gateway.types.messages import Response, TakeRoom
 from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, LateChunking, Source, TokenIds, TokenizedInput
 from vecd.gateway.types.tenant_room import TenantRoom
 from vecd.gateway.types.timeline import RequestTimeline
@@ -125,12 +125,14 @@ class Service:
         principal: Principal | None = None,
         output: Output = Output.VECTORS,
         timeline: RequestTimeline | None = None,
+        take_room: TakeRoom | None = None,
     ) -> asyncio.Task[Embedded]:
         ids: list[TokenIds] = list(inputs)
         request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
         timeline = RequestTimeline() if timeline is None else timeline
         timeline.arrived_at = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.principal))
+        principal = principal or self.principal
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal, take_room))
 
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
@@ -201,6 +203,36 @@ async def test_what_never_came_to_a_worker_costs_nothing(bench, service):
     with pytest.raises(Unavailable):
         await service.embed([1, 1])
     assert service.num_paid() == 0
+
+
+async def test_vectors_are_computed_once_there_is_room_for_the_response(bench, service):
+    """Meanwhile the request counts as no work that delays others, and has its deadline as ever."""
+    rooms: list[asyncio.Future[None]] = []
+    asked: list[int] = []
+
+    def take_room(num_bytes: int) -> asyncio.Future[None]:
+        asked.append(num_bytes // service.app.config.card.dim)
+        rooms.append(asyncio.get_running_loop().create_future())
+        return rooms[-1]
+
+    worker = bench.add_worker()
+    await bench.all_connected()
+    waiting = service.embed([1, 1], [2], take_room=take_room)
+    late = service.embed([1, 1], timeout_s=0.01, take_room=take_room)
+    other = service.embed([3])
+    batch = await worker.receive()
+    assert inputs_of(batch) == [3]
+    worker.answer(batch)
+    assert (await other).num_tokens == 1
+    with pytest.raises(DeadlinePassed):
+        await late
+    assert (service.admission.num_requests, service.admission.num_unqueued) == (1, 0)
+    assert [room.cancelled() for room in rooms] == [False, True]
+    assert not waiting.done()
+    rooms[0].set_result(None)
+    worker.answer(await worker.receive())
+    assert (await waiting).num_tokens == 3
+    assert asked == [26, 13]
 
 
 async def test_requests_are_refused_until_a_worker_serves_for_the_first_time_and_wait_afterwards(bench, service):
