@@ -400,8 +400,8 @@ class Supervisor:
 
     def on_model_changed(self, worker_pool: WorkerPool) -> None:
         if self._is_active(worker_pool):
-            changed = worker_pool.changed_files or "the model's files have changed"
-            worker_pool.log.warning("%s; reloading, so that no mixture of two models is served", changed)
+            message = "%s; reloading, so that no mixture of two models is served"
+            worker_pool.log.warning(message, worker_pool.why_read_anew)
             self.request_reload()
 
     def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:

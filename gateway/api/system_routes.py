@@ -273,14 +273,9 @@ _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 _STATUS = schemas.record(status=schemas.STRING)
 _HEALTH_STATUS = schemas.record(
-    "state",
-    "reason",
-    "model_files",
-    status=schemas.STRING,
-    state={"enum": [*ModelState]},
-    reason=schemas.STRING,
+    "state", "reason", "model_files", status=schemas.STRING, state={"enum": [*ModelState]}, reason=schemas.STRING,
     model_files=schemas.STRING,
-)
+)  # fmt: skip
 _OBJECT = {"type": "object"}
 
 

@@ -81,17 +81,14 @@ def render_metrics(
     awaited = [each.name for each in models if not each.has_workers]
     if models:
         worker_states = {worker: state for each in models if each.has_workers for worker, state in each.workers.items()}
+    help = "1 while files of a model are no longer those that were loaded"
+    files = [((name,), bool(changed)) for name, changed in changed_files.items()]
     ours = generate_latest(
         _Families(
             [
                 _info(version, names or [model]),
                 _identities(identities),
-                _gauge(
-                    "model_files_changed",
-                    "1 while files of a model are no longer those that were loaded",
-                    [_MODEL],
-                    [((name,), bool(changed)) for name, changed in changed_files.items()],
-                ),
+                _gauge("model_files_changed", help, [_MODEL], files),
                 _requests(shared_metrics, endpoints, told_apart),
                 *_counters(shared_metrics, told_apart),
                 *_gauges(shared_metrics, told_apart, awaited),

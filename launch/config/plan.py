@@ -99,20 +99,20 @@ class Plan:
     def changed_files(self) -> str:
         """Which files that were loaded are no longer what they were, in words; "" if there is none. What was added
         counts for `model_has_changed` alone. Looks at a few files and reads none: not for an event loop."""
-        folder = source_of(self.card.folder)
-        ranges = str(self.settings.quantization_ranges)
-        loaded = self.model_files | {each for each in self.other_files if each[0] == ranges}
+        folder, ranges = source_of(self.card.folder), str(self.settings.quantization_ranges)
+        loaded = {each for each in self.model_files if each[0] == source_of(each[0])}  # not those in the cache
+        loaded |= {each for each in self.other_files if each[0] == ranges}
         now = _versions(Path(name) for name, *_ in loaded)
         changes = sorted(name for name, *_ in loaded - now)
         if changes and not Path(folder).is_dir():
             return "the model's folder is missing"
         there = {name for name, *_ in now}
-        said: dict[str, None] = {}  # of a converted model, a file and the link to it have one name
-        for name in changes:
-            path = Path(source_of(name))
-            short = path.relative_to(folder) if path.is_relative_to(folder) else path.name
-            said[f"{short} {'has changed' if name in there else 'is missing'}"] = None
-        return ", ".join(list(said)[:_MAX_CHANGES_SAID]) + (", …" if len(said) > _MAX_CHANGES_SAID else "")
+        said = [
+            f"{name.removeprefix(f'{folder}/') if name != ranges else Path(name).name} "
+            f"{'has changed' if name in there else 'is missing'}"
+            for name in changes[:_MAX_CHANGES_SAID]
+        ]
+        return ", ".join(said) + (", …" if len(changes) > len(said) else "")
 
     def has_read(self, path: Path) -> bool:
         """Whether this file, one of `other_files`, is the one that the plan was made with. Reads the file system."""
@@ -284,27 +284,16 @@ def _plan_model(
     # remember by card what they found out.
     gateway = replace(gateway, card=with_tokenizer(card_with_prompts, name, settings.cache_folder, report))
     try:
-        gateway = _with_copies(gateway)
+        if card.sparse is not None and card.sparse.query_weights:
+            gateway = replace(gateway, query_weights=_copy(f"{card.folder}/{card.sparse.query_weights}"))
+        if gateway.quantization_ranges is not None:
+            gateway = replace(gateway, quantization_ranges=_copy(gateway.quantization_ranges))
         pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
     except BaseException:
         _close_copies(gateway)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
     return Plan(settings, card_with_prompts, gateway, workers, model_files, why_gateways, other_files)
-
-
-def _with_copies(gateway: GatewayConfig) -> GatewayConfig:
-    """The configuration with copies of the files that gateways read besides the tokenizer. Raises ModelError."""
-    card, ranges = gateway.card, gateway.quantization_ranges
-    weights = None
-    if card.sparse is not None and card.sparse.query_weights:
-        weights = _copy(f"{card.folder}/{card.sparse.query_weights}")
-    try:
-        copy_of_ranges = None if ranges is None else _copy(ranges)
-    except BaseException:
-        close_copy(weights)
-        raise
-    return replace(gateway, query_weights=weights, quantization_ranges=copy_of_ranges)
 
 
 def _copy(path: str) -> str:
@@ -371,11 +360,9 @@ def check_proxies(settings: Settings) -> None:
 def check_ranges(path: Path | None) -> None:
     """Raises ConfigurationError for a file of --quantization-ranges that cannot be read, or is too large to be copied.
     What is in it is checked by the gateway, which has numpy."""
-    if path is None:
-        return
-    if why := why_unreadable(str(path)):
+    if path is not None and (why := why_unreadable(str(path))):
         raise ConfigurationError([f"--quantization-ranges: {path}: cannot be read: {why}"])
-    if (size := path.stat().st_size) > _MAX_RANGES_BYTES:
+    if path is not None and (size := path.stat().st_size) > _MAX_RANGES_BYTES:
         fault = f"has {size:,} bytes, ranges have at most {_MAX_RANGES_BYTES:,}"
         raise ConfigurationError([f"--quantization-ranges: {path}: {fault}"])
 

@@ -358,13 +358,8 @@ def _is_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
     """Whether a model would be served as it is. Keys are every generation's; the copies for gateways, which have other
     paths each time, follow from the files. A certificate is read again with a new generation of the first model."""
     ours = served.gateway
-    gateway = replace(
-        plan.gateway,
-        card=ours.card,
-        keys=ours.keys,
-        query_weights=ours.query_weights,
-        quantization_ranges=ours.quantization_ranges,
-    )
+    gateway = replace(plan.gateway, card=ours.card, keys=ours.keys, query_weights=ours.query_weights)
+    gateway = replace(gateway, quantization_ranges=ours.quantization_ranges)
     tls = () if is_first else (plan.gateway.tls_cert, plan.gateway.tls_key)
     return (
         gateway == served.gateway

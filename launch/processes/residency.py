@@ -215,7 +215,7 @@ class Residency:
         try:
             if worker_pool.reads_model and await self._files.call(plan.card.folder, plan.model_has_changed):
                 self._on_model_changed(worker_pool)
-                raise StartFailure(worker_pool.why_read_anew)
+                raise StartFailure(f"{worker_pool.why_read_anew}; it is being read anew")
             await worker_pool.supervise(needs_all=False)
         except (StartFailure, FilesHang, OSError) as error:
             reason = str(error).removeprefix(worker_pool.prefix)

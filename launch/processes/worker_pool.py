@@ -231,19 +231,16 @@ class WorkerPool:
         before, folder = self.changed_files, self.plan.card.folder
         with suppress(FilesHang):  # which is logged
             self.changed_files = await self._files.call(folder, self.plan.changed_files)
-        extra = {"fields": {"model": self.model}}
-        if self.changed_files and self.changed_files != before:
-            message = "the files of %s in %s are not as loaded: %s; what was loaded is served until a reload"
-            log.warning(message, self.model, source_of(folder), self.changed_files, extra=extra)
-        elif self.changed_files != before:
-            log.info("the files of %s are as loaded again", self.model, extra=extra)
+        if self.changed_files != before:
+            level = logging.WARNING if self.changed_files else logging.INFO
+            state = f"not as loaded: {self.changed_files}" if self.changed_files else "as loaded again"
+            fields = {"fields": {"model": self.model}}
+            log.log(level, "the files of %s in %s are %s", self.model, source_of(folder), state, extra=fields)
 
     @property
     def why_read_anew(self) -> str:
-        """Why no worker is started before a reload, once a look has found other files."""
-        if self.changed_files:
-            return f"{self.changed_files}; the model's files are being read anew"
-        return "the model's files have changed, and are being read anew"
+        """Why a reload is due, once a worker was about to read other files than those that were loaded."""
+        return self.changed_files or "the model's files have changed"
 
     # --- supervision of a worker ----------------------------------------------------------------------------
 
@@ -270,7 +267,7 @@ class WorkerPool:
                 if not await self._files.call(self.plan.card.folder, self.plan.model_has_changed):
                     return
                 self._observer.on_model_changed(self)
-                reason = self.why_read_anew
+                reason = f"{self.why_read_anew}; it is being read anew"
             except FilesHang as error:
                 reason = str(error)
             if not self.ready:  # requests can go to no worker, and none will come

@@ -276,7 +276,7 @@ def test_files_that_have_changed_are_reloaded_and_not_mixed(bench, models, minil
             say(gateway, ModelWanted(2))
             await settle(0.5)
             assert states(gateway, 2)[-1] == "failed"
-            assert last(gateway, 2).reason == "the model's files have changed, and are being read anew"
+            assert last(gateway, 2).reason == "the model's files have changed; it is being read anew"
             assert gateway.served == {"a": 1, "b": 3}
             assert len(made.fakes.workers) == 2
             assert states(gateway, 3) == ["unloaded"]

@@ -310,8 +310,21 @@ def test_no_worker_reads_another_model_than_the_others(bench) -> None:
             assert not made.observer.named("broken"), "the other one serves"
             made.fakes.workers[1].end(-9)
             await settle(1)
-            assert made.observer.named("broken") == ["the model's files have changed, and are being read anew"]
+            assert made.observer.named("broken") == ["the model's files have changed; it is being read anew"]
 
+    run(test())
+
+
+def test_why_no_worker_comes_says_what_is_missing(bench, monkeypatch) -> None:
+    async def test() -> None:
+        async with bench(model_files=frozenset()) as made:
+            made.fork_server.is_running = False
+            for worker in list(made.fakes.workers):
+                worker.end(-9)
+            await settle(1)
+            assert made.observer.named("broken") == ["the model's folder is missing; it is being read anew"]
+
+    monkeypatch.setattr(Plan, "changed_files", lambda plan: "the model's folder is missing")
     run(test())
 
 
