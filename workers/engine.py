@@ -111,7 +111,8 @@ class Engine(Protocol):
 
     def use_threads(self, num_threads: int) -> None:
         """Compute each forward pass with so many threads. Also called in a process that was forked after the engine was
-        loaded; it is loaded with one thread."""
+        loaded; it is loaded with one thread. 0: it computes nothing until the next call, in such a process, and need
+        not keep what it computes with."""
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
         """Prepare for batches with more than one thread, up to `max_threads`, which is more than 1. Returns the numbers

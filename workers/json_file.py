@@ -1,12 +1,14 @@
-"""Write a JSON file in whole.
+"""Write a JSON file in whole, and read one.
 
 Owns the rename. Called by the modules whose files in the cache directory other servers read at the same time
 (`vecd.workers.short_texts`, `vecd.workers.engines.selection_cache`, `vecd.workers.engines.references`). Imports no
 numpy, because the supervisor imports it.
 """
 
+import errno
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,3 +27,13 @@ def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
         except OSError:
             os.unlink(file.name)
             raise
+
+
+def read_json(path: Path, max_bytes: int = -1) -> Any:
+    """At most `max_bytes` of it, if that is not negative. Raises OSError, also for what is no file, such as a FIFO,
+    which nothing waits for; ValueError or RecursionError for another content."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return json.loads(file.read(max_bytes))

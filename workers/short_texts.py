@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from vecd.workers.config import WorkerConfig
-from vecd.workers.json_file import write_json
+from vecd.workers.json_file import read_json, write_json
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
@@ -29,7 +29,7 @@ def recall_texts_per_s(config: WorkerConfig) -> float | None:
     """Texts of SHORT_TEXT_TOKENS that one thread of a worker computes in a second, or one GPU; above 0. None if it has
     not been measured."""
     try:
-        found = float(json.loads(_file(config).read_text())["texts_per_s"]) if config.cache_folder else 0.0
+        found = float(read_json(_file(config))["texts_per_s"]) if config.cache_folder else 0.0
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
     return found if 0 < found < float("inf") else None

@@ -6,6 +6,7 @@ Reads no tensor. Called by the engines, and by `vecd check` before any of them i
 import json
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -39,6 +40,18 @@ def read_header(path: Path) -> dict[str, tuple[str, int]]:
 def new_name(name: str) -> str:
     """The name of a tensor now: BERT's first files call the weight and the bias of a norm gamma and beta."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def check_headers(card: ModelCard) -> None:
+    """Raises ModelError for a safetensors file that is not whole, before anything that takes long. One that is missing
+    is left to who reads it."""
+    folder, steps = Path(card.folder), [step for step in card.all_steps if step.path or step.file]
+    paths = [folder / (step.file or f"{step.path}/model.safetensors") for step in steps]
+    with suppress(OSError, ValueError, KeyError):
+        paths += [] if card.export_file else weight_files(Path(card.weights_folder))
+    for path in paths:
+        if path.suffix == ".safetensors" and path.exists():
+            read_header(path)
 
 
 def is_stored_as_float32(card: ModelCard) -> bool:

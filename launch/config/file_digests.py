@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vecd.workers.json_file import write_json
+from vecd.workers.json_file import read_json, write_json
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -28,8 +28,8 @@ def digest_of_file(path: Path, cache_folder: Path) -> str:
     stamp = list(_stamp_of(path))
     key = hashlib.sha256(json.dumps({"path": str(path), "stamp": stamp}, sort_keys=True).encode()).hexdigest()
     remembered = cache_folder / "digests" / f"{key[:32]}.json"
-    with suppress(OSError, KeyError, TypeError, ValueError, RecursionError), remembered.open("rb") as file:
-        return str(json.loads(file.read(_MAX_FILE_BYTES))["sha256"])
+    with suppress(OSError, KeyError, TypeError, ValueError, RecursionError):
+        return str(read_json(remembered, _MAX_FILE_BYTES)["sha256"])
     is_old = time.time() - max(path.stat().st_mtime, path.stat().st_ctime) > _MIN_AGE_S
     digest = digest_of_content(path)
     if is_old and list(_stamp_of(path)) == stamp:

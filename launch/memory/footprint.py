@@ -132,8 +132,9 @@ def _library(config: WorkerConfig) -> str:
 
 
 def _weights_nbytes(config: WorkerConfig) -> int:
-    """The mapped files, and what engines make of their tensors: layers are copied into the type and the order in which
-    they are computed; tables of embeddings are read from the file where it holds float32."""
+    """While an engine is loaded, which is when it needs most: the content of the files, and what it makes of their
+    tensors. Layers are copied into the type and the order in which they are computed; tables of embeddings stay as they
+    are read where that is float32."""
     card = config.card
     if card.is_static:
         return card.weights_bytes

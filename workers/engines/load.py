@@ -8,7 +8,8 @@ comparison needs it. Called by `vecd.workers.process.main`, `vecd.workers.proces
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from vecd.shm.card import ModelError
 from vecd.shm.control import LOAD_TOKENS_PER_S
@@ -20,8 +21,9 @@ from vecd.workers.engines.ordered_pair import check_order
 from vecd.workers.engines.parity import compare, random_batch, short_probes, vectors_of
 from vecd.workers.engines.references import recall_reference
 from vecd.workers.engines.selection import build, has_others, select, select_lean
-from vecd.workers.engines.selection_cache import Selection, forget, recall, remember
+from vecd.workers.engines.selection_cache import Selection, forget, recall, remember, stamps
 from vecd.workers.short_texts import SHORT_TEXT_TOKENS, recall_texts_per_s, remember_texts_per_s
+from vecd.workers.weights import check_headers
 
 log = logging.getLogger("vecd.engine")
 
@@ -49,11 +51,23 @@ def load_engine(
     Side effect: sets torch's number of threads, if the engine needs torch. Raises ModelError when the device cannot be
     used, or when the model cannot be loaded or cannot run the way `config` requires.
     """
+    if not config.is_dummy:
+        check_headers(config.card)
+    before = _stamps_of(config)
     engine = _load(config, report, select_elsewhere)
+    if _stamps_of(config) != before:
+        raise ModelError(f"{config.card.folder}: the files have changed while they were read")
     check_order(config, engine)
     if config.measures_short_texts and config.cache_folder and recall_texts_per_s(config) is None:
         remember_texts_per_s(config, _texts_per_s(config, engine))
     return engine
+
+
+def _stamps_of(config: WorkerConfig) -> list[Any] | None:
+    """None without the files: the dummy engine needs none, and others report a missing one."""
+    with suppress(OSError):
+        return None if config.is_dummy else list(stamps(config))
+    return None
 
 
 def _load(config: WorkerConfig, report: ReportProgress, select_elsewhere: SelectElsewhere | None) -> Engine:
@@ -79,7 +93,7 @@ def _load(config: WorkerConfig, report: ReportProgress, select_elsewhere: Select
         engine = _build(config, selection, report)
     else:
         selection, engine = found or select(config, report)
-        engine.use_threads(config.num_threads)
+        engine.use_threads(1)
         _describe(config, engine, selection)
     if selection.parity:
         remember(config, selection)
@@ -102,7 +116,7 @@ def _load_static(config: WorkerConfig, report: ReportProgress) -> Engine:
     """A mean of rows has nothing to select: one engine, on the processor, in float32."""
     from vecd.workers.engines.static import StaticEngine
 
-    report("mapping the table of embeddings")
+    report("reading the table of embeddings")
     engine = StaticEngine(config.card)
     engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)
     if config.dtype not in ("auto", "float32"):
@@ -114,7 +128,7 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
     """The engine of a selection, warm. Raises ModelError when its vectors are not those of the selection."""
     report(f"loading weights for {selection.path} {selection.dtype}")
     engine = build(config, selection.path, selection.dtype)
-    engine.use_threads(config.num_threads)
+    engine.use_threads(1)
     probes = short_probes(config.card)
     vectors = vectors_of(engine, probes, config.card.row_dim)
     parity = compare(vectors, selection.reference[: len(vectors)], probes.span, config.card.main_output)

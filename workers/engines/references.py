@@ -33,7 +33,7 @@ from vecd.shm.output import Output
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engine import PackedBatch
 from vecd.workers.engines.parity import Parity, random_batch
-from vecd.workers.json_file import write_json
+from vecd.workers.json_file import read_json, write_json
 from vecd.workers.special_tokens import special_tokens
 from vecd.workers.weights import weight_files
 
@@ -148,7 +148,7 @@ def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:
 def _read(path: Path, digest: str, dim: int) -> Reference:
     """Raises ValueError for a file of another model than `digest`, if that is not empty, and what a broken file
     raises."""
-    fields = json.loads(path.read_text())
+    fields = read_json(path)
     if fields["format"] != _FORMAT:
         raise ValueError(f"its format is {fields['format']}, and this version of vecd reads {_FORMAT}")
     if digest and fields["digest"] != digest:

@@ -79,7 +79,7 @@ def build(
 
         if config.device != "cpu" or dtype not in ("float32", "int8"):
             raise NotDescribed("the lean engine computes float32 and int8 on a processor")
-        return LeanEngine(config.card, dtype=dtype)
+        return LeanEngine(config.card, dtype=dtype, keeps_files=config.num_threads > 1)
     from vecd.workers.engines.torch.build import build_engine
 
     return build_engine(config, path, dtype, load)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from vecd.shm.card import export_files
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.engines.timing import Times
-from vecd.workers.json_file import write_json
+from vecd.workers.json_file import read_json, write_json
 from vecd.workers.processor import cpuinfo
 
 log = logging.getLogger("vecd.selection")
@@ -86,7 +86,7 @@ def recall(config: WorkerConfig) -> Selection | None:
     cannot be used."""
     path = _file(config)
     try:
-        return Selection.from_json(json.loads(path.read_text())) if path else None
+        return Selection.from_json(read_json(path)) if path else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def _conditions(config: WorkerConfig) -> dict[str, Any]:
     """Everything that parity depends on."""
     return {
         "format": _FORMAT,
-        "model": list(_stamps(config)),
+        "model": list(stamps(config)),
         "card": config.card.to_json(),
         "requested": [config.engine, config.dtype, config.device.partition(":")[0]],
         "device": _device_name(config.device),
@@ -141,8 +141,9 @@ def _conditions(config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def _stamps(config: WorkerConfig) -> Iterator[list[Any]]:
+def stamps(config: WorkerConfig) -> Iterator[list[Any]]:
     """Values that change when a file changes, without reading it, because weights may have gigabytes.
+    Raises OSError.
 
     The inode's change time cannot be set by a program. The modification time can: image builders set it to a constant.
     """

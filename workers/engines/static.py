@@ -1,6 +1,6 @@
 """The engine of static embeddings: a table with a row per token, and the mean of a text's rows, in numpy.
 
-Owns the table, which stays mapped from its file as it is stored: only gathered rows become float32. Imports no torch.
+Owns the table, which is in memory as it is stored: only gathered rows become float32. Imports no torch.
 Called by `vecd.workers.process.loop` through `vecd.workers.engine.Engine`.
 
     row of a token   table[mapping[id]] * weights[id]      mapping and weights only where the file has them
@@ -35,16 +35,16 @@ class StaticEngine:
     """Runs one table on a processor."""
 
     def __init__(self, card: ModelCard) -> None:
-        """Map the table of `card`. Raises ModelError for files that cannot be used."""
+        """Read the table of `card`. Raises ModelError for files that cannot be used."""
         path = Path(card.weights_folder) / "model.safetensors"
         try:
-            self._arrays = Arrays([path])
+            arrays = Arrays([path])
         except FileNotFoundError:
             raise ModelError(f"{path}: file missing") from None
-        self._row_of = _row_of(card, self._arrays, path)
-        self._table = _table_of(self._arrays)
-        self._weights = _weights_of_tokens(self._arrays)
-        self._head = load_head(card)
+        self._row_of = _row_of(card, arrays, path)
+        self._rows_at = arrays.table(_table_of(arrays))
+        self._weights = _weights_of_tokens(arrays)
+        self._head = load_head(card, arrays)
         self._hidden_size = card.hidden_size
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "static"}
         self.warnings: list[str] = []
@@ -86,7 +86,7 @@ class StaticEngine:
         is_counted = row_of >= 0
         hidden = np.zeros((batch.token_ids.size, self._hidden_size), dtype=np.float32)
         weights = self._weights_of(batch.token_ids[is_counted])
-        hidden[is_counted] = self._arrays.rows(self._table, row_of[is_counted]) * weights[:, None]
+        hidden[is_counted] = self._rows_at(row_of[is_counted]) * weights[:, None]
         return hidden
 
     def _means(self, batch: PackedBatch) -> Floats:
@@ -111,7 +111,7 @@ class StaticEngine:
             blocks = [slice(start, start + _ROWS_OF_A_BLOCK) for start in starts]
             sums = [self._sum(row_of[block], weights[block]) for block in blocks]
             return np.add.reduce(sums, axis=0, dtype=np.float64)  # type: ignore[no-any-return]
-        return weights @ self._arrays.rows(self._table, row_of)
+        return weights @ self._rows_at(row_of)
 
     def _weights_of(self, token_ids: NDArray[np.int32]) -> Floats:
         return np.ones(token_ids.size, np.float32) if self._weights is None else self._weights[token_ids]
@@ -121,7 +121,7 @@ def _weights_of_tokens(arrays: Arrays) -> Floats | None:
     """The weight of each token id, [vocab_size - 1]; None if the file has none. Ignored ids have no row, so that the
     last one needs no weight."""
     shape = arrays.shape("weights")
-    return None if shape is None else arrays.rows("weights", np.arange(shape[0]))
+    return None if shape is None else arrays.table("weights")(np.arange(shape[0]))
 
 
 def _table_of(arrays: Arrays) -> str:

@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NoReturn
 
 from vecd.shm import logs
@@ -56,6 +57,7 @@ from vecd.workers.process.kernel import (
 )
 from vecd.workers.process.preload import ENGINES_WITHOUT_TORCH
 from vecd.workers.process.selection_process import SelectionProcess
+from vecd.workers.weights import check_headers
 
 log = logging.getLogger("vecd.forkserver")
 
@@ -118,11 +120,12 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
     """The imported modules, and the engine that the workers share. Raises ModelError."""
     if start.config is None:
         return import_modules(start.modules), None
-    config = WorkerConfig.from_json({**start.config, "num_threads": 1})
+    config = WorkerConfig.from_json(start.config)
+    check_headers(config.card)
     with ExitStack() as stack:
 
         def start_selection() -> SelectionProcess:
-            return stack.enter_context(SelectionProcess(start.selection_command, config))
+            return stack.enter_context(SelectionProcess(start.selection_command, replace(config, num_threads=1)))
 
         path = expected_path(config)
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.
@@ -133,6 +136,8 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
             return (process or start_selection()).result(report)
 
         engine = load_engine(config, report, select)
+        if config.num_threads > 1:
+            engine.use_threads(0)
         return_free_memory()  # of weights that were converted and then laid out anew
         return modules, engine
 

@@ -94,15 +94,14 @@ def _live(
 ) -> int:
     slots = map_arena(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
-    if engine is not None:
-        engine.use_threads(config.num_threads)
-    else:
+    if engine is None:
         try:
             engine = load_engine(config, lambda stage: channel.send(Progress(stage)))
         except ModelError as error:
             log.error("%s", error)
             channel.send(ChildFailed(str(error)))
             return EXIT_COULD_NOT_START
+    engine.use_threads(config.num_threads)
     engine.adopt([rows for views in slots for rows in views.rows])
     choices: Sequence[int] = [config.num_threads]
     if config.max_threads > 1:

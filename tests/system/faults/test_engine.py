@@ -1,7 +1,7 @@
-"""A model that gives what is not a vector, kills who touches it or is cut off, and memory that does not suffice."""
+"""A model that gives what is not a vector or kills who touches it, files that are cut off, and memory that does not
+suffice."""
 
 import json
-import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -12,13 +12,14 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from tests.support.serving import Server, eventually, exact_server
+from tests.support.serving import Server, eventually, exact_server, running_server
+from tests.support.soak.faults import injecting
+from tests.support.soak.injection.sitecustomize import CRASH
 from tests.support.texts import make_texts
 
 _WORDS = "embeddings.word_embeddings.weight"
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def post(server: Server, texts: list[str]) -> httpx.Response:
@@ -40,48 +41,38 @@ def metric(server: Server, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def sick_model(minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """all-MiniLM-L6-v2 whose vector of the word "panda" is not a number, and that of the word "zebra" at the very end
-    of its file: `cut_off` takes it away.
+    """all-MiniLM-L6-v2 whose vector of the word "panda" is not a number, and whose word "zebra" has an id that ends its
+    worker (`tests.support.soak.injection`).
 
-    "zebra" changes places with the last word of the vocabulary, in the tokenizer and among the vectors: but for "panda"
+    "zebra" changes places with another word of the vocabulary, in the tokenizer and among the vectors: but for "panda"
     it is the same model.
     """
     folder = tmp_path_factory.mktemp("model") / "sick"
     shutil.copytree(minilm_folder, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
-    [last] = [token for token, number in vocabulary.items() if number == len(vocabulary) - 1]
-    places = [vocabulary["zebra"], vocabulary[last]]
-    vocabulary["zebra"], vocabulary[last] = reversed(places)
+    [other] = [token for token, number in vocabulary.items() if number == CRASH]
+    places = [vocabulary["zebra"], vocabulary[other]]
+    vocabulary["zebra"], vocabulary[other] = reversed(places)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     weights = load_file(folder / "model.safetensors")
     embeddings = weights.pop(_WORDS).copy()
     embeddings[places] = embeddings[places[::-1]]
     embeddings[vocabulary["panda"]] = np.nan
-    write_safetensors(folder / "model.safetensors", {**weights, _WORDS: embeddings})
+    save_file({**weights, _WORDS: embeddings}, folder / "new", metadata={"format": "pt"})
+    (folder / "new").rename(folder / "model.safetensors")
     return folder
 
 
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """In the order given, which the library's own function does not keep."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset, names = 0, {"float32": "F32", "int64": "I64"}
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": names[str(tensor.dtype)], "shape": tensor.shape, "data_offsets": [offset, end]}
-        offset = end
-    described = json.dumps(header).encode()
-    described += b" " * (-len(described) % 8)
-    path.unlink()
-    with path.open("wb") as file:
-        file.write(len(described).to_bytes(8, "little") + described)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor).tobytes())
+@pytest.fixture(scope="module")
+def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with which "zebra" begins to kill."""
+    return tmp_path_factory.mktemp("switch") / "on"
 
 
 @pytest.fixture(scope="module")
-def sick_server(sick_model: Path) -> Iterator[Server]:
-    with exact_server(str(sick_model), "--workers", "2") as server:
+def sick_server(sick_model: Path, switch: Path) -> Iterator[Server]:
+    with running_server("--dtype", "float32", str(sick_model), "--workers", "2", env=injecting(switch)) as server:
         yield server
 
 
@@ -104,18 +95,12 @@ def test_nan_fails_its_own_request_and_no_other(sick_server, reference):
 # --- a word that kills ------------------------------------------------------------------------------------------
 
 
-def cut_off(folder: Path) -> None:
-    """Whoever looks at the last vector from now on gets SIGBUS: the file is mapped, and ends before it."""
-    path = folder / "model.safetensors"
-    os.truncate(path, (path.stat().st_size - 1) // _PAGE_BYTES * _PAGE_BYTES)
-
-
-def test_an_input_that_kills_is_given_up_and_then_refused_and_no_other_is_harmed(sick_model, sick_server, reference):
+def test_an_input_that_kills_is_given_up_and_then_refused_and_no_other_is_harmed(sick_server, switch, reference):
     good = [text[:200] for text in make_texts(24, seed=11)]
     expected = reference(good)
     server = sick_server
     assert_right(server, ["a zebra"], reference(["a zebra"]))
-    cut_off(sick_model)
+    switch.touch()
     with ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(post, server, [text]) for text in good[:12]]
         killing = threads.submit(post, server, ["a horse", "a zebra"])
@@ -125,8 +110,8 @@ def test_an_input_that_kills_is_given_up_and_then_refused_and_no_other_is_harmed
             vector = np.array(answer.result().json()["data"][0]["embedding"])
             assert np.abs(vector - row).max() < 1e-5
         assert_given_up(killing.result(), server)
-    assert "was killed by SIGBUS" in server.stderr
-    assert "Fatal Python error: Bus error" in server.stderr
+    assert "was killed by SIGSEGV" in server.stderr
+    assert "Fatal Python error: Segmentation fault" in server.stderr
     eventually(lambda: len(lives(server)) == 2, 60)
     before = lives(server)
     assert sum(before) == 2 + 3, "it ended three workers"

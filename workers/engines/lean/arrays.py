@@ -1,91 +1,75 @@
-"""A model's tensors by name, mapped from its safetensors files, as numpy arrays.
+"""A model's tensors by name, read from its safetensors files as numpy arrays.
 
-Owns the mapping: nothing is read before it is used, all processes share the pages, and `release` gives the read ones
-back. Knows no architecture. Called by `vecd.workers.engines.lean`.
-
-A file must not be changed in place while it is mapped. To replace a model, write a new file and rename it.
-
-Source of the format: https://github.com/huggingface/safetensors, "Format": the length of the header as eight bytes, a
-JSON object with dtype, shape and data_offsets of each tensor, the data.
+Owns their conversion. Knows no architecture. Called by `vecd.workers.engines.lean` and `vecd.workers.engines.static`.
 """
 
-import json
-import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.workers.weights import new_name, read_header
+from vecd.workers.model_file import ModelFile, stored_tensors
 
-_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-"""By the type's name in a header. numpy has no bfloat16; its bits are the upper half of a float32's."""
-
-_OTHERS: dict[str, np.dtype[Any]] = {
+_FLOATS = ("F32", "F16", "BF16")
+"""Types that a layer of a transformer is stored in. The others are for `table` and `whole_numbers` alone."""
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
     "F64": np.dtype("<f8"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")
 }  # fmt: skip
-"""Types that no layer of a transformer is stored in, for `rows` and `whole_numbers` alone."""
+"""By the type's name in a header. numpy has no bfloat16; its bits are the upper half of a float32's."""
 
 
 class Arrays(Mapping[str, NDArray[np.float32]]):
-    """The floating-point tensors of some files. Values are float32: views of the file where it holds float32, otherwise
-    converted at each access. Tables of rows may also hold other types: see `rows`."""
+    """The floating-point tensors of some files, float32, read at each access, if the last one's array is gone. Tables
+    of rows may also hold other types: see `table`."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        """Map the files. Raises ModelError for one that is not whole, FileNotFoundError for a missing one."""
-        self._maps: list[mmap.mmap] = []
-        self._stored: dict[str, tuple[str, NDArray[Any]]] = {}
-        self._others: dict[str, tuple[str, NDArray[Any]]] = {}
+    def __init__(self, paths: Iterable[Path], *, in_memory: bool = False) -> None:
+        """`in_memory`: read the files now; otherwise they stay open. Raises ModelError for one that is not whole,
+        FileNotFoundError for a missing one. All reading raises ModelError for a file that has changed since."""
+        self._places: dict[str, tuple[ModelFile, str, list[int], int, int]] = {}
         for path in paths:
-            self._map(path)
+            file = ModelFile(path, in_memory=in_memory)
+            self._places |= {name: (file, *place) for name, *place in stored_tensors(file)}  # type: ignore[misc]
+        self._floats = dict.fromkeys(name for name, (_, kind, *_) in self._places.items() if kind in _FLOATS)
+        self._in_use: WeakValueDictionary[str, NDArray[np.float32]] = WeakValueDictionary()
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
-        return _as_float32(*self._stored[name])
+        array = self._in_use.get(name)
+        if array is None:
+            array = self._in_use[name] = np.asarray(_as_float32(*self._stored(name)))
+            array.flags.writeable = False  # others may have it, too
+        return array
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._floats
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._floats)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._floats)
 
-    def rows(self, name: str, at: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The elements `at` of a tensor's first dimension, float32 [len(at), …]: only these are converted. Whole
-        numbers are taken as they are. Raises KeyError, and IndexError outside the tensor."""
-        kind, array = self._stored.get(name) or self._others[name]
-        return _as_float32(kind, array.take(at, axis=0))
+    def table(self, name: str) -> Callable[[NDArray[np.int64]], NDArray[np.float32]]:
+        """A tensor as it is stored: gives the elements of its first dimension by their numbers, float32 [numbers, …],
+        whole numbers as they are. Raises KeyError here, and the function IndexError outside the tensor."""
+        kind, array = self._stored(name)
+        return lambda at: _as_float32(kind, array.take(at, axis=0))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor of any type; None if there is none of this name."""
-        found = self._stored.get(name) or self._others.get(name)
-        return None if found is None else found[1].shape
+        """Of a tensor of any type that numpy has; None if there is none of this name."""
+        place = self._places.get(name)
+        return None if place is None or place[1] not in _NUMPY else tuple(place[2])
 
     def whole_numbers(self, name: str) -> NDArray[np.int64]:
         """A copy of a tensor of whole numbers. Raises KeyError."""
-        return self._others[name][1].astype(np.int64)
+        return self._stored(name)[1].astype(np.int64)
 
-    def release(self) -> None:
-        """Give back the memory of pages that have been read; an array's next access reads them again."""
-        for mapped in self._maps:
-            mapped.madvise(mmap.MADV_DONTNEED)
-
-    def _map(self, path: Path) -> None:
-        with path.open("rb") as file:
-            read_header(path)  # checks the offsets
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self._maps.append(mapped)
-        start = 8 + int.from_bytes(mapped[:8], "little")
-        header = json.loads(mapped[8:start])
-        for name, tensor in header.items():
-            kind = tensor.get("dtype")
-            dtype = _NUMPY.get(kind, _OTHERS.get(kind))
-            if dtype is None:  # the file's metadata, and types that no model needs
-                continue
-            begin, end = tensor["data_offsets"]
-            count = (end - begin) // dtype.itemsize
-            array = np.frombuffer(mapped, dtype, count, start + begin).reshape(tensor["shape"])
-            (self._stored if kind in _NUMPY else self._others)[new_name(name)] = kind, array
+    def _stored(self, name: str) -> tuple[str, NDArray[Any]]:
+        file, kind, shape, begin, count = self._places[name]
+        return kind, file.read(begin, count).view(_NUMPY[kind]).reshape(shape)
 
 
 def _as_float32(kind: str, array: NDArray[Any]) -> NDArray[np.float32]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from vecd.shm.card import ModelCard, ModelError
+from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.engine import COMPLETE, Finish, PackedBatch
 from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
-from vecd.workers.engines.lean.heads import LeanHeads, load_heads
+from vecd.workers.engines.lean.heads import LeanHeads, load_heads, with_threads
 from vecd.workers.engines.lean.sparse_head import LeanSpladeHead
 from vecd.workers.engines.lean.steps import Floats
 from vecd.workers.engines.lean.wide import Forward, WideForward
@@ -29,18 +29,23 @@ all-MiniLM-L6-v2 on a core with AVX-512: 1,526 tokens of mixed lengths take 0.87
 class LeanEngine:
     """Runs one model on a processor: in float32, with products in int8, or in an export's own type."""
 
-    def __init__(self, card: ModelCard, num_threads: int = 1, *, dtype: str = "float32") -> None:
-        """Load the model of `card`; `dtype`, for a model that is no export, is "float32" or "int8". Raises NotDescribed
-        when no table describes its layers, ModelError for an export or files of its steps that cannot be used."""
+    def __init__(self, card: ModelCard, *, dtype: str = "float32", keeps_files: bool = False) -> None:
+        """Load the model of `card` for one thread; `dtype`, for a model that is no export, is "float32" or "int8".
+        `keeps_files`: keep their content in memory, so that `use_threads` reads no file. Raises NotDescribed when no
+        table describes its layers, ModelError for an export or files of its steps that cannot be used."""
         self._card = card
         self._dtype = dtype
-        self._num_threads = num_threads
-        self._forward = _forward(card, num_threads, dtype)
+        self._num_threads = 1
+        self._forward: Forward = (
+            ExportForward(card, keeps_files=keeps_files)
+            if card.export_file
+            else LeanForward(card, is_int8=dtype == "int8", keeps_files=keeps_files)
+        )
         self._wide: WideForward | None = None
         """For leased cores."""
         self._leased: Forward | None = None
         """The wide one, if the next batch is computed with it."""
-        self._heads = self._wide_heads = load_heads(card)
+        self._heads = self._wide_heads = load_heads(card, self._forward.arrays)
         self._num_private_bytes = self._forward.num_private_bytes + _bytes_of(self._heads)
         self.facts: dict[str, Any] = dict(self._forward.facts)
         if not card.export_file:
@@ -49,10 +54,13 @@ class LeanEngine:
         self.num_padding_tokens = 0
 
     def use_threads(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        if num_threads > 1:
-            self._forward = _forward(self._card, num_threads, self._dtype)
-            self._heads = load_heads(self._card, num_threads)
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
+            if num_threads == 0:
+                self._forward.close()
+                return
+            self._forward = self._with_threads(num_threads)
+            self._heads = with_threads(self._heads, num_threads)
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
         num_bytes = self._num_private_bytes if may_copy_weights else 0
@@ -63,8 +71,14 @@ class LeanEngine:
         return (1, max_threads)
 
     def _make_wide(self, num_threads: int) -> Forward:
-        self._wide_heads = load_heads(self._card, num_threads)
-        return _forward(self._card, num_threads, self._dtype, like=self._forward)
+        self._wide_heads = with_threads(self._heads, num_threads)
+        return self._with_threads(num_threads)
+
+    def _with_threads(self, num_threads: int) -> Forward:
+        """A forward pass of the same files. Raises ModelError if one has been written to and is read again."""
+        if isinstance(self._forward, ExportForward):
+            return ExportForward(self._card, num_threads, like=self._forward)
+        return LeanForward(self._card, num_threads, is_int8=self._dtype == "int8", like=self._forward)
 
     def lease(self, num_threads: int) -> int:
         self._leased = None
@@ -104,15 +118,3 @@ def _rows_of(heads: LeanHeads, hidden: Floats, layout: Layout, output: Output) -
 def _bytes_of(heads: LeanHeads) -> int:
     """Memory for weights that further heads of a model need for themselves."""
     return sum(head.num_private_bytes for head in heads.values() if isinstance(head, LeanSpladeHead))
-
-
-def _forward(card: ModelCard, num_threads: int, dtype: str, like: Forward | None = None) -> Forward:
-    """`like`: one of the same model, which is kept, and whose memory may be shared. Raises ModelError when the files
-    are others than those of `like` and are read again."""
-    if card.export_file:
-        made = ExportForward(card, num_threads)
-        if isinstance(like, ExportForward) and like.has_changed():
-            raise ModelError(f"{card.export_file}: the file has changed")
-        return made
-    shared = like if isinstance(like, LeanForward) else None
-    return LeanForward(card, num_threads, is_int8=dtype == "int8", like=shared)

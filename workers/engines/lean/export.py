@@ -7,7 +7,7 @@ Sequences of one length are computed together and none is padded, so a vector de
 how the graph treats its mask. Measured with all-MiniLM-L6-v2 on a core with AVX-512, for batches of 8 to 64 texts of
 mixed lengths: padding a tenth takes 0.89 to 1.07 of the time.
 
-ONNX Runtime itself refuses a graph whose weights lie in files outside its folder; the tests hold it to that.
+ONNX Runtime gets the content of the files, and so no weights that lie outside the export's folder.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from vecd.shm.card import POSITIONS_AFTER_PADDING, ModelCard, ModelError, export_files, one_line
 from vecd.workers.engine import PackedBatch
+from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.forward import session_of, session_options
 from vecd.workers.layout import Layout, arrange
+from vecd.workers.model_file import ModelFile
 
 _INPUTS: dict[str, Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]] = {
     "input_ids": lambda ids, types: ids,
@@ -43,13 +45,27 @@ _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 class ExportForward:
-    def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
-        """Load the export of `card` and try it. Raises ModelError for one that ONNX Runtime does not run, for an input
-        or a type that is unknown, and for hidden states or logits of another size than the card's."""
+    def __init__(
+        self,
+        card: ModelCard,
+        num_threads: int = 1,
+        *,
+        keeps_files: bool = False,
+        like: "ExportForward | None" = None,
+    ) -> None:
+        """Load the export of `card` and try it. `keeps_files`, `like`: as for `LeanForward`. Raises
+        ModelError for one that ONNX Runtime does not run, for an input or a type that is unknown, for hidden states or
+        logits of another size than the card's, and if a file of `like` that is read again has been written to."""
         self._path = Path(card.export_file)
-        self._files = _identities(self._path)  # before they are read
+        self.arrays = Arrays([])  # it has no tensors by name
+        self._files: dict[str, ModelFile] = _open_files(self._path, keeps_files) if like is None else like._files
+        graph, *others = (file.read(0, file.size) for file in self._files.values())
+        options = session_options(num_threads)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", "/dev/null")  # no more
+        _, *names = self._files
+        options.add_external_initializers_from_files_in_memory(names, others, [each.nbytes for each in others])
         try:
-            session = session_of(str(self._path), session_options(num_threads))
+            session = session_of(graph.tobytes(), options)
         except Exception as error:  # the library's errors have no other base
             raise ModelError(f"{self._path}: ONNX Runtime cannot load it: {one_line(error)}") from None
         self._session = session
@@ -64,7 +80,7 @@ class ExportForward:
             raise ModelError(
                 f"{self._path}: its output {self._output} is {types[self._output]}, which is not supported"
             )
-        self.num_private_bytes = sum(size for _, size, _ in self._files)
+        self.num_private_bytes = sum(file.size for file in self._files.values())
         self.facts: dict[str, Any] = {"dtype": _DTYPES[types[self._output]], "path": "export"}
         self._try(card)
 
@@ -82,9 +98,9 @@ class ExportForward:
             parts.append(hidden.reshape(-1, hidden.shape[-1]))
         return np.concatenate(parts).astype(np.float32, copy=False)
 
-    def has_changed(self) -> bool:
-        """Whether the files are no longer those that were loaded."""
-        return self._files != _identities(self._path)
+    def close(self) -> None:
+        """As of `LeanForward`."""
+        del self._session
 
     def _element(self, card: ModelCard, given: Any) -> type[np.signedinteger[Any]]:
         is_known = given.name in _INPUTS and given.type in _ELEMENTS
@@ -113,10 +129,16 @@ class ExportForward:
             )
 
 
-def _identities(export: Path) -> list[tuple[int, int, int]]:
-    """Inode, size in bytes and time of change of each file of an export. Raises ModelError for a missing one."""
+def _open_files(export: Path, keeps_files: bool) -> dict[str, ModelFile]:
+    """The files of an export by their names for it, the graph first; none that a link shows in its folder. Raises
+    ModelError for a missing one."""
+    folders = {export.parent.resolve(), export.resolve().parent}
     try:
-        stats = [path.stat() for path in export_files(export)]
+        paths = [export, *(path for path in export_files(export) if path != export)]
+        return {
+            str(path.relative_to(export.parent)): ModelFile(path, in_memory=keeps_files)
+            for path in paths
+            if folders.intersection(path.resolve().parents)
+        }
     except OSError as error:
         raise ModelError(one_line(error)) from None
-    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]

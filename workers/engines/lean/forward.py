@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from vecd.shm.card import ModelCard, ModelError, one_line
 from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.graph import encoder_graph, pieces_of
+from vecd.workers.engines.lean.onnx_file import PLACEHOLDER
 from vecd.workers.families.description import NotDescribed, describe
 from vecd.workers.layout import Layout
 from vecd.workers.processor import cpu_flags
@@ -31,23 +32,33 @@ from vecd.workers.weights import weight_files
 
 class LeanForward:
     def __init__(
-        self, card: ModelCard, num_threads: int = 1, *, is_int8: bool = False, like: "LeanForward | None" = None
+        self,
+        card: ModelCard,
+        num_threads: int = 1,
+        *,
+        is_int8: bool = False,
+        keeps_files: bool = False,
+        like: "LeanForward | None" = None,
     ) -> None:
         """Load the model of `card`. Raises NotDescribed for a family or a setting that no table describes, or for a
         tensor under another name.
 
-        `like`: a forward pass of the same model and type. It lends its mapping of the files, which may have been
-        replaced since, and the weights that its session has not laid out anew, the tables of embeddings above all."""
+        `keeps_files`: for further ones like this, keep the content of the files, and not only the files.
+        `like`: a forward pass of the same model and type. It lends its files, and the weights that its session has not
+        laid out anew, the tables of embeddings above all. Raises ModelError if a file has been written to since."""
         try:
-            paths = [path.resolve() for path in weight_files(Path(card.weights_folder))]
-            self._arrays: Arrays = Arrays(paths) if like is None else like._arrays
-            arrays = self._arrays
-            encoder = describe(card, arrays)
-            made = encoder_graph(card, encoder, arrays, paths[0].name, is_int8=is_int8)
+            if like is None:
+                self.arrays = Arrays(weight_files(Path(card.weights_folder)), in_memory=keeps_files)
+                self._encoder = describe(card, self.arrays)
+            else:
+                self.arrays, self._encoder = like.arrays, like._encoder
+            encoder = self._encoder
+            made = encoder_graph(card, encoder, self.arrays, is_int8=is_int8)
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
+            if like is not None:
+                raise
             # The plain model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
-        arrays.release()  # what was converted is not read again
         self._positions_after = encoder.positions_after
         self._windows, self._is_causal, self._has_types = made.windows, encoder.is_causal, made.has_types
         self._has_first_tokens_only = made.has_first_tokens_only
@@ -60,7 +71,7 @@ class LeanForward:
         }
         for name in lent:
             del made.weights[name]  # before the session takes memory for the others: a table may have been converted
-        self._session = session_with(made.content, self._weights, str(paths[0].parent), num_threads)
+        self._session = session_with(made.content, self._weights, num_threads)
         self.facts: dict[str, Any] = {
             "dtype": "int8" if is_int8 else "float32",
             "path": "lean",
@@ -73,7 +84,6 @@ class LeanForward:
                 del self._weights[name], made.weights[name]
         self._borrowed = list(made.weights.values())
         self._lender = like  # its memory is this one's, too
-        arrays.release()
 
     def __call__(self, layout: Layout) -> NDArray[np.float32]:
         """The last layer's hidden states, [T, H], in the layout's order; of a model that reads no others, those of each
@@ -96,22 +106,26 @@ class LeanForward:
         [hidden] = self._session.run(None, feeds)
         return hidden  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """Give the session back. It still is one to be `like`."""
+        del self._session
+
 
 def session_with(
-    content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], folder: str, num_threads: int
+    content: bytes, weights: Mapping[str, "onnxruntime.OrtValue"], num_threads: int
 ) -> onnxruntime.InferenceSession:
-    """A session of a graph of vecd's own, whose `weights` have these names. `folder`: where it looks for the rest."""
+    """A session of a graph of vecd's own, whose `weights` have these names."""
     options = session_options(num_threads)
     # The graph is written the way the optimizer would leave it; without it a session is there in half the time.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", PLACEHOLDER[0])
     for name, value in weights.items():
         options.add_initializer(name, value)
     return session_of(content, options)
 
 
-def session_of(model: bytes | str, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    """`model`: the content of an ONNX file, or its path. Raises what the library raises."""
+def session_of(model: bytes, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    """`model`: the content of an ONNX file. Raises what the library raises."""
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

@@ -51,23 +51,19 @@ class EncoderGraph:
 
 
 def encoder_graph(
-    card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], placeholder_file: str, *, is_int8: bool = False
+    card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], *, is_int8: bool = False
 ) -> EncoderGraph:
-    """The graph of the model of `card`, which `encoder` describes. `placeholder_file`: the name of a file that exists
-    where the session looks for weights. `is_int8`: products by weights are computed in int8, all else in float32.
-    Raises KeyError for a missing tensor."""
-    return _Builder(card, encoder, tensors, placeholder_file, is_int8).build()
+    """The graph of the model of `card`, which `encoder` describes. `is_int8`: products by weights are computed in
+    int8, all else in float32. Raises KeyError for a missing tensor."""
+    return _Builder(card, encoder, tensors, is_int8).build()
 
 
 class _Builder:
-    def __init__(
-        self, card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], placeholder_file: str, is_int8: bool
-    ) -> None:
+    def __init__(self, card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], is_int8: bool) -> None:
         self._encoder = encoder
         self._tensors = tensors
         self._max_tokens = card.max_tokens
         self._has_unattended = card.tokens is not None and card.tokens.has_unattended
-        self._placeholder_file = placeholder_file
         self._graph = Graph("pass")
         self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
         has_types = card.has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
@@ -319,7 +315,7 @@ class _Builder:
 
     def _weight(self, name: str, array: NDArray[Any]) -> Value:
         self._made.weights[name] = np.ascontiguousarray(array)
-        return self._graph.weight(name, array, self._placeholder_file)
+        return self._graph.weight(name, array)
 
 
 # --- attention --------------------------------------------------------------------------------------------------

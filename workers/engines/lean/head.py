@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vecd.shm.card import ModelCard
+from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.steps import Apply, Floats, apply_all, load_steps, normalize
 from vecd.workers.layout import Run
 
@@ -55,9 +56,10 @@ class LeanHead:
         return apply_all(self._steps, vectors)
 
 
-def load_head(card: ModelCard) -> LeanHead:
-    """Read the weights of the card's steps. Raises ModelError when a file or a tensor is missing or misshapen."""
-    return LeanHead(card.pooling, load_steps(card, card.steps))
+def load_head(card: ModelCard, own: Arrays) -> LeanHead:
+    """Read the weights of the card's steps. `own`: the model's tensors. Raises ModelError when a file or a tensor is
+    missing or misshapen."""
+    return LeanHead(card.pooling, load_steps(card, card.steps, own))
 
 
 def pool(hidden: Floats, runs: Sequence[Run], modes: Sequence[str]) -> Floats:

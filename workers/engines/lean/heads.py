@@ -12,6 +12,7 @@ import numpy as np
 
 from vecd.shm.card import ModelCard
 from vecd.shm.output import Output
+from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.head import load_head, pool
 from vecd.workers.engines.lean.sparse_head import LeanSpladeHead
 from vecd.workers.engines.lean.steps import Floats, apply_all, load_steps
@@ -22,8 +23,8 @@ LeanHeads: TypeAlias = dict[Output, Callable[[Floats, Layout], Floats]]
 """By output: from hidden states, [T, H] in the layout's order, to rows of all sequences, [B or T, width]."""
 
 
-def load_heads(card: ModelCard, num_threads: int = 1) -> LeanHeads:
-    """A function for each of `card.outputs`. numpy's have one thread, whatever `num_threads` is.
+def load_heads(card: ModelCard, own: Arrays) -> LeanHeads:
+    """A function for each of `card.outputs`. `own`: the model's tensors.
 
     Raises ModelError when a file or a tensor of a head is missing or misshapen, NotDescribed for a head that is not
     computed here."""
@@ -31,25 +32,31 @@ def load_heads(card: ModelCard, num_threads: int = 1) -> LeanHeads:
         return {card.main_output: lambda logits, layout: logits}  # the graph has the head
     heads: LeanHeads = {}
     if "dense" in card.capabilities:
-        head = load_head(card)
+        head = load_head(card, own)
         heads[Output.VECTORS] = lambda hidden, layout: head(hidden, layout.runs)
         heads[Output.UNNORMALIZED] = lambda hidden, layout: head.unnormalized(hidden, layout.runs)
         heads[Output.TOKENS] = lambda hidden, layout: hidden
     if card.score is not None:
-        heads |= _score_heads(card)
+        heads |= _score_heads(card, own)
     if card.tokens is not None:
-        vectors = partial(apply_all, load_steps(card, card.tokens.steps))
+        vectors = partial(apply_all, load_steps(card, card.tokens.steps, own))
         heads[Output.TOKEN_VECTORS] = lambda hidden, layout: vectors(hidden)
     if card.sparse is not None and not card.sparse.is_lexical:
-        heads[Output.SPARSE] = LeanSpladeHead(card, num_threads)
+        heads[Output.SPARSE] = LeanSpladeHead(card, own)
     if card.sparse is not None and card.sparse.is_lexical:
-        weights = partial(apply_all, load_steps(card, card.sparse.steps))
+        weights = partial(apply_all, load_steps(card, card.sparse.steps, own))
         heads[Output.LEXICAL] = lambda hidden, layout: weights(hidden)
     if card.main_output is Output.HYBRID:
         heads[Output.HYBRID] = lambda hidden, layout: _hybrid(hidden, layout, heads)
     if not card.outputs <= heads.keys():
         raise NotDescribed("a head without a description in numpy")
     return heads
+
+
+def with_threads(heads: LeanHeads, num_threads: int) -> LeanHeads:
+    """The same heads. numpy's have one thread, whatever `num_threads` is. Raises what `load_heads` raises."""
+    made = {output: head for output, head in heads.items() if isinstance(head, LeanSpladeHead)}
+    return {**heads, **{output: head.with_threads(num_threads) for output, head in made.items()}}
 
 
 def _hybrid(hidden: Floats, layout: Layout, heads: LeanHeads) -> Floats:
@@ -64,7 +71,7 @@ def _hybrid(hidden: Floats, layout: Layout, heads: LeanHeads) -> Floats:
 # --- scores -----------------------------------------------------------------------------------------------------
 
 
-def _score_heads(card: ModelCard) -> LeanHeads:
+def _score_heads(card: ModelCard, own: Arrays) -> LeanHeads:
     score = card.score
     assert score is not None
     if not score.steps:
@@ -72,7 +79,7 @@ def _score_heads(card: ModelCard) -> LeanHeads:
     if score.pair_template is not None:
         # One that torch's engine computes once for a batch, which matters more than what it takes by itself.
         raise NotDescribed("pairs that share a beginning, the model's template")
-    logits = partial(apply_all, load_steps(card, score.steps))
+    logits = partial(apply_all, load_steps(card, score.steps, own))
     match score.pooling:
         case "":
             return {Output.TOKEN_SCORES: lambda hidden, layout: logits(hidden)}

@@ -18,6 +18,9 @@ MICROSOFT = "com.microsoft"
 
 _IR_VERSION, _OPSET, _OPSET_OF_MICROSOFT = 8, 18, 1
 
+PLACEHOLDER = "/dev", "null"
+"""A folder and a file of it that is always there: where the format has weights that a session gets from memory."""
+
 Value: TypeAlias = str
 """The name of a tensor in a graph."""
 
@@ -58,9 +61,9 @@ class Graph:
     ) -> None:
         self._parts.append(_message(12, _value(name, element, shape, is_sequence)))
 
-    def weight(self, name: str, array: NDArray[Any], placeholder_file: str) -> Value:
+    def weight(self, name: str, array: NDArray[Any]) -> Value:
         """A tensor like `array`, which the session gets from memory. Until then the format wants a place in a file."""
-        place = _text(1, "location") + _text(2, placeholder_file)
+        place = _text(1, "location") + _text(2, PLACEHOLDER[1])
         fields = [*(_number(1, size) for size in array.shape), _number(2, _ELEMENTS[array.dtype.name]), _text(8, name)]
         self._parts.append(_message(5, b"".join(fields) + _message(13, place) + _number(14, 1)))
         return name

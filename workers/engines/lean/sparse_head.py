@@ -11,7 +11,6 @@ text of 12 tokens take a third of numpy's time, and writes the logits of all sli
 import platform
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from vecd.shm.card import ModelCard
+from vecd.workers.engines.lean.arrays import Arrays
 from vecd.workers.engines.lean.forward import session_with
 from vecd.workers.engines.lean.onnx_file import Element, Graph
 from vecd.workers.engines.lean.steps import Floats, apply_all, load_steps, weights_of
 from vecd.workers.layout import Layout
-from vecd.workers.weights import weight_files
 
 _WORDS, _TOKENS = 4096, 512
 """Of a slice: 8 MiB of logits. A pass has more tokens only if one sequence has; they are then computed in parts."""
@@ -32,22 +31,22 @@ _WORDS, _TOKENS = 4096, 512
 class LeanSpladeHead:
     """Hidden states [T, H], in the layout's order → weights [B, vocab_size]."""
 
-    def __init__(self, card: ModelCard, num_threads: int = 1) -> None:
-        """Raises ModelError when a file or a tensor is missing or misshapen."""
+    def __init__(self, card: ModelCard, own: Arrays, num_threads: int = 1) -> None:
+        """`own`: the model's tensors. Raises ModelError when one is missing or misshapen."""
         head = card.sparse
         assert head is not None
         *before, decoder = head.steps
-        self._states = partial(apply_all, load_steps(card, before))
-        weight, bias, _ = weights_of(card, decoder)
+        self._states = partial(apply_all, load_steps(card, before, own))
+        self.with_threads = partial(LeanSpladeHead, card, own)
+        """Gives the same head with a number of threads."""
+        weight, bias, _ = weights_of(card, decoder, own)
         self._vocab_size = len(weight)
         self.num_private_bytes = weight.nbytes
         """Memory for weights that every further head of this model needs for itself."""
-        placeholder = weight_files(Path(card.weights_folder))[0].resolve()
         self._slices = [
-            _Product(weight[start : start + _WORDS], None if bias is None else bias[start : start + _WORDS],
-                     placeholder, num_threads)
-            for start in range(0, len(weight), _WORDS)
-        ]  # fmt: skip
+            _Product(weight[words], None if bias is None else bias[words], num_threads)
+            for words in (slice(start, start + _WORDS) for start in range(0, len(weight), _WORDS))
+        ]
         self._is_sum, self._num_logs = head.pooling == "sum", head.num_logs
 
     def __call__(self, hidden: Floats, layout: Layout) -> Floats:
@@ -91,17 +90,17 @@ def _parts(layout: Layout) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
 class _Product:
     """The product with a slice of the vocabulary. Borrows the weights where the session does not lay them out anew."""
 
-    def __init__(self, weight: Floats, bias: Floats | None, placeholder: Path, num_threads: int) -> None:
+    def __init__(self, weight: Floats, bias: Floats | None, num_threads: int) -> None:
         graph, self._num_words = Graph("decoder"), len(weight)
         weights: dict[str, NDArray[Any]] = {"weight": np.ascontiguousarray(weight)}
         if bias is not None:
             weights["bias"] = np.ascontiguousarray(bias)
         states = graph.input("states", Element.FLOAT32, ["tokens", weight.shape[1]])
-        given = [graph.weight(name, array, placeholder.name) for name, array in weights.items()]
+        given = [graph.weight(name, array) for name, array in weights.items()]
         made = graph.node("Gemm", states, *given, transB=1)
         graph.output(made, Element.FLOAT32, ["tokens", self._num_words])
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
-        self._session = session_with(graph.to_bytes(), values, str(placeholder.parent), num_threads)
+        self._session = session_with(graph.to_bytes(), values, num_threads)
         self._binding, self._output = self._session.io_binding(), made
         if platform.machine() == "x86_64":  # as in `LeanForward`
             del values["weight"], weights["weight"]

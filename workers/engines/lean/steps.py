@@ -13,10 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import Step
 from vecd.workers.engines.lean.arrays import Arrays
-from vecd.workers.weights import weight_files
 
 Floats: TypeAlias = NDArray[np.float32]
 Apply: TypeAlias = Callable[[Floats], Floats]
@@ -101,9 +100,10 @@ ACTIVATIONS: dict[str, Apply] = {
 # --- steps ------------------------------------------------------------------------------------------------------
 
 
-def load_steps(card: ModelCard, steps: Sequence[Step]) -> list[Apply]:
-    """A function for each step. Raises ModelError when a file or a tensor is missing or misshapen."""
-    return [_load(card, step) for step in steps]
+def load_steps(card: ModelCard, steps: Sequence[Step], own: Arrays) -> list[Apply]:
+    """A function for each step. `own`: the model's tensors. Raises ModelError when a file or a tensor is missing or
+    misshapen."""
+    return [_load(card, step, own) for step in steps]
 
 
 def apply_all(steps: Sequence[Apply], rows: Floats) -> Floats:
@@ -120,24 +120,24 @@ def normalize(vectors: Floats) -> Floats:
     return normalized
 
 
-def _load(card: ModelCard, step: Step) -> Apply:
+def _load(card: ModelCard, step: Step, own: Arrays) -> Apply:
     match step.kind:
         case "normalize":
             return normalize
         case "dense":
-            return _dense(card, step)
+            return _dense(card, step, own)
         case "layer_norm":
-            return _layer_norm(card, step)
+            return _layer_norm(card, step, own)
         case unknown:
             raise ModelError(f"{_file_of(card, step)}: step {unknown} is unknown")
 
 
-def _dense(card: ModelCard, step: Step) -> Apply:
+def _dense(card: ModelCard, step: Step, own: Arrays) -> Apply:
     if step.activation not in ACTIVATIONS:
         path = _file_of(card, step).parent / "config.json"
         raise ModelError(f"{path}: activation {step.activation} is not supported")
     activation = ACTIVATIONS[step.activation]
-    weight, bias, residual = weights_of(card, step)
+    weight, bias, residual = weights_of(card, step, own)
     if bias is None:
         bias = np.zeros(1, dtype=np.float32)
 
@@ -150,8 +150,8 @@ def _dense(card: ModelCard, step: Step) -> Apply:
     return apply
 
 
-def _layer_norm(card: ModelCard, step: Step) -> Apply:
-    weight, bias, _ = weights_of(card, step)
+def _layer_norm(card: ModelCard, step: Step, own: Arrays) -> Apply:
+    weight, bias, _ = weights_of(card, step, own)
     epsilon = np.float32(step.epsilon)
 
     def norm(rows: Floats) -> Floats:
@@ -166,12 +166,11 @@ def _layer_norm(card: ModelCard, step: Step) -> Apply:
 # --- the weights ------------------------------------------------------------------------------------------------
 
 
-def weights_of(card: ModelCard, step: Step) -> tuple[Floats, Floats | None, Floats | None]:
+def weights_of(card: ModelCard, step: Step, own: Arrays) -> tuple[Floats, Floats | None, Floats | None]:
     """Weight, bias and the matrix of the residual of a step that is dense or a norm, None for those that it lacks.
     Raises ModelError when a file or a tensor is missing or misshapen."""
     shape = (step.out_dim, step.in_dim) if step.kind == "dense" else (step.out_dim,)
     if step.tensor:
-        own = _own(card)
         bias_name = step.bias_tensor or f"{step.tensor}.bias"
         found = _find(card, own, f"{step.tensor}.weight", shape)
         return found, _find(card, own, bias_name, shape[:1]) if step.bias else None, None
@@ -187,14 +186,6 @@ def weights_of(card: ModelCard, step: Step) -> tuple[Floats, Floats | None, Floa
 
 def _file_of(card: ModelCard, step: Step) -> Path:
     return Path(card.folder, step.file or Path(step.path, "model.safetensors"))
-
-
-def _own(card: ModelCard) -> Arrays:
-    """The model's own tensors."""
-    try:
-        return Arrays(weight_files(Path(card.weights_folder)))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{card.weights_folder}: the weights cannot be read: {one_line(error)}") from error
 
 
 def _find(card: ModelCard, own: Arrays, name: str, shape: tuple[int, ...]) -> Floats:

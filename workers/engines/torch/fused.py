@@ -26,12 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from vecd.shm.card import ModelCard
-from vecd.workers.engines.torch.checkpoint import map_tensors
+from vecd.shm.card import ModelCard, ModelError
+from vecd.workers.engines.torch.checkpoint import own_tensors
 from vecd.workers.engines.torch.fused_attention import (
     Attention,
     Rotation,
@@ -218,13 +217,13 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
     if type_between_layers(dtype) is None:
         raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
-        weights = map_tensors(Path(card.weights_folder))
+        weights = own_tensors(Path(card.weights_folder))
         forward = _Builder(
             describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
         ).build(has_first_tokens_only=card.reads_first_tokens_only)
         forward.warm(card.max_tokens)
         return forward
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ModelError, ValueError, KeyError, TypeError, RuntimeError) as error:
         # The packed path reads the same files and reports their faults.
         raise NotDescribed(f"{type(error).__name__}: {error}") from error
 

@@ -42,8 +42,8 @@ def load_model(
     transformers' mappings from the class of a configuration to that of a model with a head; None: with the head of a
     model for classification, whose `base_model` is what is in front of it, and without that of any other.
 
-    On a CPU, weights stored in `dtype` are mapped from the file and shared between workers; others are converted, which
-    costs a copy each. Raises ModelError, in one line, when the model cannot be loaded exactly as stored.
+    On a CPU they are copies, which no change of a file reaches. Raises ModelError, in one line, when the model
+    cannot be loaded exactly as stored.
     """
     folder = card.weights_folder
     if card.model_type in _FAMILIES_WITH_TOKEN_TYPES:
@@ -64,6 +64,9 @@ def load_model(
     model.config.use_cache = False
     model.requires_grad_(False)
     model.train(False)
+    if device.type == "cpu":  # tensors that are stored in `dtype` are mapped from the file
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     return cast(PreTrainedModel, cast(torch.nn.Module, model).to(device))
 
 

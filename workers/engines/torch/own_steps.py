@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 
 from vecd.shm.card import ModelCard, ModelError, one_line
 from vecd.shm.heads import Step
-from vecd.workers.engines.torch.checkpoint import map_tensors
+from vecd.workers.engines.torch.checkpoint import own_tensors
 from vecd.workers.engines.torch.pooling import ACTIVATIONS
 
 
@@ -25,8 +24,8 @@ def load_own_steps(card: ModelCard, steps: Sequence[Step], device: torch.device)
     Each has a `tensor`. Raises ModelError when a file cannot be read, or a tensor is missing or misshapen.
     """
     try:
-        tensors = map_tensors(Path(card.weights_folder))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        tensors = own_tensors(Path(card.weights_folder))
+    except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{card.weights_folder}: the weights cannot be read: {one_line(error)}") from error
     loaded = [_load(card, tensors, step, device) for step in steps]
 

@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import Step
+from vecd.workers.engines.torch.checkpoint import Tensors
 from vecd.workers.layout import Run
-from vecd.workers.weights import broken
 
 
 def _mean_weighted_by_position(hidden: Tensor) -> Tensor:
@@ -138,11 +136,9 @@ def _layer_norm(step: Step, path: Path, device: torch.device) -> Callable[[Tenso
 def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
     """Exactly the tensors named in `shapes`, as float32. Raises ModelError when the file holds others."""
     try:
-        weights = load_file(path)
+        weights = dict(Tensors([path]))
     except FileNotFoundError:
         raise ModelError(f"{path}: file missing") from None
-    except (OSError, SafetensorError) as error:
-        raise broken(path, error) from None
     if weights.keys() != shapes.keys():
         raise ModelError(f"{path}: holds {sorted(weights)}, should hold {sorted(shapes)}")
     for name, shape in shapes.items():

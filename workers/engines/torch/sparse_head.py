@@ -14,16 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 
 from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.heads import SparseHead, Step
-from vecd.workers.engines.torch.checkpoint import map_tensors
+from vecd.workers.engines.torch.checkpoint import own_tensors
 from vecd.workers.engines.torch.pooling import ACTIVATIONS
 from vecd.workers.layout import Layout
-from vecd.workers.weights import broken
 
 _FLOATS_OF_A_SLICE = 2**21
 """Logits that are in memory at a time: 8 MiB. Measured with BERT-base's sizes and 16 to 1,180 tokens on one core with
@@ -85,22 +83,20 @@ class SpladeHead:
         return logits
 
     def _decoder_in(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """The decoder in the type of the hidden states: made once, and mapped from the file where it is stored so."""
+        """The decoder in the type of the hidden states: made once."""
         if dtype not in self._decoder_of:
             self._decoder_of = {dtype: [_to(self._device, tensor, dtype) for tensor in self._decoder]}
         return self._decoder_of[dtype]
 
 
 def load_splade(card: ModelCard, device: torch.device) -> SpladeHead:
-    """Map the head of a SPLADE model. Raises ModelError when a file or a tensor is missing or misshapen."""
+    """Read the head of a SPLADE model. Raises ModelError when a file or a tensor is missing or misshapen."""
     assert card.sparse is not None
     folder = Path(card.weights_folder)
     try:
-        return SpladeHead(card.sparse, map_tensors(folder), device)
+        return SpladeHead(card.sparse, own_tensors(folder), device)
     except KeyError as error:
         raise ModelError(f"{folder}: the weights lack {error.args[0]}, of the head for masked words") from None
-    except SafetensorError as error:
-        raise broken(folder / "model.safetensors", error) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: {error}") from None
 

@@ -97,8 +97,9 @@ class TransformerEngine:
         return self._forward.num_padding_tokens
 
     def use_threads(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._thread_choices, self._num_threads = (num_threads,), num_threads
+        if num_threads:
+            torch.set_num_threads(num_threads)
+            self._thread_choices, self._num_threads = (num_threads,), num_threads
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
         self._thread_choices = powers_of_two(max_threads)

@@ -581,17 +581,20 @@ def test_without_a_shared_engine_a_worker_loads_its_own(
     assert isinstance(gateway.receive(worker.who), Done)
 
 
-def test_a_model_that_cannot_be_loaded_says_why_and_exits_3(
-    checkpoint: Any, worker_config: Any, tmp_path: Path
+@pytest.mark.parametrize("size", [8, -1])
+def test_a_model_that_cannot_be_loaded_says_why_and_exits_3_before_it_compares(
+    checkpoint: Any, worker_config: Any, tmp_path: Path, size: int
 ) -> None:
     folder = shutil.copytree(checkpoint("bert"), tmp_path / "bert")
     config = worker_config(folder, cache_folder=str(tmp_path / "cache"))
-    (folder / "model.safetensors").write_bytes(b"nonsense")
+    path = folder / "model.safetensors"
+    path.write_bytes(b"nonsense" if size == 8 else path.read_bytes()[:size])
     server = ForkServer(modules_to_preload("bert", "auto"), config=config)
     try:
         failed = server.after_progress()
         assert isinstance(failed, ChildFailed)
-        assert str(folder) in failed.message
+        assert f"{path}: is " in failed.message
+        assert server.stages == []
         assert server.process.wait(DEADLINE_S) == 3
     finally:
         server.close()

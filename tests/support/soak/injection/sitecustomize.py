@@ -24,6 +24,7 @@ all vectors of its batch NaN."""
 SLEEP_S = 0.3
 _ENGINES = {
     "vecd.workers.engines.dummy": "DummyEngine",
+    "vecd.workers.engines.lean.engine": "LeanEngine",
     "vecd.workers.engines.torch.transformer": "TransformerEngine",
 }
 

@@ -151,3 +151,15 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
     again = recall(config)
     assert again is not None
     assert again.to_json() == remembered.to_json()
+
+
+def test_a_pipe_in_its_place_is_made_anew(config: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing waits for a writer."""
+    remember(config, CHOICE)
+    [path] = (Path(config.cache_folder) / "engines").iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert recall(config) is None
+    assert "not a regular file" in caplog.text
+    remember(config, CHOICE)
+    assert recall(config) is not None

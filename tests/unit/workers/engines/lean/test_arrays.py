@@ -18,4 +18,4 @@ def test_every_float16_is_the_float32_of_the_same_value(tmp_path: Path) -> None:
     assert np.array_equal(arrays["finite"].view(np.uint32), finite.astype(np.float32).view(np.uint32)), "and -0 stays"
     assert np.array_equal(arrays["all"], numbers.astype(np.float32), equal_nan=True)
     assert arrays["none"].shape == (0, 64)
-    assert np.array_equal(arrays.rows("finite", np.array([3, 1])), finite[[3, 1]].astype(np.float32))
+    assert np.array_equal(arrays.table("finite")(np.array([3, 1])), finite[[3, 1]].astype(np.float32))

@@ -50,7 +50,7 @@ def test_onnx_accepts_a_model(family: str, tmp_path_factory: pytest.TempPathFact
     onnx = pytest.importorskip("onnx")
     card = read_card(Checkpoints(tmp_path_factory.mktemp)(family))
     arrays = Arrays([Path(card.weights_folder) / "model.safetensors"])
-    made = encoder_graph(card, describe(card, arrays), arrays, "model.safetensors")
+    made = encoder_graph(card, describe(card, arrays), arrays)
     model = onnx.load_from_string(made.content)
     assert {tensor.name for tensor in model.graph.initializer} >= made.weights.keys()
     assert [value.name for value in model.graph.input] == ["token_ids", "positions", "starts", "counts", "lengths"]
