@@ -45,7 +45,6 @@ from vecd.gateway.types.errors import (
     TooManyTokens,
     Unavailable,
 )
-from vecd.gateway.types.messages import TakeRoom
 from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
@@ -236,22 +235,17 @@ class Pipeline:
     # --- embeddings -----------------------------------------------------------------------------------------
 
     def embed(
-        self,
-        request: EmbedRequest,
-        num_estimated: int,
-        timeline: RequestTimeline,
-        principal: Principal,
-        take_room: TakeRoom | None = None,
+        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Coroutine[Any, Any, Embedded]:
-        """Compute the rows of a request, once there is room for a response with them (`take_room`; None: there is).
-        `num_estimated`: its tokens, guessed from characters.
+        """Compute the rows of a request, once there is room for its response (`timeline.take_room`). `num_estimated`:
+        its tokens, guessed from characters.
 
         Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
         RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
         input, Unavailable when the deadline passes or no worker stays alive, ServerError when the engine fails. Side
         effects: its inputs are removed once they are tokenized; when cancelled, what is still queued is dropped.
         """
-        embedding = self._embed(request, num_estimated, timeline, principal, take_room)
+        embedding = self._embed(request, num_estimated, timeline, principal)
         return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
 
     async def load(self, timeout_s: float | None, arrived_at: float) -> None:
@@ -341,12 +335,7 @@ class Pipeline:
     # --- the way of an embedding request --------------------------------------------------------------------
 
     async def _embed(
-        self,
-        request: EmbedRequest,
-        num_estimated: int,
-        timeline: RequestTimeline,
-        principal: Principal,
-        take_room: TakeRoom | None,
+        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Embedded:
         timeline.num_inputs = len(request.inputs)
         self._raise_if_starting()
@@ -363,7 +352,7 @@ class Pipeline:
                     self.shared_metrics.add(Counter.REFUSED)
                     raise
             with permit:
-                return await self._gather(request, permit, principal, reservation, timeline, take_room)
+                return await self._gather(request, permit, principal, reservation, timeline)
 
     def _raise_if_starting(self) -> None:
         """Raises NotReady during the server's start. Requests on a socket that systemd holds wait instead: its clients
@@ -379,7 +368,6 @@ class Pipeline:
         principal: Principal,
         reservation: Reservation,
         timeline: RequestTimeline,
-        take_room: TakeRoom | None,
     ) -> Embedded:
         if self._make_end is not None:
             raise self._make_end()
@@ -404,6 +392,7 @@ class Pipeline:
         self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
+            take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
             waiting = take_room(_response_bytes(request, permit.num_tokens, self.config.card)) if take_room else None
             if waiting is not None:
                 permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it

@@ -23,7 +23,7 @@ from vecd.gateway.types.config import GatewayConfig
 from vecd.gateway.types.endpoints import Endpoint
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.identity import Identity
-from vecd.gateway.types.messages import HttpRequest, TakeRoom
+from vecd.gateway.types.messages import HttpRequest
 from vecd.gateway.types.request import Embedded, EmbedRequest, Inputs, Tokenizing
 from vecd.gateway.types.timeline import RequestTimeline
 
@@ -32,15 +32,9 @@ class Embedder(Protocol):
     """The work behind the handlers: `vecd.gateway.pipeline`."""
 
     def embed(
-        self,
-        request: EmbedRequest,
-        num_estimated: int,
-        timeline: RequestTimeline,
-        principal: Principal,
-        take_room: TakeRoom | None = None,
+        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Coroutine[Any, Any, Embedded]:
-        """Compute the rows of a request, once there is room for a response with them. `num_estimated`: its tokens, by
-        `Context.estimate_tokens`. Raises ApiError.
+        """Compute the rows of a request. `num_estimated`: its tokens, by `Context.estimate_tokens`. Raises ApiError.
 
         Side effects: the times are noted on `timeline`; `request.inputs` is empty afterwards.
         """

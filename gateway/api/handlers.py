@@ -115,9 +115,7 @@ class OperationsHandler:
             if demand is not None:
                 await check_before(demand, context, http)
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
-                embedded = await context.embedder.embed(
-                    work.request, parsed.num_estimated, timeline, principal, http.take_room
-                )
+                embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
                 response = _render(work, embedded)
             else:
                 response = await _respond(context, parsed, http, principal)
@@ -281,9 +279,7 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
             return response
         case ParsedEmbed() as work:
             is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
-            embedded = await context.embedder.embed(
-                work.request, parsed.num_estimated, http.timeline, principal, http.take_room
-            )
+            embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
                 return await context.threads.run(_render_steps(work, embedded), principal.tenant)
             return _render(work, embedded)

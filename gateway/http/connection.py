@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
             self._identify(request)
         self._checked = None
         self._request = request
-        request.take_room = partial(self._server.unsent.take, self)
+        request.timeline.take_room = partial(self._server.unsent.take, self)
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
         self.task = self._loop.create_task(self._serve(request))

@@ -4,12 +4,10 @@ Owns the two types and the limits on requests. Parses nothing and holds no socke
 and writes responses; handlers read requests and make responses.
 """
 
-import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
 from vecd.gateway.types.identity import Identity
 from vecd.gateway.types.model_choice import ModelChoice
@@ -17,10 +15,6 @@ from vecd.gateway.types.timeline import RequestTimeline
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """An id that a client may give its request: it is a header of the response, and in the log."""
-
-
-TakeRoom: TypeAlias = Callable[[int], asyncio.Future[None] | None]
-"""Takes room for a response of so many bytes, before it is made. Returns what to await if there is none yet."""
 
 
 class Coding(Enum):
@@ -74,8 +68,6 @@ class HttpRequest:
     timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)
     choice: ModelChoice | None = field(default=None, compare=False, repr=False)
     """None where one model is served."""
-    take_room: TakeRoom | None = field(default=None, compare=False, repr=False)
-    """Set by its connection."""
     identity: Identity | None = field(default=None, compare=False, repr=False)
     """That of the model that answers, once it is known which that is. The response names it."""
 

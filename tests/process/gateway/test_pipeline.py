@@ -38,7 +38,7 @@ from vecd.gateway.types.errors import (
     TooManyRequests,
     Unavailable,
 )
-from vecd.gateway.types.messages import Response, TakeRoom
+from vecd.gateway.types.messages import Response
 from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, LateChunking, Source, TokenIds, TokenizedInput
 from vecd.gateway.types.tenant_room import TenantRoom
 from vecd.gateway.types.timeline import RequestTimeline
@@ -125,14 +125,12 @@ class Service:
         principal: Principal | None = None,
         output: Output = Output.VECTORS,
         timeline: RequestTimeline | None = None,
-        take_room: TakeRoom | None = None,
     ) -> asyncio.Task[Embedded]:
         ids: list[TokenIds] = list(inputs)
         request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
         timeline = RequestTimeline() if timeline is None else timeline
         timeline.arrived_at = asyncio.get_running_loop().time()
-        principal = principal or self.principal
-        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal, take_room))
+        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.principal))
 
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
@@ -215,10 +213,15 @@ async def test_vectors_are_computed_once_there_is_room_for_the_response(bench, s
         rooms.append(asyncio.get_running_loop().create_future())
         return rooms[-1]
 
+    def timeline() -> RequestTimeline:
+        made = RequestTimeline()
+        made.take_room = take_room
+        return made
+
     worker = bench.add_worker()
     await bench.all_connected()
-    waiting = service.embed([1, 1], [2], take_room=take_room)
-    late = service.embed([1, 1], timeout_s=0.01, take_room=take_room)
+    waiting = service.embed([1, 1], [2], timeline=timeline())
+    late = service.embed([1, 1], timeout_s=0.01, timeline=timeline())
     other = service.embed([3])
     batch = await worker.receive()
     assert inputs_of(batch) == [3]
