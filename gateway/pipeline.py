@@ -7,7 +7,7 @@ configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedToke
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
+from vecd.gateway.encoding.forms import width_of
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.max_sim import MAX_SHORT_QUERY, MaxSimRows
 from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
@@ -47,6 +48,7 @@ from vecd.gateway.types.errors import (
 from vecd.gateway.types.request import (
     Embedded,
     EmbedRequest,
+    Encoding,
     InputReport,
     Inputs,
     LateChunking,
@@ -60,6 +62,7 @@ from vecd.gateway.types.request import (
     Tokenizing,
 )
 from vecd.gateway.types.timeline import RequestTimeline
+from vecd.shm.card import ModelCard
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
@@ -73,6 +76,8 @@ _FLOATS_PER_TURN = 32 * 1024
 take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
+_BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
+"""In a response: as a JSON number with its comma, and as base64."""
 _LATE_INPUTS_PER_TURN = 32
 """Inputs whose late chunks are found in one turn of the event loop: 2 ms for short ones."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
@@ -229,7 +234,8 @@ class Pipeline:
     def embed(
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Coroutine[Any, Any, Embedded]:
-        """Compute the rows of a request. `num_estimated`: its tokens, guessed from characters.
+        """Compute the rows of a request, once there is room for its response (`timeline.take_room`). `num_estimated`:
+        its tokens, guessed from characters.
 
         Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
         RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
@@ -378,6 +384,11 @@ class Pipeline:
         self._pending.add(pending)
         tick = self._deadlines.set(pending, permit.deadline)
         try:
+            take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
+            waiting = take_room(_response_bytes(request, permit.num_tokens, self.config.card)) if take_room else None
+            if waiting is not None:
+                permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
+                await _unless_over(pending, waiting)
             tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
             if tokenized is None:
                 await _unless_over(pending, self._queue_runs(request, request_queue, permit, counts))
@@ -642,7 +653,16 @@ async def _in_turns(work: Iterable[Callable[[], None]]) -> None:
         do()
 
 
-async def _unless_over(pending: PendingResult, queueing: Coroutine[Any, Any, T]) -> T:
+def _response_bytes(request: EmbedRequest, num_tokens: int, card: ModelCard) -> int:
+    """At most so many bytes has a response of vectors; 0 for one of anything else, which is counted when it is made."""
+    if not request.output.is_plain and (request.output is not Output.TOKEN_VECTORS or request.is_max_sim):
+        return 0
+    num_rows = len(request.inputs) if request.output.is_plain else num_tokens
+    per_float = sum(_BYTES_OF_A_FLOAT if form.encoding is Encoding.FLOAT else _BYTES_OF_4 for form in request.forms)
+    return num_rows * width_of(request, card) * per_float
+
+
+async def _unless_over(pending: PendingResult, queueing: Awaitable[T]) -> T:
     """The result of `queueing`. If the request is over before, `queueing` is cancelled, and this raises the reason."""
     task = asyncio.ensure_future(queueing)
     try:

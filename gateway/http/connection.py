@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 from vecd.gateway.http.contract import ConnectionHost, Timeouts
@@ -99,9 +100,10 @@ class Connection(asyncio.Protocol):
         self._is_advance_due = False  # in the next turn of the event loop
         self._is_write_blocked = False
         self.num_unsent_bytes = 0
-        """Of responses, at the last check of the deadlines, without what the kernel has of them."""
-        self.takes_nothing = False
-        """Between the last two checks there were always unsent bytes, and the client read nothing."""
+        """Of a response that is being made, or is not all sent, since its pieces are held until it is. Counted in the
+        server's `unsent`."""
+        self.num_silent_checks = 0
+        """The last so many checks of the deadlines found unsent bytes, and that the client has read nothing."""
         self._num_sent_bytes = 0
         self._num_taken_bytes = 0  # of those sent, when the client had last read enough
         self._num_taken_at_look: int | None = None  # of those sent; None when nothing was unsent
@@ -146,6 +148,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_write_blocked = False
+        self._server.unsent.count(self, 0)
         self._advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -246,6 +249,7 @@ class Connection(asyncio.Protocol):
             self._identify(request)
         self._checked = None
         self._request = request
+        request.timeline.take_room = partial(self._server.unsent.take, self)
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
         self.task = self._loop.create_task(self._serve(request))
@@ -296,6 +300,8 @@ class Connection(asyncio.Protocol):
             date=self._server.http_date(),
         )
         self._send(pieces)
+        if self.num_unsent_bytes or self._is_write_blocked:
+            self._server.unsent.count(self, sum(map(len, pieces)) if self._is_write_blocked else 0)
         self._server.on_finished(response.status, request)
         return is_last
 
@@ -450,7 +456,7 @@ class Connection(asyncio.Protocol):
         """Abort, and have the kernel drop its unsent bytes, which it would otherwise send for as long as it takes."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._fileno())) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self.num_unsent_bytes = 0
+        self._server.unsent.count(self, 0)
         self.abort()
 
     def close_if_silent(self, since: float) -> None:
@@ -460,17 +466,21 @@ class Connection(asyncio.Protocol):
 
     def check_deadlines(self, now: float) -> None:
         timeouts = self._server.timeouts
-        num_unsent_bytes = self.num_unsent_bytes = self._transport.get_write_buffer_size()
+        num_unsent_bytes = self._transport.get_write_buffer_size()
+        if self.task is None and (num_unsent_bytes or self.num_unsent_bytes):
+            num_held_bytes = max(num_unsent_bytes, self.num_unsent_bytes) if num_unsent_bytes else 0
+            self._server.unsent.count(self, num_held_bytes)
         is_stalled = False
         if num_unsent_bytes > 0 or self._is_ending:
             # A kernel buffers megabytes: what counts is what the client's kernel has acknowledged.
             num_unsent_bytes += self._num_bytes_in_kernel()
             is_stalled = self._is_stalled(now, num_unsent_bytes)
             num_taken_bytes = self._num_sent_bytes - num_unsent_bytes
-            self.takes_nothing = num_taken_bytes == self._num_taken_at_look
+            takes_nothing = num_taken_bytes == self._num_taken_at_look
+            self.num_silent_checks = self.num_silent_checks + 1 if takes_nothing else 0
             self._num_taken_at_look = num_taken_bytes if num_unsent_bytes else None
         else:
-            self._num_due_bytes, self._num_taken_at_look, self.takes_nothing = 0, None, False
+            self._num_due_bytes, self._num_taken_at_look, self.num_silent_checks = 0, None, 0
         if is_stalled:
             self.reset()
         elif self.task is not None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from vecd.gateway.http.body_budget import BodyBudget
 from vecd.gateway.http.forwarded import TrustedProxies
+from vecd.gateway.http.response_budget import ResponseBudget
 from vecd.gateway.types.errors import ApiError
 from vecd.gateway.types.messages import HttpRequest, Limits, Response
 
@@ -67,6 +68,7 @@ class ConnectionHost(Protocol):
     clock: Callable[[], float]
     on_finished: Callable[[int, HttpRequest | None], None]
     arriving: BodyBudget
+    unsent: ResponseBudget
     is_draining: bool
     num_requests_in_flight: int
     num_plain_since_sweep: int

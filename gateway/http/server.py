@@ -23,10 +23,12 @@ from vecd.gateway.http.drain_listener import refuse_connects
 from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.gateway.http.proxy_layer import ProxyLayer
 from vecd.gateway.http.proxy_protocol import ProxyHeader
+from vecd.gateway.http.response_budget import ResponseBudget
 from vecd.gateway.http.shared_accept import SharedListener
 from vecd.gateway.http.tls import ServerTls
 from vecd.gateway.http.tls_layer import TlsLayer
 from vecd.gateway.types.messages import HttpRequest, Limits
+from vecd.shm.free_memory import return_free_memory
 from vecd.shm.socketfile import FileId, file_id
 
 log = logging.getLogger("vecd.gateway")
@@ -39,6 +41,10 @@ _MAX_ADMIN_CONNECTIONS = 64
 _MAX_HELD_BYTES = 512 * 1024 * 1024
 _MAX_HELD_BODIES = 4
 """Bodies of the longest size allowed that may be held, arriving or unsent, if that is more than `_MAX_HELD_BYTES`."""
+_SILENT_SWEEPS = 3
+"""A client that reads nothing for so long may be dropped for want of room. An honest one may be busy for a second."""
+_TRIMMED_BYTES = 64 * 1024 * 1024
+"""When there are so many fewer bytes of responses than there were, free memory is returned to the kernel."""
 _DRAIN_POLL_S = 0.05
 _ADMIN_DRAIN_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
@@ -80,6 +86,8 @@ class Server:
         self.timeouts = timeouts
         self.arriving = BodyBudget()
         """The bytes that all connections hold of requests that cannot be handled yet."""
+        self.unsent = ResponseBudget()
+        """The bytes of all responses that are being made or are not sent."""
         self.clock = clock
         self.on_finished = on_finished
         self._is_ahead = is_ahead
@@ -114,9 +122,8 @@ class Server:
         self.limits = limits
         self.max_connections = max_connections
         self.max_connections_per_address = max_connections_per_address or max_connections
-        self.max_unsent_bytes = max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)
-        """Of all responses whose clients read nothing."""
-        self.arriving.max_bytes = self.max_unsent_bytes
+        self.arriving.max_bytes = max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)
+        self.unsent.max_bytes = self.arriving.max_bytes
         for connection in self._all_connections():
             connection.set_limits(limits)
 
@@ -127,9 +134,12 @@ class Server:
             num_held_bytes = connection.num_held_bytes
             self.arriving.count(connection, 0)
             self._count_address(connection, -1)
+            num_unsent_bytes = connection.num_unsent_bytes
+            self.unsent.count(connection, 0)
             connection.trust(proxies)
             self._count_address(connection, 1)
             self.arriving.count(connection, num_held_bytes)
+            self.unsent.count(connection, num_unsent_bytes)
 
     async def start(
         self,
@@ -262,6 +272,7 @@ class Server:
         self._admin_connections.discard(connection)
         self._count_address(connection, -1)
         self._connections.discard(connection)
+        self.unsent.forget(connection)
 
     def await_header(self, layer: ProxyLayer) -> bool:
         """As in `vecd.gateway.http.proxy_layer.ProxyHost`, and so is `end_awaiting`."""
@@ -281,13 +292,14 @@ class Server:
 
     def sweep(self) -> None:
         """Check the deadlines of every connection once. One timer for all of them costs a request nothing."""
+        if self.unsent.num_most_bytes - self.unsent.num_bytes > _TRIMMED_BYTES:
+            self.unsent.num_most_bytes = self.unsent.num_bytes
+            return_free_memory()
         now = self.clock()
         connections = self._all_connections()
         for connection in connections:
             connection.check_deadlines(now)
-        num_unsent_bytes = sum(connection.num_unsent_bytes for connection in connections)
-        if num_unsent_bytes > self.max_unsent_bytes:
-            self._reset_silent(connections, num_unsent_bytes)
+        self._reset_silent(connections)
         if self._num_refused_since_sweep:
             log.warning(
                 "%d connections refused, %d of them because their address has %d: %d are open, at most %d are allowed",
@@ -315,25 +327,21 @@ class Server:
             )
             self._num_without_header_since_sweep = 0
 
-    def _reset_silent(self, connections: list[Connection], num_unsent_bytes: int) -> None:
-        """Too much is unsent in all: reset the connections with most of it that have read nothing since the last sweep,
-        until it is no longer too much. Each of them alone would have had `write_s`."""
-        silent = sorted(
-            (connection for connection in connections if connection.takes_nothing),
-            key=lambda connection: connection.num_unsent_bytes,
-        )
-        num_left_bytes, num_reset = num_unsent_bytes, 0
-        while silent and num_left_bytes > self.max_unsent_bytes:
-            connection = silent.pop()
-            num_left_bytes -= connection.num_unsent_bytes
-            num_reset += 1
-            connection.reset()
+    def _reset_silent(self, connections: list[Connection]) -> None:
+        """Reset connections that read nothing while others wait for room. Each of them alone has `write_s`."""
+        silent = [each for each in connections if each.num_silent_checks >= _SILENT_SWEEPS and each.num_unsent_bytes]
+        num_unsent_bytes, num_reset = self.unsent.num_bytes, 0
+        for connection in sorted(silent, key=self.unsent.rank, reverse=True):
+            if self.unsent.must_drop(connection):
+                num_reset += 1
+                connection.reset()
         if num_reset:
             log.warning(
-                "%d connections reset that read nothing of their responses: %d bytes were unsent, at most %d are held",
+                "%d connections reset that read nothing of their responses: %d bytes were unsent, at most %d are held, "
+                "half of them for one address",
                 num_reset,
                 num_unsent_bytes,
-                self.max_unsent_bytes,
+                self.unsent.max_bytes,
             )
 
     def _all_connections(self) -> list[Connection]:

@@ -1,10 +1,13 @@
 """The timeline of one HTTP request: its endpoint, its size, and when each stage of it was reached.
 
-Owns the type. The code that handles a request notes what happens and when, and decides nothing by it. It has nothing
-that the client sent, but numbers and the ids of its trace. `vecd.gateway.telemetry.on_finished` reads it once the
-request is finished. Instants are by `time.monotonic`; 0.0 stands for one that was not reached.
+Owns the type. The code that handles a request notes what happens and when, and decides nothing by it; it also takes
+along how the response gets room. It has nothing that the client sent, but numbers and the ids of its trace.
+`vecd.gateway.telemetry.on_finished` reads it once the request is finished. Instants are by `time.monotonic`; 0.0 stands
+for one that was not reached.
 """
 
+import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 IS_SAMPLED = 0x01
@@ -87,6 +90,10 @@ class RequestTimeline:
     """Its batches, if it is traced."""
     trace: Trace | None = None
     """The trace that it belongs to, set by `vecd.gateway.telemetry.tracing`."""
+
+    take_room: Callable[[int], asyncio.Future[None] | None] | None = None
+    """Takes room for a response of so many bytes, before it is made; returns what to await if there is none yet. Set by
+    the connection."""
 
     @property
     def is_embedded(self) -> bool:

@@ -84,6 +84,11 @@ class TinyApp:
                 await self._wait_and_tidy_up()
             case "/large":
                 return Response(200, b"x" * 30_000_000)
+            case "/made":
+                assert request.timeline.take_room is not None
+                if (has_room := request.timeline.take_room(30_000_000)) is not None:
+                    await has_room
+                return Response(200, b"x" * 30_000_000)
             case "/pieces":
                 return Response(
                     200, [b"%d," % (i % 10) * 5000 if i % 2 else memoryview(bytes(5000)) for i in range(3000)]
@@ -237,7 +242,7 @@ async def serving(
     limits = limits or Limits(max_body_bytes=1_000_000)
     server = Server(app, limits=limits, timeouts=timeouts, max_connections=max_connections, clock=clock, **options)
     server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
-    server.max_unsent_bytes = max_unsent_bytes or server.max_unsent_bytes
+    server.unsent.max_bytes = max_unsent_bytes or server.unsent.max_bytes
     model_info = ModelInfo(app, server, sock or listening(), admin)
     await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls, proxy_protocol=proxy_protocol)
     if admin is not None:
@@ -251,6 +256,7 @@ async def serving(
     assert server.num_connections == 0
     assert server.num_requests_in_flight == 0
     assert server.arriving.num_bytes == 0
+    assert server.unsent.num_bytes == 0
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -39,6 +39,7 @@ from vecd.shm.control import (
     WorkerExited,
     WorkerForked,
 )
+from vecd.shm.free_memory import return_free_memory
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
@@ -50,7 +51,6 @@ from vecd.workers.process.kernel import (
     is_single_threaded,
     leave_no_core,
     num_threads,
-    return_free_memory,
     set_process_name,
     trace_crashes,
 )

@@ -120,13 +120,6 @@ def is_single_threaded() -> bool:
     return True
 
 
-def return_free_memory() -> None:
-    """Return freed memory to the kernel; takes a few milliseconds. Does nothing if libc is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
-
-
 def private_memory_mb() -> int:
     """Memory written by this process alone, which is the cost of one more worker; 0 if the kernel does not say.
 

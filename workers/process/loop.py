@@ -28,12 +28,12 @@ from vecd.shm.arena import ArenaSpec
 from vecd.shm.card import ModelCard
 from vecd.shm.control import Channel
 from vecd.shm.failure_code import FailureCode
+from vecd.shm.free_memory import return_free_memory
 from vecd.shm.views import BatchNumbers, Rows, SlotViews
 from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, ToGateway, WireError, decode_to_worker, encode
 from vecd.workers.batch import BadBatch, read_batch
 from vecd.workers.engine import Engine, Finish
 from vecd.workers.out_of_memory import means_no_more_code, means_out_of_memory
-from vecd.workers.process.kernel import return_free_memory
 
 log = logging.getLogger("vecd.worker")
 

@@ -201,6 +201,41 @@ async def test_what_never_came_to_a_worker_costs_nothing(bench, service):
     assert service.num_paid() == 0
 
 
+async def test_vectors_are_computed_once_there_is_room_for_the_response(bench, service):
+    """Meanwhile the request counts as no work that delays others, and has its deadline as ever."""
+    rooms: list[asyncio.Future[None]] = []
+    asked: list[int] = []
+
+    def take_room(num_bytes: int) -> asyncio.Future[None]:
+        asked.append(num_bytes // service.app.config.card.dim)
+        rooms.append(asyncio.get_running_loop().create_future())
+        return rooms[-1]
+
+    def timeline() -> RequestTimeline:
+        made = RequestTimeline()
+        made.take_room = take_room
+        return made
+
+    worker = bench.add_worker()
+    await bench.all_connected()
+    waiting = service.embed([1, 1], [2], timeline=timeline())
+    late = service.embed([1, 1], timeout_s=0.01, timeline=timeline())
+    other = service.embed([3])
+    batch = await worker.receive()
+    assert inputs_of(batch) == [3]
+    worker.answer(batch)
+    assert (await other).num_tokens == 1
+    with pytest.raises(DeadlinePassed):
+        await late
+    assert (service.admission.num_requests, service.admission.num_unqueued) == (1, 0)
+    assert [room.cancelled() for room in rooms] == [False, True]
+    assert not waiting.done()
+    rooms[0].set_result(None)
+    worker.answer(await worker.receive())
+    assert (await waiting).num_tokens == 3
+    assert asked == [26, 13]
+
+
 async def test_requests_are_refused_until_a_worker_serves_for_the_first_time_and_wait_afterwards(bench, service):
     bench.dispatcher.start_stage = "loading weights"
     with pytest.raises(NotReady, match="starting; loading weights") as caught:
