@@ -721,6 +721,18 @@ async def test_who_reads_nothing_keeps_responses_from_being_made_and_others_only
             sock.close()
 
 
+async def test_memory_goes_back_once_after_much_of_it_was_used(monkeypatch):
+    given_back: list[bool] = []
+    monkeypatch.setattr("vecd.gateway.http.server.return_free_memory", lambda: given_back.append(True))
+    async with recording() as recorded:
+        for num_bytes, num_times in ((60 * KIB * KIB, 0), (70 * KIB * KIB, 1)):
+            recorded.server.unsent.count(recorded.connection, num_bytes)
+            recorded.server.unsent.count(recorded.connection, 0)
+            recorded.pass_time(1)
+            recorded.pass_time(1)
+            assert len(given_back) == num_times
+
+
 # --- other limits ---------------------------------------------------------------------------------------------------
 
 
