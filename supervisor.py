@@ -83,6 +83,7 @@ from vecd.shm.control import (
 )
 from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import create_shared_metrics
+from vecd.shm.tasks import NoTasks
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
 from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
@@ -129,7 +130,7 @@ def serve(arguments: Sequence[str]) -> int:
             logs.say(problem, logging.ERROR)
         notifier.status(f"Cannot start: {error}")
         return EXIT_BAD_CONFIGURATION
-    except (ModelError, StartFailure) as error:
+    except (ModelError, StartFailure, NoTasks) as error:
         found = check_model.problem(str(error))
         has_remedy = isinstance(error, ModelError) or found.suggestion != check_model.UNKNOWN
         logs.say(f"{found.what}; {found.suggestion}" if has_remedy else found.what, logging.ERROR)

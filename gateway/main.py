@@ -55,6 +55,7 @@ from vecd.shm.control import (
 )
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
 from vecd.shm.socketfile import file_id, remove_if_ours
+from vecd.shm.tasks import NoTasks, Pool, naming_limit
 from vecd.shm.vector_cache import VectorCacheMemory
 
 log = logging.getLogger("vecd.gateway")
@@ -65,6 +66,8 @@ _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
 _BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
 _PUBLISH_S = 0.2
+_NUM_THREADS = 2
+"""For `asyncio.to_thread`: metrics, and what may take a second, such as the tokenizer of a reload."""
 _QUIET_S = 0.5
 """While the server drains, a connection that has been idle for so long is closed."""
 _LARGEST_COUNTED_BYTES = 31 * 1024 * 1024
@@ -102,10 +105,10 @@ def run(channel: Channel) -> int:
             cache_fd, config.vector_cache_spec, start.gateway, bytes.fromhex(start.quarantine_key)
         )
         os.close(cache_fd)
-    _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
     try:
+        _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
         gateway = Gateway(config, start, channel, shared_metrics, vector_cache)
-    except (ModelError, TlsError) as error:
+    except (ModelError, TlsError, NoTasks) as error:
         channel.send(ChildFailed(str(error), is_configuration=isinstance(error, (RangesError, TlsError))))
         return 3
     keep_freed_memory()
@@ -182,7 +185,9 @@ class Gateway:
         shared_metrics: SharedMetrics,
         vector_cache: VectorCacheMemory | None,
     ) -> None:
-        """Raises ModelError for a tokenizer that cannot be read, RangesError for ranges, TlsError for a certificate."""
+        """Raises ModelError for a tokenizer that cannot be read, RangesError for ranges, TlsError for a certificate,
+        NoTasks without threads."""
+        self._pool = Pool(_NUM_THREADS, "gateway")
         self._config = config
         self._shared_metrics = shared_metrics
         self._control = Control(channel)
@@ -264,7 +269,12 @@ class Gateway:
         """Listen until the supervisor says drain, and drain. Returns the exit code."""
         loop = asyncio.get_running_loop()
         config = self._config
-        self._services.active.dispatcher.start(zmq_fd)
+        try:
+            self._services.active.dispatcher.start(zmq_fd)
+        except NoTasks as error:
+            self._control.send(ChildFailed(str(error)))
+            return 3
+        loop.set_default_executor(self._pool)
         self._services.active.dispatcher.activate()
         self._address = _address_of(listening)
         self._listen_to_requests(config)
@@ -288,6 +298,7 @@ class Gateway:
         self._access_log.report_dropped()
         if self._services.tracing is not None:
             self._services.tracing.sender.close(_LAST_SPANS_S)
+        self._pool.shutdown()  # the loop's own way to do it needs one more thread
         if not everything_answered:
             log.warning("the drain's deadline has passed: connections that waited for a response were cut")
         return 0
@@ -396,7 +407,7 @@ def _end_with_supervisor(channel: Channel, uds_paths: Sequence[str]) -> None:
     """End this process when the supervisor dies, even while the event loop is blocked.
 
     Its death hangs up the control channel, which a thread waits for. Nothing is left behind: unix sockets' files are
-    the only things with a name.
+    the only things with a name. Raises NoTasks.
     """
     ids = {path: file_id(path) for path in uds_paths}
 
@@ -408,11 +419,8 @@ def _end_with_supervisor(channel: Channel, uds_paths: Sequence[str]) -> None:
             remove_if_ours(path, ours)
         os._exit(1)
 
-    try:
+    with naming_limit():
         threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
-    except RuntimeError as error:  # a limit on processes
-        log.critical("%s", error)
-        os._exit(70)
 
 
 def keep_freed_memory() -> None:

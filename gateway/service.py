@@ -71,6 +71,7 @@ from vecd.shm.control import (
 from vecd.shm.output import Output
 from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import Gauge, ServiceKey
+from vecd.shm.tasks import NoTasks
 from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
@@ -543,6 +544,7 @@ class Services:
 
     async def _prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
         generation, send = message.generation, self._gateway.send
+        tokenizer: Tokenizer | None = None
         try:
             config = GatewayConfig.from_json(message.config)
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer, config)
@@ -553,7 +555,7 @@ class Services:
             service.dispatcher.start(zmq_listening.fileno())
         except asyncio.CancelledError:
             raise
-        except ModelError as error:
+        except (ModelError, NoTasks) as error:
             send(Prepared(generation, str(error)))
         except BaseException as error:  # libraries in Rust raise other classes than Exception
             log.error("generation %d cannot be prepared", generation, exc_info=True)
@@ -565,6 +567,9 @@ class Services:
             if (status := self._told.pop(generation, None)) is not None:
                 service.change_state(status)
             send(Prepared(generation))
+        finally:
+            if tokenizer is not None and generation not in self.all:
+                tokenizer.threads.close()
 
     def activate(self, generation: int) -> None:
         """Give new requests for its model to this generation, and retire the one before."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
+from vecd.shm.tasks import ZMQ_THREADS, require_threads
 from vecd.shm.wire import Probe, ToGateway, ToWorker, WireError, decode_to_gateway, encode
 
 _PROBE_INTERVAL_S = 0.02
@@ -35,7 +36,8 @@ class Transport:
         self._is_stopped = False
 
     def start(self, listening_fd: int) -> None:
-        """Take over the ZeroMQ listening socket. Call on the running event loop."""
+        """Take over the ZeroMQ listening socket. Call on the running event loop. Raises NoTasks."""
+        require_threads(ZMQ_THREADS)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)

@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 
 from vecd.gateway.types.config import ChatTemplateSpec
-from vecd.gateway.types.errors import BadRequest, ServerError
+from vecd.gateway.types.errors import BadRequest, ServerError, Unavailable
+from vecd.shm.tasks import NoTasks, naming_limit
 
 MAX_PAYLOAD_BYTES = 256 * 1024
 """Of the conversations of one request, as JSON."""
@@ -58,9 +59,14 @@ class ChatProcess:
         lines = [payload]
         if self._process is None or self._process.returncode is not None:
             lines.insert(0, self._template)
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, limit=_MAX_REPLY_BYTES
-            )
+            try:
+                with naming_limit():
+                    self._process = await asyncio.create_subprocess_exec(
+                        *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True,
+                        limit=_MAX_REPLY_BYTES,
+                    )  # fmt: skip
+            except NoTasks as error:
+                raise Unavailable(f"The chat template cannot be rendered: {error}", retry_after_s=1) from None
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

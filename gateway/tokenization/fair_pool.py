@@ -18,9 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
+
+from vecd.shm.tasks import Pool
 
 T = TypeVar("T")
 _Turn: TypeAlias = tuple[Future[Any], Callable[[], Any]]
@@ -33,8 +35,9 @@ class Threads:
     """Use from one event loop. Cancelled work ends with its present turn."""
 
     def __init__(self, num_threads: int = 2) -> None:
+        """Raises NoTasks."""
         self.num_threads = num_threads
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="gateway-work")
+        self._executor = Pool(num_threads, "gateway-work")
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Turn]] = {}
         """The turns that wait for a thread, by tenant; the next tenant comes first. No queue is empty. The event loop

@@ -128,7 +128,7 @@ class Tokenizer:
         """Read the model's tokenizer.json. `overflow`: the default of requests. `max_embed_len`: maximum tokens of an
         input that is split. `literal_special_tokens`: special tokens in a text are read as characters.
 
-        Raises ModelError when the file is no tokenizer.
+        Raises ModelError when the file is no tokenizer, and NoTasks.
         """
         self._tokenizer = _read_tokenizer(card, literal_special_tokens=literal_special_tokens)
         # The library's own threads use the workers' cores without a gain: 2,048 texts of 200 words take as long with

@@ -31,6 +31,7 @@ from vecd.shm.control import (
     WorkerExited,
     WorkerForked,
 )
+from vecd.shm.tasks import naming_limit
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.process.kernel import FAULTS, describe_status, reap_strangers
@@ -158,7 +159,8 @@ def spawn(name: str, command: str) -> Process:
     else:
         ours, theirs = Channel.pair()
         try:
-            popen = start_child(command, fd=theirs.fileno(), env=child_environment())
+            with naming_limit():
+                popen = start_child(command, fd=theirs.fileno(), env=child_environment())
         except OSError:
             ours.close()
             raise

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from vecd.shm.tasks import NoTasks, naming_limit
+
 T = TypeVar("T")
 
 log = logging.getLogger("vecd.supervisor")
@@ -96,7 +98,8 @@ class FileAccess:
                 loop.call_soon_threadsafe(finish, result, error)
 
         try:
-            self._start_thread(work)
-        except RuntimeError as error:  # no process of this user may start another thread now
+            with naming_limit():
+                self._start_thread(work)
+        except NoTasks as error:
             finish(None, FilesHang(f"{files}: {error}"))
         return ended

@@ -7,7 +7,6 @@ and says that it has changed. What an identity is made of is in `vecd.launch.con
 """
 
 import asyncio
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from vecd.launch.processes.file_access import FileAccess, FilesHang
 from vecd.launch.processes.worker_pool import WorkerPool
 from vecd.shm.control import ModelIdentity
 from vecd.shm.model_files import one_line
+from vecd.shm.tasks import NoTasks, naming_limit
 
 _PAUSES_S = 2.0, 10.0, 60.0
 """Before each further try to read files."""
@@ -60,11 +60,11 @@ class Identities:
         with self._changes:
             if not self._has_thread:
                 try:
-                    # It may be reading when the server ends.
-                    threading.Thread(target=self._run, name="identities", daemon=True).start()
-                except RuntimeError as error:
+                    with naming_limit():  # a daemon: it may be reading when the server ends
+                        threading.Thread(target=self._run, name="identities", daemon=True).start()
+                except NoTasks:
                     os.close(fd)
-                    raise OSError(errno.EAGAIN, "no more threads or processes can be started") from error
+                    raise
                 self._has_thread = True
             self._waiting.append(_Reading(worker_pool, plan, fd, not plan.gateway.loads_on_demand))
             self._changes.notify()

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
+from vecd.shm.tasks import naming_limit
+
 EXTEND_EVERY_S = 5.0
 _EXTEND_BY_S = 30.0
 _MAX_EXTENDED_S = 3600.0
@@ -92,7 +94,8 @@ class Notifier:
                     return
 
         thread = threading.Thread(target=extend, name="extending", daemon=True)
-        thread.start()
+        with naming_limit():
+            thread.start()
         try:
             yield
         finally:

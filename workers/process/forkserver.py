@@ -41,6 +41,7 @@ from vecd.shm.control import (
     WorkerForked,
 )
 from vecd.shm.free_memory import return_free_memory
+from vecd.shm.tasks import NoTasks, naming_limit
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engine import Engine, ReportProgress
@@ -102,7 +103,7 @@ def _start(channel: Channel) -> int:
         return main.EXIT_OK
     try:
         modules, engine = _load(start, lambda stage: channel.send(Progress(stage)))
-    except ModelError as error:
+    except (ModelError, NoTasks) as error:
         channel.send(ChildFailed(str(error)))
         return main.EXIT_COULD_NOT_START
     if not is_single_threaded():
@@ -117,7 +118,7 @@ def _start(channel: Channel) -> int:
 
 
 def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], Engine | None]:
-    """The imported modules, and the engine that the workers share. Raises ModelError."""
+    """The imported modules, and the engine that the workers share. Raises ModelError and NoTasks."""
     if start.config is None:
         return import_modules(start.modules), None
     config = WorkerConfig.from_json(start.config)
@@ -189,7 +190,8 @@ class _ForkServer:
         parent_pid = os.getpid()
         try:
             assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
-            pid = os.fork()
+            with naming_limit():
+                pid = os.fork()
         except OSError as error:  # too many processes or open files, too little memory
             self._report_fork_failed(order, error)
             return

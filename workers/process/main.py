@@ -14,6 +14,7 @@ from typing import Any
 from vecd.shm import logs
 from vecd.shm.card import ModelError
 from vecd.shm.control import Channel, ChildFailed, Progress, WorkerReady
+from vecd.shm.tasks import ZMQ_THREADS, NoTasks, require_threads
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
@@ -94,14 +95,15 @@ def _live(
 ) -> int:
     slots = map_arena(arena_fd, config.arena, writable=True)
     os.close(arena_fd)
-    if engine is None:
-        try:
+    try:
+        require_threads(ZMQ_THREADS + config.num_threads - 1)
+        if engine is None:
             engine = load_engine(config, lambda stage: channel.send(Progress(stage)))
-        except ModelError as error:
-            log.error("%s", error)
-            channel.send(ChildFailed(str(error)))
-            return EXIT_COULD_NOT_START
-    engine.use_threads(config.num_threads)
+        engine.use_threads(config.num_threads)
+    except (ModelError, NoTasks) as error:
+        log.error("%s", error)
+        channel.send(ChildFailed(str(error)))
+        return EXIT_COULD_NOT_START
     engine.adopt([rows for views in slots for rows in views.rows])
     choices: Sequence[int] = [config.num_threads]
     if config.max_threads > 1:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, Self, TextIO, TypeAlias
 
 from vecd.shm.card import ModelError
+from vecd.shm.tasks import naming_limit
 from vecd.workers.engine import ReportProgress
 from vecd.workers.process.kernel import (
     describe_status,
@@ -53,14 +54,15 @@ class OrderedProcess:
         reader, writer = os.pipe()
         self._responses = open(reader, "rb", buffering=0)  # noqa: SIM115  (closed by `__exit__`)
         try:
-            self._process = subprocess.Popen(
-                [*command, str(writer)],
-                pass_fds=[writer],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                env=environment,
-            )
+            with naming_limit():
+                self._process = subprocess.Popen(
+                    [*command, str(writer)],
+                    pass_fds=[writer],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    env=environment,
+                )
         finally:
             os.close(writer)
         self.pid = self._process.pid

@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 
 from vecd.shm import logs
 from vecd.shm.control import Channel, ForkServerForked, ForkServerStart
+from vecd.shm.tasks import naming_limit
 from vecd.workers.config import WorkerConfig
 from vecd.workers.engines.load import expected_path
 from vecd.workers.process import forkserver, main
@@ -73,7 +74,8 @@ def _import_for(order: ForkServerStart) -> None:
 def _fork(control: Channel, channel: Channel) -> None:
     """Fork a fork server, which becomes a child of the supervisor. `channel` is the zygote's."""
     try:
-        pid = os.fork()
+        with naming_limit():
+            pid = os.fork()
     except OSError as error:  # too many processes, too little memory
         _report_not_forked(control, str(error))
         return
@@ -94,7 +96,8 @@ def _fork_orphan(control: Channel) -> int:
     """In the process in between: fork the fork server, and end. Returns the exit code of the one and of the other."""
     try:
         between = os.pidfd_open(os.getpid())
-        pid = os.fork()
+        with naming_limit():
+            pid = os.fork()
     except OSError as error:
         _report_not_forked(control, str(error))
         return main.EXIT_COULD_NOT_START

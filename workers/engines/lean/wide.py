@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from vecd.shm.card import one_line
+from vecd.shm.tasks import NoTasks, naming_limit
 from vecd.workers.engines.lean.export import ExportForward
 from vecd.workers.engines.lean.forward import LeanForward
 from vecd.workers.memory import available_mb
@@ -42,7 +43,11 @@ class WideForward:
             if free_mb < needed_mb:
                 log.warning("batches keep to one thread: %d MB of memory are available, not %d", free_mb, needed_mb)
             else:
-                threading.Thread(target=self._make_it, name="wide-session", daemon=True).start()
+                try:
+                    with naming_limit():
+                        threading.Thread(target=self._make_it, name="wide-session", daemon=True).start()
+                except NoTasks as error:
+                    log.warning("batches keep to one thread: %s", error)
         return self._made
 
     def _make_it(self) -> None:

@@ -1,0 +1,67 @@
+"""At the limit of tasks a server has all that it needs from the start, or does not start, and says why."""
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.serving import eventually, running_server
+
+_NEEDED = 14
+"""Of a server with one model, gateway and worker (docs/operating.md)."""
+_FLAGS = ("--engine", "dummy", "--workers", "1", "--gateways", "1")
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup with a limit on tasks; the limit on processes of a user does not hold for root."""
+    for root in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")):
+        folder = root / f"vecd-test-{os.getpid()}"
+        with suppress(OSError):
+            folder.mkdir()
+            if (folder / "pids.max").exists() and os.access(folder / "cgroup.procs", os.W_OK):
+                break
+            folder.rmdir()
+    else:
+        pytest.skip("no cgroup with a limit on tasks can be made here")
+    yield folder
+    eventually(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+def limited(cgroup: Path, num_tasks: int) -> tuple[str, ...]:
+    """The command that runs another one within the limit."""
+    (cgroup / "pids.max").write_text(str(num_tasks))
+    return "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$0" "$@"'
+
+
+def test_a_server_that_is_ready_at_the_limit_serves_everything(cgroup: Path) -> None:
+    with running_server(*_FLAGS, command=limited(cgroup, _NEEDED)) as server:
+
+        def ask(n: int) -> int:
+            path = ("/v1/embeddings", "/metrics", "/stats", "/info")[n % 4]
+            body = {"input": [f"a text {n}"] * 40} if n % 4 == 0 else None
+            return httpx.request("POST" if body else "GET", server.url + path, json=body, timeout=30).status_code
+
+        with ThreadPoolExecutor(8) as clients:
+            assert set(clients.map(ask, range(160))) == {200}
+        assert (cgroup / "pids.current").read_text() == f"{_NEEDED}\n"
+        assert "no more threads or processes can be started" in server.reload_outcome()
+        assert ask(0) == 200
+
+
+@pytest.mark.parametrize("num_missing", [1, 5])
+def test_a_server_that_cannot_have_what_it_needs_says_so_in_its_last_line(num_missing: int, cgroup: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="did not start") as failed,
+        running_server(*_FLAGS, command=limited(cgroup, _NEEDED - num_missing)),
+    ):
+        pass
+    last = str(failed.value).strip().splitlines()[-1]
+    assert re.search(r"no more threads or processes can be started: .*pids\.max.*14 tasks", last), str(failed.value)
+    assert "Traceback" not in str(failed.value)
