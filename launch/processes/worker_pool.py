@@ -228,12 +228,15 @@ class WorkerPool:
     async def look_at_files(self) -> None:
         """Compare the model's files with those that were loaded. Side effect: `changed_files` says it, and the log, if
         it is another. A file system that does not respond changes nothing."""
-        before, folder = self.changed_files, self.plan.card.folder
-        with suppress(FilesHang):  # which is logged
-            self.changed_files = await self._files.call(folder, self.plan.changed_files)
-        if self.changed_files != before:
-            level = logging.WARNING if self.changed_files else logging.INFO
-            state = f"not as loaded: {self.changed_files}" if self.changed_files else "as loaded again"
+        folder = self.plan.card.folder
+        try:
+            found = await self._files.call(folder, self.plan.changed_files)
+        except FilesHang:  # which is logged
+            return
+        if found != self.changed_files:
+            self.changed_files = found
+            level = logging.WARNING if found else logging.INFO
+            state = f"not as loaded: {found}" if found else "as loaded again"
             fields = {"fields": {"model": self.model}}
             log.log(level, "the files of %s in %s are %s", self.model, source_of(folder), state, extra=fields)
 
