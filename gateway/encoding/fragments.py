@@ -10,10 +10,10 @@ base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at
 (`vecd.gateway.dispatch.dispatcher`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -90,50 +90,44 @@ def encode_base64(rows: Rows) -> list[bytes]:
     return [b'"%b"' % b64encode(row) for row in rows]
 
 
-class _Json(NamedTuple):
-    """The functions that write an encoding as JSON."""
-
-    encode: Callable[[Rows], list[bytes]]
-    """Makes a fragment for each vector."""
-    encode_tokens: Callable[[Rows], Iterable[bytes]]
-    """Makes what is kept of an input's tokens until all were delivered."""
-    join_tokens: Callable[[Iterable[bytes]], bytes]
-    """Makes the fragment of an input of what was kept."""
-
-
-_NUMBERS = _Json(encode_float, encode_float, lambda lists: b"[%b]" % b",".join(lists))
-_BASE64 = _Json(encode_base64, lambda rows: [rows.tobytes()], lambda parts: b'"%b"' % b64encode(b"".join(parts)))
-
-
 class JsonRows:
     """A fragment of JSON for each input: of its vector; or for its tokens a list of lists, or base64 of their rows end
     to end."""
 
-    __slots__ = ("_json", "_parts", "_steps", "fragments")
+    __slots__ = ("_encode", "_parts", "_steps", "fragments")
 
     def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, steps: Sequence[Convert] = ()) -> None:
         """`encoding` is FLOAT or BASE64. `steps`: from float32 rows to the returned rows."""
-        self.fragments: list[bytes] = [b""] * num_inputs
+        self.fragments: list[bytes | memoryview] = [b""] * num_inputs
         """In input order."""
-        self._json = _NUMBERS if encoding is _FLOAT else _BASE64
+        self._encode = encode_float if encoding is _FLOAT else encode_base64
         self._steps = steps
-        self._parts: dict[int, list[bytes]] = {}
-        """By input, for those with some of their tokens delivered."""
+        self._parts: dict[int, tuple[bytearray, bytes]] = {}
+        """By input, for those with some of their tokens delivered: what is written, which is megabytes for a long text
+        and never copied, and bytes that make no 4 characters of base64 yet."""
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
         """`rows` are C-contiguous."""
         for convert in self._steps:
             rows = convert(rows)
-        self.fragments[index : index + len(rows)] = self._json.encode(rows)
+        self.fragments[index : index + len(rows)] = self._encode(rows)
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         """`rows` are C-contiguous, and the next ones of input `index`; `num_left` more will follow."""
-        parts = self._parts.setdefault(index, [])
         for convert in self._steps:
             rows = convert(rows)
-        parts += self._json.encode_tokens(rows)
-        if not num_left:
-            self.fragments[index] = self._json.join_tokens(self._parts.pop(index))
+        written, rest = self._parts.pop(index, (bytearray(), b""))
+        if self._encode is encode_float:
+            written += (b"," if written else b"[") + b",".join(encode_float(rows)) + (b"" if num_left else b"]")
+        else:
+            rest += rows.tobytes()
+            end = len(rest) // 3 * 3 if num_left else len(rest)
+            written += (b"" if written else b'"') + b64encode(rest[:end]) + (b"" if num_left else b'"')
+            rest = rest[end:]
+        if num_left:
+            self._parts[index] = written, rest
+        else:
+            self.fragments[index] = memoryview(written)
 
 
 _FLOAT32_BYTES = Form(Encoding.BYTES)
@@ -228,7 +222,7 @@ class Encoder:
         def encode(vectors: NDArray[np.float32]) -> list[bytes]:
             rows = JsonRows(len(vectors), form.encoding, steps)
             rows.put(0, vectors)
-            return rows.fragments
+            return list(map(bytes, rows.fragments))
 
         return LateChunkRows(late_chunks, self._card.hidden_size, encode)
 

@@ -40,7 +40,7 @@ def vector_json(vector: NDArray[np.float32], form: Form, steps: Sequence[Convert
     row."""
     rows = JsonRows(1, form.encoding, (*steps, *conversion(form, len(vector))))
     rows.put(0, np.ascontiguousarray(vector[None]))
-    return rows.fragments[0]
+    return bytes(rows.fragments[0])
 
 
 def matrix_pieces(matrix: NDArray[np.float32], form: Form, steps: Sequence[Convert] = ()) -> Iterator[bytes]:
@@ -52,6 +52,6 @@ def matrix_pieces(matrix: NDArray[np.float32], form: Form, steps: Sequence[Conve
     for some in runs_of(matrix, most // 3 * 3 or 3):  # base64 has no padding behind a multiple of 3 bytes
         rows = JsonRows(1, form.encoding, (*steps, *conversion(form, width)))
         rows.put_tokens(0, np.ascontiguousarray(some), 0)
-        yield before + rows.fragments[0][1:-1]
+        yield before + bytes(rows.fragments[0][1:-1])
         before = between
     yield end if len(matrix) else before + end

@@ -114,7 +114,7 @@ def _render_no_rows(load_ns: int, *, model: str) -> Response:
 
 
 def _render_list(
-    fragments: list[bytes], model: str, total_ns: int, num_tokens: int, load_ns: int = 0
+    fragments: list[bytes | memoryview], model: str, total_ns: int, num_tokens: int, load_ns: int = 0
 ) -> list[bytes | memoryview]:
     """In pieces, so that megabytes are never copied. `load_ns`: for so long a request without a text has waited for the
     model."""

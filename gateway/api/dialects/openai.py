@@ -108,7 +108,7 @@ def render_response(item: Item, requested: RequestedForm, model: str, request_id
 
 
 def _render_items(
-    head: bytes, fragments: list[bytes], item: Item, reports: tuple[InputReport, ...]
+    head: bytes, fragments: list[bytes | memoryview], item: Item, reports: tuple[InputReport, ...]
 ) -> list[bytes | memoryview]:
     """In pieces, so that megabytes are never copied. The last item is left open."""
     pieces: list[bytes | memoryview] = []

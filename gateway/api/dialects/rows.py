@@ -19,14 +19,14 @@ from vecd.gateway.types.request import Embedded, Encoding, InputReport
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
 
 
-def fragments_of(embedded: Embedded, form: int = 0) -> list[bytes]:
+def fragments_of(embedded: Embedded, form: int = 0) -> list[bytes | memoryview]:
     """The rows as JSON, in one of the forms that the request has."""
     collector = embedded.collectors[form]
     assert isinstance(collector, JsonRows)
     return collector.fragments
 
 
-def json_list(fragments: Sequence[bytes]) -> list[bytes | memoryview]:
+def json_list(fragments: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """Fragments of JSON as one list, in pieces, so that megabytes are never copied."""
     pieces: list[bytes | memoryview] = []
     before = b"["

@@ -57,7 +57,8 @@ def unit_rows(num_rows: int, dim: int) -> np.ndarray:
 
 def kept(collector: Collector) -> list[bytes]:
     assert isinstance(collector, JsonRows | Matrix)
-    return collector.fragments if isinstance(collector, JsonRows) else [row.tobytes() for row in collector.rows]
+    rows = collector.fragments if isinstance(collector, JsonRows) else collector.rows
+    return [bytes(row) for row in rows]
 
 
 def decoded(collector: JsonRows | Matrix) -> np.ndarray:
@@ -415,3 +416,21 @@ def test_the_view_is_bytes(dtype, num_bytes, is_big_endian):
     assert (len(view), view.ndim, view.format, view.itemsize) == (num_bytes, 1, "B", 1)
     assert matrix.row_bytes * 3 == num_bytes
     assert np.shares_memory(np.frombuffer(view, np.uint8), matrix.rows)
+
+
+@pytest.mark.parametrize("encoding", [Encoding.FLOAT, Encoding.BASE64])
+def test_what_is_written_of_a_text_is_not_copied_when_its_last_tokens_come(encoding):
+    """8,192 tokens of 1,024 floats took 106 ms of one turn of the event loop."""
+    matrix, lengths = unit_rows(64, 5), [1, 2, 31, 1, 28, 1]
+    collector, whole = JsonRows(1, encoding), JsonRows(1, encoding)
+    whole.put_tokens(0, matrix, 0)
+    at, written = 0, None
+    for length in lengths:
+        if at:
+            written = collector._parts[0][0]
+        collector.put_tokens(0, matrix[at : at + length], 64 - at - length)
+        at += length
+    [fragment] = collector.fragments
+    assert isinstance(fragment, memoryview)
+    assert fragment.obj is written
+    assert bytes(fragment) == kept(whole)[0]
