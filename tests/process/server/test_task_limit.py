@@ -1,16 +1,15 @@
 """At the limit of tasks a server has all that it needs from the start, or does not start, and says why."""
 
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.serving import eventually, running_server
+from tests.support.serving import running_server
+from tests.support.task_limit import limited, task_cgroup
 
 _NEEDED = 14
 """Of a server with one model, gateway and worker (docs/operating.md)."""
@@ -19,25 +18,10 @@ _FLAGS = ("--engine", "dummy", "--workers", "1", "--gateways", "1")
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A cgroup with a limit on tasks; the limit on processes of a user does not hold for root."""
-    for root in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")):
-        folder = root / f"vecd-test-{os.getpid()}"
-        with suppress(OSError):
-            folder.mkdir()
-            if (folder / "pids.max").exists() and os.access(folder / "cgroup.procs", os.W_OK):
-                break
-            folder.rmdir()
-    else:
-        pytest.skip("no cgroup with a limit on tasks can be made here")
-    yield folder
-    eventually(lambda: not (folder / "cgroup.procs").read_text())
-    folder.rmdir()
-
-
-def limited(cgroup: Path, num_tasks: int) -> tuple[str, ...]:
-    """The command that runs another one within the limit."""
-    (cgroup / "pids.max").write_text(str(num_tasks))
-    return "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$0" "$@"'
+    with task_cgroup() as folder:
+        if folder is None:
+            pytest.skip("no cgroup with a limit on tasks can be made here")
+        yield folder
 
 
 def test_a_server_that_is_ready_at_the_limit_serves_everything(cgroup: Path) -> None:

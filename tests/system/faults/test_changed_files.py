@@ -69,9 +69,8 @@ DEATHS = ("nothing dies", "a worker dies", "a gateway dies")
 _IN_SHORT = {
     ("renamed", "weights", "leased cores"): DEATHS,
     ("copied over", "heads", "two threads"): DEATHS,
-    ("truncated", "tokenizer", "one thread"): DEATHS[:2],
-    ("removed", "query weights", "leased cores"): DEATHS[:2],
-    ("copied over", "weights", "leased cores"): DEATHS[:2],
+    ("truncated", "tokenizer", "one thread"): DEATHS,
+    ("removed", "query weights", "leased cores"): DEATHS,
 }
 """Twelve cells, in which each change, file, number of threads and death comes up."""
 _CELLS = dict.fromkeys(itertools.product(CHANGES, FILES, THREADS), DEATHS) if LONG else _IN_SHORT
