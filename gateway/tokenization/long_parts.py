@@ -18,7 +18,7 @@ from functools import cached_property
 import tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
 
-from vecd.gateway.tokenization.split_points import MARKS, WORD, stages_of
+from vecd.gateway.tokenization.split_points import MARKS, WORD, normalized, stages_of
 from vecd.gateway.types.errors import BadRequest
 
 LEAST_CHARS = 4 * 1024
@@ -45,7 +45,7 @@ class LongParts:
         is_long = not has_cuts or isinstance(tokenizer.model, WordPiece)
         self.max_chars = _LONG_PART_CHARS if is_long else _PART_CHARS
         self._has_cuts = has_cuts
-        self._expansion = _EXPANSION if len(self._normalized(_LONGEST)) > 1 else 1
+        self._expansion = _EXPANSION if len(normalized(tokenizer, _LONGEST)) > 1 else 1
 
     def is_too_long(self, part: str) -> bool:
         return len(part) > LEAST_CHARS and self._size(part) > self.max_chars
@@ -105,12 +105,8 @@ class LongParts:
 
     def _are_kept(self, letters: str) -> bool:
         """Whether the normalizer makes one letter of each."""
-        normalized = self._normalized("|".join(letters)).split("|")
-        return len(normalized) == len(letters) and all(re.fullmatch(self._letter, char) for char in normalized)
+        kept = normalized(self._tokenizer, "|".join(letters)).split("|")
+        return len(kept) == len(letters) and all(re.fullmatch(self._letter, char) for char in kept)
 
     def _size(self, part: str) -> int:
         return len(part) + part.count(_LONGEST) * (self._expansion - 1)
-
-    def _normalized(self, text: str) -> str:
-        normalizer = self._tokenizer.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)

@@ -136,7 +136,7 @@ def _spaces_pattern(tokenizer: Tokenizer, pre_tokenizers: list[Mapping[str, Any]
     if not before or words is None or not _keeps_words(tokenizer):
         return None
     spaces = {" ", "▁"} if pre_tokenizers[0]["type"] == "Metaspace" else set(_SPACES)
-    before = {char for char in before if _keeps_kind(_normalized(tokenizer, char), char, spaces)}
+    before = {char for char in before if _keeps_kind(normalized(tokenizer, char), char, spaces)}
     # A token of blanks only can begin at a split point before a blank, or behind it.
     pairs = [pair for word in words for pair in itertools.pairwise(word)]
     return _one_of(_without(tokenizer, before, {b for a, b in pairs if not _is_blank(a)}), behind=WORD)
@@ -149,7 +149,7 @@ def _without(tokenizer: Tokenizer, before: set[str], inner: set[str]) -> set[str
         char
         for char in before
         if char not in inner
-        and not inner.intersection(_normalized(tokenizer, char))
+        and not inner.intersection(normalized(tokenizer, char))
         and not (has_blank and _is_blank(char))
     }
 
@@ -209,7 +209,7 @@ def _added(tokenizer: Tokenizer) -> list[str] | None:
     if any(token.rstrip or token.single_word for token in added):
         return None
     words = [token.content for token in added]
-    return words + [_normalized(tokenizer, token.content) for token in added if token.normalized]
+    return words + [normalized(tokenizer, token.content) for token in added if token.normalized]
 
 
 def _keeps_words(tokenizer: Tokenizer) -> bool:
@@ -218,13 +218,13 @@ def _keeps_words(tokenizer: Tokenizer) -> bool:
         return True
     first_to_last = re.findall("(.)-(.)", WORD)
     words = (chr(code) for first, last in first_to_last for code in range(ord(first), ord(last) + 1))
-    kept = _normalized(tokenizer, "|".join(words)).split("|")
+    kept = normalized(tokenizer, "|".join(words)).split("|")
     return len(kept) == sum(ord(last) - ord(first) + 1 for first, last in first_to_last) and all(
         part[-1:].isalnum() and not any(map(_is_blank, part)) for part in kept
     )
 
 
-def _normalized(tokenizer: Tokenizer, text: str) -> str:
+def normalized(tokenizer: Tokenizer, text: str) -> str:
     return text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
 
 

@@ -181,9 +181,10 @@ class TextTokens:
         return [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids]
 
     def check_parts(self, texts: Iterable[str]) -> None:
-        """Raises BadRequest for texts that cannot be tokenized in one piece each."""
+        """Raises BadRequest for texts that have a part that is too long."""
         for text in texts:
-            self._long_parts.check(text)
+            for part in [text] if self.cuts is None else self.cuts.split(text):
+                self._long_parts.check(part)
 
     def _extend(self, ids: list[int], text: str, start: int, num: int) -> Generator[None, None, None]:
         """Add a text's tokens from `start` on to those before it, until there are more than `num`."""
