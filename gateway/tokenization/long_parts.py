@@ -18,7 +18,7 @@ from functools import cached_property
 import tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
 
-from vecd.gateway.tokenization.split_points import WORD
+from vecd.gateway.tokenization.split_points import MARKS, WORD, normalized, stages_of
 from vecd.gateway.types.errors import BadRequest
 
 LEAST_CHARS = 4 * 1024
@@ -35,6 +35,8 @@ _LONGEST, _EXPANSION = "\ufdfa", 18
 _LEAD = 4
 """Letters before the first place, so that what a pre-tokenizer takes by its end ('re) is over."""
 
+_BLANKS, _NO_BLANKS = ({"String": " "}, "▁"), ({"String": " "}, "MergedWithPrevious")
+
 
 class LongParts:
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, has_cuts: bool) -> None:
@@ -43,7 +45,7 @@ class LongParts:
         is_long = not has_cuts or isinstance(tokenizer.model, WordPiece)
         self.max_chars = _LONG_PART_CHARS if is_long else _PART_CHARS
         self._has_cuts = has_cuts
-        self._expansion = _EXPANSION if len(self._normalized(_LONGEST)) > 1 else 1
+        self._expansion = _EXPANSION if len(normalized(tokenizer, _LONGEST)) > 1 else 1
 
     def is_too_long(self, part: str) -> bool:
         return len(part) > LEAST_CHARS and self._size(part) > self.max_chars
@@ -69,6 +71,8 @@ class LongParts:
                     [encoding] = self._tokenizer.encode_batch_fast([part[:place]], add_special_tokens=False)
                     heads.add(tuple(encoding.ids[: num + 1]))
                     yield
+                    if len(encoding) <= num:
+                        break
                 if [len(head) for head in heads] == [num + 1]:
                     return found.end() - 1
             stop *= 2
@@ -76,27 +80,33 @@ class LongParts:
 
     @cached_property
     def _letter(self) -> str:
-        """Matches a letter that is one character, or byte, of the model's."""
-        return f"[{WORD}]" if isinstance(self._tokenizer.model, Unigram) else "[0-9A-Za-z]"
+        """Matches a letter that is one character, or byte, of the model's; a mark, too, which ends no word of unigrams,
+        and a blank where it ends none."""
+        if isinstance(self._tokenizer.model, Unigram):
+            return f"[{WORD}{MARKS}]"
+        return "[0-9A-Za-z]" if self._has_cuts else "[ -{}~▁]"
 
     @cached_property
     def _places(self) -> re.Pattern[str] | None:
         """Matches letters with enough places between them; None for a model of another kind."""
         model = self._tokenizer.model
         is_known = isinstance(model, Unigram) or (isinstance(model, BPE) and not model.end_of_word_suffix)
-        if not self._has_cuts or not is_known:
+        if not is_known or not (self._has_cuts or self._is_one_word()):
             return None
         words = re.findall(f"{self._letter}+", "\n".join(self._tokenizer.get_vocab()))
         return re.compile(f"{self._letter}{{{max(map(len, words), default=0) + _LEAD}}}")
 
+    def _is_one_word(self) -> bool:
+        """Whether blanks are made letters, and nothing else is done to a text before the model, as by Gemma's."""
+        stages = [*stages_of(self._tokenizer.normalizer, "normalizers")]
+        stages += stages_of(self._tokenizer.pre_tokenizer, "pretokenizers")
+        made = [(stage.get("pattern"), stage.get("content", stage.get("behavior"))) for stage in stages]
+        return made in ([_BLANKS], [_BLANKS, _NO_BLANKS])
+
     def _are_kept(self, letters: str) -> bool:
         """Whether the normalizer makes one letter of each."""
-        normalized = self._normalized("|".join(letters)).split("|")
-        return len(normalized) == len(letters) and all(re.fullmatch(self._letter, char) for char in normalized)
+        kept = normalized(self._tokenizer, "|".join(letters)).split("|")
+        return len(kept) == len(letters) and all(re.fullmatch(self._letter, char) for char in kept)
 
     def _size(self, part: str) -> int:
         return len(part) + part.count(_LONGEST) * (self._expansion - 1)
-
-    def _normalized(self, text: str) -> str:
-        normalizer = self._tokenizer.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)

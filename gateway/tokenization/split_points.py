@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 _SPACES = " \t\n\r\u3000"
 _IDEOGRAPHS = "\u4e00-\u9fff"
 # BERT's pre-tokenizer and the patterns below cut before these, if a letter or digit precedes.
-_MARKS = ",.!?;:\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+MARKS = ",.!?;:\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 # BERT's pre-tokenizer cuts before these, whatever precedes: they are words of their own. Not before <, = and >: a
 # normalizer that composes joins them with a following mark to one character, which is part of a word.
 _ASCII_PUNCTUATION = "!\"#$%&'()*+,-./:;?@[\\]^_`{|}~"
@@ -72,8 +72,8 @@ def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     A split point stays right when the text before or behind it is cut, too. The match looks back at most one character.
     `tokenizer` must neither truncate nor pad, and is left as it is.
     """
-    normalizers = _parts(tokenizer.normalizer, "normalizers")
-    pre_tokenizers = _parts(tokenizer.pre_tokenizer, "pretokenizers")
+    normalizers = stages_of(tokenizer.normalizer, "normalizers")
+    pre_tokenizers = stages_of(tokenizer.pre_tokenizer, "pretokenizers")
     if not _is_local(normalizers) or not _model_is_sure(tokenizer):
         return None
     if [part["type"] for part in pre_tokenizers] == ["BertPreTokenizer"] and not _replaces(normalizers):
@@ -83,7 +83,7 @@ def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     return pattern if pattern is not None and _agrees(tokenizer, pattern) else None
 
 
-def _parts(component: Any, name: str) -> list[Mapping[str, Any]]:
+def stages_of(component: Any, name: str) -> list[Mapping[str, Any]]:
     """The stages of a normalizer or pre-tokenizer, as its file describes them."""
     if component is None:
         return []
@@ -126,7 +126,7 @@ def _words_pattern(tokenizer: Tokenizer, normalizers: Iterable[Mapping[str, Any]
     # The normalizer puts blanks before and behind an ideograph.
     is_free = not any(_is_blank(char) or char >= "\u3400" for char in inner)
     has_ideographs = is_free and any(stage.get("handle_chinese_chars") for stage in normalizers)
-    before = _without(tokenizer, set(_SPACES + _ASCII_PUNCTUATION + _MARKS), inner)
+    before = _without(tokenizer, set(_SPACES + _ASCII_PUNCTUATION + MARKS), inner)
     return _one_of(before, ranges=_IDEOGRAPHS if has_ideographs else "")
 
 
@@ -136,7 +136,7 @@ def _spaces_pattern(tokenizer: Tokenizer, pre_tokenizers: list[Mapping[str, Any]
     if not before or words is None or not _keeps_words(tokenizer):
         return None
     spaces = {" ", "▁"} if pre_tokenizers[0]["type"] == "Metaspace" else set(_SPACES)
-    before = {char for char in before if _keeps_kind(_normalized(tokenizer, char), char, spaces)}
+    before = {char for char in before if _keeps_kind(normalized(tokenizer, char), char, spaces)}
     # A token of blanks only can begin at a split point before a blank, or behind it.
     pairs = [pair for word in words for pair in itertools.pairwise(word)]
     return _one_of(_without(tokenizer, before, {b for a, b in pairs if not _is_blank(a)}), behind=WORD)
@@ -149,7 +149,7 @@ def _without(tokenizer: Tokenizer, before: set[str], inner: set[str]) -> set[str
         char
         for char in before
         if char not in inner
-        and not inner.intersection(_normalized(tokenizer, char))
+        and not inner.intersection(normalized(tokenizer, char))
         and not (has_blank and _is_blank(char))
     }
 
@@ -167,7 +167,7 @@ def _cut_before(pre_tokenizers: list[Mapping[str, Any]]) -> set[str]:
     before a piece must not depend on where it begins.
     """
     before: set[str] = set()
-    allowed = {*_SPACES, *_MARKS}
+    allowed = {*_SPACES, *MARKS}
     for stage in pre_tokenizers:
         match stage["type"]:
             case "WhitespaceSplit" | "Whitespace" | "BertPreTokenizer":
@@ -176,11 +176,11 @@ def _cut_before(pre_tokenizers: list[Mapping[str, Any]]) -> set[str]:
                 before = before or {" "}
                 allowed &= set(_SPACES)
             case "ByteLevel" if before or stage.get("use_regex", True):
-                before = before or {" ", *_MARKS}
+                before = before or {" ", *MARKS}
                 if stage.get("add_prefix_space", True):
                     allowed &= set(_SPACES)
             case "Split" if before or _is_word_pattern(stage):
-                before = before or {" ", *_MARKS}
+                before = before or {" ", *MARKS}
             case "Digits" | "Punctuation":
                 allowed &= set(_SPACES)  # blanks are neither, and a letter or digit ahead of one is no matter
             case _:
@@ -209,7 +209,7 @@ def _added(tokenizer: Tokenizer) -> list[str] | None:
     if any(token.rstrip or token.single_word for token in added):
         return None
     words = [token.content for token in added]
-    return words + [_normalized(tokenizer, token.content) for token in added if token.normalized]
+    return words + [normalized(tokenizer, token.content) for token in added if token.normalized]
 
 
 def _keeps_words(tokenizer: Tokenizer) -> bool:
@@ -218,13 +218,13 @@ def _keeps_words(tokenizer: Tokenizer) -> bool:
         return True
     first_to_last = re.findall("(.)-(.)", WORD)
     words = (chr(code) for first, last in first_to_last for code in range(ord(first), ord(last) + 1))
-    kept = _normalized(tokenizer, "|".join(words)).split("|")
+    kept = normalized(tokenizer, "|".join(words)).split("|")
     return len(kept) == sum(ord(last) - ord(first) + 1 for first, last in first_to_last) and all(
         part[-1:].isalnum() and not any(map(_is_blank, part)) for part in kept
     )
 
 
-def _normalized(tokenizer: Tokenizer, text: str) -> str:
+def normalized(tokenizer: Tokenizer, text: str) -> str:
     return text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
 
 

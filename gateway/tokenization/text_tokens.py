@@ -73,9 +73,6 @@ class TextTokens:
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
         more than `num`. Tokens that the library truncates are missing at the end."""
-        if self.cuts is None:
-            self.check_parts(texts := [prompt + text[: self.max_chars] for text in texts])
-            return self.ids(texts)
         if self._is_one_call(texts, prompt, num):
             if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
                 return [self._words.learn(prompt + texts[0])]
@@ -97,7 +94,7 @@ class TextTokens:
         """Whether each text is a first piece by itself, and all are one run, as in most requests: the search for split
         points would take a tenth of the time of the tokenizing."""
         longest = max(map(len, texts))
-        if longest > self.first_chars(num) or longest > self.max_chars:
+        if longest > min(self.first_chars(num), LEAST_CHARS, self.max_chars):
             return False
         return len(texts) == 1 or sum(map(len, texts)) + len(texts) * (CHARS_PER_TEXT + len(prompt)) <= RUN_CHARS
 
@@ -184,9 +181,10 @@ class TextTokens:
         return [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids]
 
     def check_parts(self, texts: Iterable[str]) -> None:
-        """Raises BadRequest for texts that cannot be tokenized in one piece each."""
+        """Raises BadRequest for texts that have a part that is too long."""
         for text in texts:
-            self._long_parts.check(text)
+            for part in [text] if self.cuts is None else self.cuts.split(text):
+                self._long_parts.check(part)
 
     def _extend(self, ids: list[int], text: str, start: int, num: int) -> Generator[None, None, None]:
         """Add a text's tokens from `start` on to those before it, until there are more than `num`."""

@@ -1,6 +1,7 @@
 """Parts of texts that can be cut nowhere: they have a limit, and where the rest is cut off, the library's tokens."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Generator
 from unittest import mock
@@ -30,6 +31,7 @@ LETTERS = {
     "base64": "".join(_random.choices("ABCDEFGHIJabcdefghij0123456789+/", k=80_000)),
     "digits": "1234567" * 12_000,
 }
+CHUNK = Overflow.CHUNK
 EMOJI = "😀" * 70_000
 LIMIT = "characters that can be cut nowhere, at most 65536 are allowed"
 
@@ -104,13 +106,16 @@ def test_where_the_rest_is_cut_off_only_the_beginning_is_tokenized(library, make
     assert found[: len(expected)] == expected
 
 
-def test_places_are_right_for_any_letters(library):
+@pytest.mark.parametrize("kind", [*KINDS, "gemma"])
+def test_places_are_right_for_any_letters(kind):
     """With small sizes, so that borders are everywhere."""
-    parts = st.lists(st.sampled_from(["quick", "fox", "a", "b", "7", "é", "中", "😀", "'re", "Ab"]), min_size=30).map(
-        "".join
-    )
+    library = tiny_tokenizers.KINDS[kind]()
+    blank = " the lazy dog" if kind == "gemma" else "x"
+    parts = st.lists(
+        st.sampled_from(["quick", "fox", "a", "b", "7", "é", "中", "，", "。?", "😀", "'re", "Ab", blank]), min_size=30
+    ).map("".join)
     num_found = 0
-    cutter = LongParts(library, has_cuts=True)
+    cutter = LongParts(library, has_cuts=kind != "gemma")
 
     @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
     @given(st.one_of(parts, st.text("abxyz01", min_size=70, max_size=200)), st.integers(1, 30))
@@ -191,12 +196,32 @@ def test_the_limit_of_word_pieces_and_of_texts_without_split_points(minilm_folde
         tokenize(ours, "x" * 262_145)
     gemma = make(tiny_tokenizers.gemma(), 400)
     assert tokenize(gemma, "a b " * 60_000).num_tokens == 400
-    for how in (Tokenizing(), Tokenizing(wants_offsets=True)):
+    for text, how in ((EMOJI * 4, {}), (EMOJI * 4, {"wants_offsets": True}), ("a b " * 70_000, {"overflow": CHUNK})):
         with pytest.raises(BadRequest, match="280000 characters that can be cut nowhere, at most 262144"):
-            tokenize(gemma, "a b " * 70_000, **how._asdict())
+            tokenize(gemma, text, **how)
     repeating = make(tiny_tokenizers.repeating(), 512)
     with pytest.raises(BadRequest, match="at most 262144"):
         tokenize(repeating, Pair("a", "x" * 262_145))
+    assert tokenize(repeating, Pair("a", "a b " * 70_000)).num_tokens == 512
+
+
+def test_the_beginning_of_prose_whose_blanks_are_letters(make):
+    library = tiny_tokenizers.gemma()
+    ours = make(library, 400, prompt="query: ")
+    for text in ("hello world, the quick brown fox jumps. " * 7000, "x" * 300_000):
+        for wants_offsets in (False, True):
+            item = tokenize(ours, text, wants_offsets=wants_offsets)
+            assert ids_of(item) == truncated(library, 400, "query: " + text)
+            assert item.is_truncated
+
+
+def test_the_beginning_of_chinese_prose(make):
+    """It has marks, which end no word of unigrams, and words of the model are longer than its sentences."""
+    described = json.loads(tiny_tokenizers.xlm_roberta().to_str())
+    described["model"]["vocab"].append(["internationally", -20.0])
+    library = tokenizers.Tokenizer.from_str(json.dumps(described))
+    text = "\uff0c".join("".join(_random.choices("中文漢字日本語", k=9)) for _ in range(8000))
+    assert ids_of(tokenize(make(library), text)) == truncated(library, 300, text)
 
 
 def test_offsets_are_converted_in_steps(minilm_folder, make_tokenizer):
