@@ -40,11 +40,11 @@ class Reloadable:
 
     async def reload(self, configuration: int) -> tuple[float, float]:
         """When it was told to, and when it was done; by `time.monotonic`."""
-        num_reloaded = self.server.stderr.count("reloaded: ")
+        num_reloaded = self.server.stderr.count("is served by generation")
         self.file.write_text(self.configurations[configuration])
         told_at = time.monotonic()
         self.server.process.send_signal(signal.SIGHUP)
-        await wait_until(lambda: self.server.stderr.count("reloaded: ") > num_reloaded, RELOADED_WITHIN_S)
+        await wait_until(lambda: self.server.stderr.count("is served by generation") > num_reloaded, RELOADED_WITHIN_S)
         return told_at, time.monotonic()
 
 
