@@ -23,7 +23,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
 
-from vecd.shm.tasks import Pool
+from vecd.shm.tasks import NoTasks, naming_limit
 
 T = TypeVar("T")
 _Turn: TypeAlias = tuple[Future[Any], Callable[[], Any]]
@@ -46,9 +46,15 @@ class Threads:
         """Those that wake the threads that wait for a turn. The last one is next: a request whose turns alternate
         between two threads takes 5 % longer."""
         self._is_closed = False
-        self._pool = Pool(num_threads, "gateway-work")
-        for _ in range(num_threads):
-            self._pool.submit(self._take_turns)
+        # Daemons: a process that ends without `close` waits for none.
+        self._threads = [threading.Thread(target=self._take_turns, daemon=True) for _ in range(num_threads)]
+        try:
+            with naming_limit():
+                for thread in self._threads:
+                    thread.start()
+        except NoTasks:
+            self.close()
+            raise
 
     async def call(self, function: Callable[[], T], tenant: str = "") -> T:
         """Call a function in a thread: one turn, however long it takes. `tenant`: any string."""
@@ -72,7 +78,9 @@ class Threads:
         for turns in left.values():
             for future, _ in turns:
                 future.cancel()
-        self._pool.shutdown()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _submit(self, function: Callable[[], T], tenant: str) -> Future[T]:
         future: Future[T] = Future()
