@@ -4,12 +4,15 @@ Owns what the readers of every kind of model need (`vecd.shm.card`, `vecd.shm.mu
 reads no tensor.
 """
 
+import errno
 import json
+import os
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, BinaryIO
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata", "*.safetensors")
 """What a model is made of, by the names of files in its folder and in those of its modules: settings, vocabularies,
@@ -20,6 +23,15 @@ PICKLED_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
 """Of BGE-M3. All pickles are made into safetensors before anything reads them (`vecd.launch.config.pickles`)."""
 EXPORT = "onnx/model.onnx"
 """Its weights may be in files of any name in the same folder."""
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file to read it. Raises OSError, also for what is no file, such as a FIFO, which nothing waits for."""
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -7,6 +7,8 @@ import fcntl
 import os
 import shutil
 
+from vecd.shm.model_files import open_regular
+
 # Linux UAPI include/uapi/linux/fcntl.h; Python 3.11's fcntl names F_ADD_SEALS but not on every libc.
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_WRITE = 0x1, 0x2, 0x4, 0x8
@@ -36,7 +38,7 @@ def create_sealed(name: str, nbytes: int) -> int:
 def copy_sealed(path: str) -> str:
     """Copy a file; returns a path to the copy, which every process of this user can open while this one holds it, and
     whose content never changes. Side effect: a descriptor is open until `close_copy`. Raises OSError."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         name = os.fsencode(os.path.abspath(path))[-_MAX_NAME_BYTES:]
         fd = os.memfd_create(os.fsdecode(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

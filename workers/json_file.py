@@ -5,13 +5,13 @@ Owns the rename. Called by the modules whose files in the cache directory other 
 numpy, because the supervisor imports it.
 """
 
-import errno
 import json
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from vecd.shm.model_files import open_regular
 
 
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
@@ -30,10 +30,7 @@ def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
 
 
 def read_json(path: Path, max_bytes: int = -1) -> Any:
-    """At most `max_bytes` of it, if that is not negative. Raises OSError, also for what is no file, such as a FIFO,
-    which nothing waits for; ValueError or RecursionError for another content."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    """At most `max_bytes` of it, if that is not negative. Raises OSError as `open_regular`, and ValueError or
+    RecursionError for another content."""
+    with open_regular(path) as file:
         return json.loads(file.read(max_bytes))

@@ -35,6 +35,8 @@ class ModelFile:
         self.size = self._opened.st_size
         if in_memory:
             self._content = self.read(0, self.size)
+            os.close(self._fd)  # workers need not inherit it
+            self._fd = -1
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -104,7 +104,7 @@ class Plan:
         loaded |= {each for each in self.other_files if each[0] == ranges}
         now = _versions(Path(name) for name, *_ in loaded)
         changes = sorted(name for name, *_ in loaded - now)
-        if changes and not Path(folder).is_dir():
+        if changes and not os.path.isdir(folder):  # never raises, unlike Path.is_dir for a stale mount
             return "the model's folder is missing"
         there = {name for name, *_ in now}
         said = [

@@ -1,5 +1,6 @@
 """A copy of a file stays what the file was when it was copied, and can be written by nobody."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,12 @@ def test_what_is_no_copy_keeps_its_path(tmp_path: Path) -> None:
     assert original_of("/no/such/file") == "/no/such/file"
     with pytest.raises(FileNotFoundError):
         copy_sealed("/no/such/file")
+
+
+def test_what_is_no_file_is_refused_at_once_and_left_closed(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    num_open = len(os.listdir("/proc/self/fd"))
+    for path in (pipe, tmp_path):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+            copy_sealed(str(path))
+    assert len(os.listdir("/proc/self/fd")) == num_open

@@ -1,5 +1,6 @@
 """What a plan makes of a model and settings."""
 
+import errno
 import importlib.metadata
 import os
 import shutil
@@ -286,7 +287,9 @@ def test_a_file_that_is_too_large_for_ranges_is_not_copied(tmp_path: Path) -> No
         make_plan(load_settings(["--engine", "dummy", "--quantization-ranges", str(path)]))
 
 
-def test_it_says_which_loaded_files_are_no_longer_what_they_were(minilm_folder: Path, tmp_path: Path) -> None:
+def test_it_says_which_loaded_files_are_no_longer_what_they_were(
+    minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = shutil.copytree(minilm_folder, tmp_path / "model")
     (ranges := tmp_path / "ranges.npy").touch()
     made = make_plan(load_settings([str(folder), "--engine", "dummy", "--quantization-ranges", str(ranges)]))
@@ -304,3 +307,9 @@ def test_it_says_which_loaded_files_are_no_longer_what_they_were(minilm_folder: 
     assert made.changed_files().endswith(", …")
     folder.rename(tmp_path / "gone")
     assert made.changed_files() == "the model's folder is missing"
+
+    def fail(path: object, **options: object) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(os, "stat", fail)
+    assert made.changed_files() == "the model's folder is missing", "as on a mount that is stale"
