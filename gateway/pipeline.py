@@ -79,6 +79,7 @@ _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
 _BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
 """In a response: as a JSON number with its comma, and as base64."""
+_BYTES_OF_AN_ID = 4
 _LATE_INPUTS_PER_TURN = 32
 """Inputs whose late chunks are found in one turn of the event loop: 2 ms for short ones."""
 _MAX_TOKEN_FLOATS = 8 * 2**20
@@ -393,8 +394,9 @@ class Pipeline:
         tick = self._deadlines.set(pending, permit.deadline)
         try:
             take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
-            waiting = take_room(_response_bytes(request, permit.num_tokens, self.config.card)) if take_room else None
-            if waiting is not None:
+            num_bytes = _response_bytes(request, permit.num_tokens, self.config.card)
+            num_held_bytes = num_chars or permit.num_tokens * _BYTES_OF_AN_ID
+            if take_room is not None and (waiting := take_room(num_bytes, num_held_bytes)) is not None:
                 permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
                 await _unless_over(pending, waiting)
             tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)

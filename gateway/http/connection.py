@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import cast
 
 from vecd.gateway.http.contract import ConnectionHost, Timeouts
@@ -97,7 +96,8 @@ class Connection(asyncio.Protocol):
         self._checked: HttpRequest | None = None  # the one whose head is known and whose body is still arriving
         self._why_refused: str | None = None  # None: it is not refused
         self.num_held_bytes = 0
-        """Of an incomplete body, or of requests behind the one being handled; counted in the server's `arriving`."""
+        """Of an incomplete body, of a request that waits for room for its response, and of those behind the one being
+        handled; counted in the server's `arriving`."""
         self._is_ending = False  # the last response was written, or the client has disconnected
         self._has_eof = False
         self._is_reading_paused = False
@@ -108,6 +108,8 @@ class Connection(asyncio.Protocol):
         server's `unsent`."""
         self.num_silent_checks = 0
         """The last so many checks of the deadlines found unsent bytes, and that the client has read nothing."""
+        self._room: asyncio.Future[None] | None = None  # what the request waited for last, before it was computed
+        self._num_input_bytes = 0  # of that request
         self._num_sent_bytes = 0
         self._num_taken_bytes = 0  # of those sent, when the client had last read enough
         self._num_taken_at_look: int | None = None  # of those sent; None when nothing was unsent
@@ -191,6 +193,8 @@ class Connection(asyncio.Protocol):
         num_held_bytes = self._reader.num_waiting_bytes
         if self.task is None:
             num_held_bytes += self._reader.num_body_bytes
+        elif self._room is not None and not self._room.done():
+            num_held_bytes += self._num_input_bytes
         if num_held_bytes or self.num_held_bytes or self._is_reading_paused:
             self._hold(num_held_bytes)
 
@@ -267,10 +271,18 @@ class Connection(asyncio.Protocol):
             self._identify(request)
         self._checked = None
         self._request = request
-        request.timeline.take_room = partial(self._server.unsent.take, self)
+        request.timeline.take_room = self._take_room
         request.timeline.started_at = time.monotonic()
         self._awaited, self._since = None, self._server.clock()
         self.task = self._loop.create_task(self._serve(request))
+
+    def _take_room(self, num_bytes: int, num_input_bytes: int) -> asyncio.Future[None] | None:
+        """As `ResponseBudget.take`. While the request waits, its inputs count as a body that arrives does."""
+        self._room, self._num_input_bytes = self._server.unsent.take(self, num_bytes), num_input_bytes
+        if self._room is not None:
+            self._room.add_done_callback(lambda _: self._count_held())
+            self._count_held()
+        return self._room
 
     async def _serve(self, request: HttpRequest) -> None:
         """Write exactly one response to a request."""
@@ -293,7 +305,7 @@ class Connection(asyncio.Protocol):
             raise
         finally:
             self._server.num_requests_in_flight -= 1
-            self.task = self._request = None
+            self.task = self._request = self._room = None
         if is_last:
             self._linger()
         self._advance()
@@ -456,19 +468,20 @@ class Connection(asyncio.Protocol):
         self._proxies = proxies if is_proxy and is_known else None
 
     def drop_held(self) -> None:
-        """Drop what is held, because all connections together hold too much: refuse the body that is arriving, or what
-        is behind the request that is being handled."""
+        """Drop what is held, because all connections together hold too much: refuse the body that is arriving, or the
+        request that waits for room, or what is behind the one that is being handled."""
         self._stop_reading()
-        if self.task is not None:
-            return  # its response will say that it is the last
         limit = self._server.arriving.max_bytes
-        self._refuse(
-            TooManyRequests(
-                f"Too much is being sent: at most {limit} bytes of requests that are not complete are held, half of "
-                "them from one address",
-                retry_after_s=5,
-            )
+        error = TooManyRequests(
+            f"Too much is being sent: at most {limit} bytes are held of requests that are not complete, or that wait "
+            "until responses are read, half of them from one address",
+            retry_after_s=5,
         )
+        if self.task is None:
+            self._refuse(error)
+        elif self._room is not None and not self._room.done():
+            self._room.set_exception(error)
+        # A response to the task's request says that it is the last.
 
     def reset(self) -> None:
         """Abort, and have the kernel drop its unsent bytes, which it would otherwise send for as long as it takes."""

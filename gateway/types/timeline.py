@@ -91,9 +91,10 @@ class RequestTimeline:
     trace: Trace | None = None
     """The trace that it belongs to, set by `vecd.gateway.telemetry.tracing`."""
 
-    take_room: Callable[[int], asyncio.Future[None] | None] | None = None
-    """Takes room for a response of so many bytes, before it is made; returns what to await if there is none yet. Set by
-    the connection."""
+    take_room: Callable[[int, int], asyncio.Future[None] | None] | None = None
+    """Takes room for a response of so many bytes, before it is made; returns what to await if there is none yet, which
+    raises TooManyRequests if too many bytes of requests wait. The second number: of the inputs. Set by the
+    connection."""
 
     @property
     def is_embedded(self) -> bool:

@@ -86,7 +86,7 @@ class TinyApp:
                 return Response(200, b"x" * 30_000_000)
             case "/made":
                 assert request.timeline.take_room is not None
-                if (has_room := request.timeline.take_room(30_000_000)) is not None:
+                if (has_room := request.timeline.take_room(30_000_000, 1_000_000)) is not None:
                     await has_room
                 return Response(200, b"x" * 30_000_000)
             case "/pieces":

@@ -207,8 +207,10 @@ async def test_vectors_are_computed_once_there_is_room_for_the_response(bench, s
     """Meanwhile the request counts as no work that delays others, and has its deadline as ever."""
     rooms: list[asyncio.Future[None]] = []
     asked: list[int] = []
+    held: list[int] = []
 
-    def take_room(num_bytes: int) -> asyncio.Future[None]:
+    def take_room(num_bytes: int, num_input_bytes: int) -> asyncio.Future[None]:
+        held.append(num_input_bytes)
         asked.append(num_bytes // service.app.config.card.dim)
         rooms.append(asyncio.get_running_loop().create_future())
         return rooms[-1]
@@ -235,7 +237,7 @@ async def test_vectors_are_computed_once_there_is_room_for_the_response(bench, s
     rooms[0].set_result(None)
     worker.answer(await worker.receive())
     assert (await waiting).num_tokens == 3
-    assert asked == [26, 13]
+    assert (asked, held) == ([26, 13], [4_000_000, 4_000_000])
 
 
 async def test_requests_are_refused_until_a_worker_serves_for_the_first_time_and_wait_afterwards(bench, service):

@@ -721,6 +721,27 @@ async def test_who_reads_nothing_keeps_responses_from_being_made_and_others_only
             sock.close()
 
 
+async def test_requests_that_wait_for_room_are_held_as_bodies_are():
+    """Of three clients of one address whose inputs of 1 MB wait, one is refused, and says so, because half of the limit
+    is 2 MB."""
+    async with serving(max_unsent_bytes=60_000_000, max_arriving_bytes=4_000_000) as model_info:
+        arriving = model_info.server.arriving
+        silent = ask_without_reading(model_info, "/made")
+        await until(lambda: model_info.server.unsent.num_bytes >= 30_000_000)
+        waiting = [await model_info.connect() for _ in range(3)]
+        for client in waiting:
+            client.send(get("/made"))
+        refused = await waiting[2].answer()
+        assert (refused.status, refused.headers["connection"]) == (429, "close")
+        assert b"at most 4000000 bytes are held" in refused.body
+        assert arriving.num_bytes == 2_000_000
+        waiting[1].reset()
+        await until(lambda: arriving.num_bytes == 1_000_000)
+        silent.close()
+        assert len((await waiting[0].answer()).body) == 30_000_000
+        assert arriving.num_bytes == 0
+
+
 async def test_memory_goes_back_once_after_much_of_it_was_used(monkeypatch):
     given_back: list[bool] = []
     monkeypatch.setattr("vecd.gateway.http.server.return_free_memory", lambda: given_back.append(True))
