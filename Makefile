@@ -1,7 +1,8 @@
 # make serve   start a server on the bundled model        make test   run the tests
+# make test-all   those, the tests marked full, and those of the large clients, the page and a fleet
 # make test-fast   the unit tests alone, about a minute
 # make test-clients   the tests of client libraries, with those that are large to install
-# make check   ruff, mypy, imports, Helm chart              make bench  measure against other servers, and write docs/benchmarks.md
+# make check   ruff, mypy, imports, sizes, chart           make bench  measure against other servers, and write docs/benchmarks.md
 # make fleet   two nodes, a proxy, load; one node is killed and comes back: a table of what was answered
 # make test-fleet   trials of a fleet behind Envoy, and of Ray in an environment of its own; a minute to install
 # make soak    every trial of docs/reliability.md in its long form, an hour; writes its table
@@ -29,18 +30,25 @@ ARGS ?=
 # With it, each process of a test run, hundreds of them, would compile all that it imports, and all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast test-clients test-browser test-systemd test-fleet fleet soak check format bench bench-engine bench-cores bench-rerank bench-models bench-client bench-fleet bench-tuning constraints binary binary-lean test-binary clean
+.PHONY: serve test test-all test-fast test-clients test-browser test-systemd test-fleet fleet soak check format bench bench-engine bench-cores bench-rerank bench-models bench-client bench-fleet bench-tuning constraints binary binary-lean test-binary clean
 
 serve: $(VENV)/.serve
 	$(BIN)/vecd serve $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
+		$(if $(FULL),,--hypothesis-profile=quick -m "not full") $(TESTS)
+
+test-all:
+	$(MAKE) test FULL=1
+	$(MAKE) test-clients
+	$(MAKE) test-browser
+	$(MAKE) test-fleet
 
 # Unit tests alone, without those marked slow: less than a minute on two cores. What each process imports is most of the
 # time, so there are only as many as cores, and no plugin that unit tests do not use.
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -n logical --dist worksteal -p no:schemathesis --hypothesis-profile=quick -m "not slow" \
+	$(BIN)/python -m pytest -n logical --dist worksteal -p no:schemathesis --hypothesis-profile=quick -m "not slow and not full" \
 		$(or $(TESTS),tests/unit)
 
 # CLIENTS=small installs what takes seconds; all, the default, LlamaIndex, Haystack, LiteLLM, Chroma, Open WebUI, mteb, node 24, … as
@@ -48,7 +56,7 @@ test-fast: $(VENV)/.test
 test-clients: $(VENV)/.test
 	VECD_CLIENTS=$(or $(CLIENTS),all) $(BIN)/python -m pytest -n auto --dist loadfile $(or $(TESTS),tests/system/clients)
 
-# Once playwright is there, `make test` runs them, too. axe tells who cannot use the page; without npm it is left out.
+# Once playwright is there, `make test FULL=1` runs them, too. axe tells who cannot use the page; without npm it is left out.
 test-browser: $(VENV)/.browser
 	npm install --prefix build/browser --no-audit --no-fund --ignore-scripts --loglevel=error axe-core@4.14.1 || true
 	$(BIN)/python -m pytest $(or $(TESTS),tests/system/browser)
@@ -80,6 +88,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/size.py --check
 	$(BIN)/python -m pytest -q tests/system/deploy/test_chart.py
 
 format: $(VENV)/.check

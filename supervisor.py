@@ -1,20 +1,12 @@
 """The supervisor: `vecd serve` from its first line to its last.
 
 Owns what outlives every child: the listening sockets, the shared metrics, the vector cache, the configuration and its
-generations. It starts the gateways (`vecd.launch.processes.gateway_pool`) and the workers
-(`vecd.launch.processes.worker_pool`), reloads on SIGHUP (`vecd.launch.processes.reload`), drains on SIGTERM, and leaves
-nothing behind. It imports neither torch nor numpy and maps no shared memory: it must never die. If it is killed all the
-same, its children notice and end by themselves.
-
-A gateway is a process of its own (`vecd.launch.child`), on the one listening socket that all share; workers are forked
-by a fork server that has torch imported. Each child has one control channel, whose end means its death. One coroutine
-supervises each child: it runs one process after the other, and its loop never waits for a file (`FileAccess`).
-
-A server of several models has a worker pool for each, whose fork servers a zygote forks
-(`vecd.launch.processes.zygote`). They load at the same time: most of a start is one thread that reads, so that cores
-would be idle otherwise; the longest start, and not their sum, delays the first response; and a model that cannot start
-ends the server at once. Models that are loaded on demand come later, and may go again
-(`vecd.launch.processes.residency`).
+generations. It starts the gateways (`vecd.launch.gateways`) and the workers (`vecd.launch.workers`), reloads on SIGHUP
+(`vecd.launch.reload`), drains on SIGTERM, and leaves nothing behind. It imports neither torch nor numpy, maps no shared
+memory and never waits for a file: it must never die. If it is killed all the same, its children notice and end by
+themselves. Each model has a worker pool, whose fork server a zygote forks if there are several. One coroutine
+supervises each child, whose control channel ends with its death. All load at the same time, and one that cannot start
+ends the server. Models that are loaded on demand come later, and may go again (`vecd.launch.residency`).
 """
 
 import asyncio
@@ -31,9 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vecd.gateway.types.config import ApiKey
-from vecd.launch.base import prestart
-from vecd.launch.base.exit_codes import (
+from vecd.base import logs
+from vecd.base.failures import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
@@ -41,32 +32,30 @@ from vecd.launch.base.exit_codes import (
     EXIT_OK,
     ConfigurationError,
     StartFailure,
+    exit_at_interrupt,
     first_of,
+    without_interrupts,
 )
-from vecd.launch.base.interrupts import exit_at_interrupt, without_interrupts
+from vecd.base.tasks import NoTasks
+from vecd.gateway.config import ApiKey
+from vecd.launch import prestart
 from vecd.launch.check import model as check_model
-from vecd.launch.check.machine import read_machine
+from vecd.launch.children import System, Zygote
 from vecd.launch.config.models import ModelEntry, load_models
-from vecd.launch.config.plan import Plan, make_plans, max_open_files
+from vecd.launch.config.plan import Plan, connections_of_gateway, make_plans, max_open_files
 from vecd.launch.config.settings import Settings, load_settings
-from vecd.launch.memory.book import MemoryBook
-from vecd.launch.memory.budget import make_book
-from vecd.launch.processes.children import System
-from vecd.launch.processes.file_access import FilesHang
-from vecd.launch.processes.gateway_pool import GatewayPool, Link
-from vecd.launch.processes.identities import Identities
-from vecd.launch.processes.keys_watch import watch_keys
-from vecd.launch.processes.reload import Reloader
-from vecd.launch.processes.residency import Residency
-from vecd.launch.processes.sockets import Inherited, Listeners, take_inherited
-from vecd.launch.processes.summary import summary
-from vecd.launch.processes.worker_pool import ReadyWorker, WorkerPool
-from vecd.launch.processes.zygote import Zygote
-from vecd.launch.systemd.notify import Notifier, serving
+from vecd.launch.files import FilesHang, watch_keys
+from vecd.launch.gateways import GatewayPool, Link
+from vecd.launch.identities import Identities
+from vecd.launch.memory import MemoryBook, make_book
+from vecd.launch.reload import Reloader
+from vecd.launch.residency import Residency
+from vecd.launch.sockets import Inherited, Listeners, take_inherited
+from vecd.launch.summary import summary
+from vecd.launch.systemd.notify import HEALTHY, HealthSignals, Notifier, WatchdogState, serving
 from vecd.launch.systemd.reload_command import ReloadSocket
-from vecd.launch.systemd.watchdog import HEALTHY, HealthSignals, WatchdogState
-from vecd.shm import logs
-from vecd.shm.card import ModelError
+from vecd.launch.workers import ReadyWorker, WorkerPool
+from vecd.model.card import ModelError
 from vecd.shm.control import (
     Drain,
     GatewayListen,
@@ -74,20 +63,18 @@ from vecd.shm.control import (
     InputDeaths,
     InputsCleared,
     Message,
-    ModelIs,
+    ModelState,
     Prepared,
     Progress,
     Quarantined,
     ReloadAsked,
     WorkerStuck,
 )
-from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import create_shared_metrics
-from vecd.shm.tasks import NoTasks
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
+from vecd.workers.machine import available_mb, usable_cores
 from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
-from vecd.workers.processor import usable_cores
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -95,10 +82,10 @@ _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
 _LOOK_INTERVAL_S = 2.0
-_MIN_BOARD_MODELS = 16
-"""Models that a reload may bring the server to, if it starts with fewer: 8 KB of shared metrics each, per gateway."""
+_MIN_METRICS_MODELS = 16
+"""Models that a reload may bring the server to: 8 KB of shared metrics each, per gateway."""
 _ROOM = 2
-"""A reload may bring the server to so many times the models and workers that it starts with."""
+"""A reload may bring the server to this many times the models and workers of its start."""
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -147,13 +134,14 @@ def serve(arguments: Sequence[str]) -> int:
 def _listen_early(settings: Settings, inherited: Inherited) -> Listeners | None:
     """Listen before the model is known, with a gateway that answers what the start is doing; None where there is no
     such gateway yet, or where systemd holds the socket: there, requests wait. Raises StartFailure."""
-    if inherited.public is not None or inherited.admin is not None or not prestart.is_waiting("gateway"):
+    if inherited != Inherited() or not prestart.is_waiting("gateway"):
         return None
+    connections_of_gateway()  # with too few descriptors the gateway would end with a traceback of its own
     listeners = Listeners(settings, inherited)
-    tls = [None if path is None else str(path) for path in (settings.tls_cert, settings.tls_key)]
+    certificate, key = (None if path is None else str(path) for path in (settings.tls_cert, settings.tls_key))
     message = GatewayListen(
-        "finding and reading the model", tls[0], tls[1], settings.max_body_bytes, settings.log_level,
-        settings.log_format, settings.trusted_proxies, settings.proxy_protocol,
+        "finding and reading the model", certificate, key, settings.max_body_bytes, settings.log_level,
+        settings.log_format, settings.trusted_proxies,
     )  # fmt: skip
     prestart.tell("gateway", message, [sock.fileno() for sock in listeners.sockets])
     return listeners
@@ -175,19 +163,15 @@ class Supervisor:
         system: System | None = None,
         memory: MemoryBook | None = None,
     ) -> None:
-        """`plans`: of each model, in the order of the configuration, one at least. A reload reads `arguments` again,
-        with the environment and the files. `listeners`: None if none has been opened yet. `system`: for tests.
-        `memory`: None if there is no budget.
-
-        Raises StartFailure when there is no memory, no descriptor or no temporary folder.
-        """
+        """`plans`: of each model, in the order of the configuration, one at least. A reload reads `arguments` again.
+        `system`: for tests. `memory`: None if there is no budget. Raises StartFailure when there is no memory, no
+        descriptor or no temporary folder."""
         self._system = system or System()
         self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
-        """What the fork servers of several models are forked from; a test's start no process."""
+        """A test's fork servers start no process."""
         self._identities = Identities(self._tell_identities) if system is None else None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Set once there are gateways."""
         self._arguments = list(arguments)
         self._notifier = notifier
         self._inherited = inherited
@@ -200,7 +184,7 @@ class Supervisor:
         self._exit_code = EXIT_OK
         self._listeners = listeners
         self._url = self._admin_url = ""
-        self._reload_socket = ReloadSocket(self.request_reload, lambda: self._url)
+        self.reload_socket = ReloadSocket(self.request_reload, lambda: self._url)
         try:
             self._first = [
                 self._make_worker_pool(index + 1, plan, len(plans) == 1)
@@ -212,15 +196,12 @@ class Supervisor:
         except OSError as error:
             raise StartFailure(f"cannot make what processes share: {error}") from None
         self._worker_pools = {worker_pool.generation: worker_pool for worker_pool in self._first}
-        """By generation."""
-        self._states: dict[int, ModelIs] = {}
-        """By generation, of those whose state gateways are told."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def plan(self) -> Plan:
         """What new requests for the first model are served by. What the server has once is the same in every plan."""
-        return self._reloader.active[0].plan
+        return self.reloader.active[0].plan
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 130 if SIGINT came before the server was ready.
@@ -232,21 +213,21 @@ class Supervisor:
             self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
-                self._on_gateways_changed, self._system, usable_cores(), self._vector_cache_fd, self._states,
+                self._on_gateways_changed, self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
             self._loop = asyncio.get_running_loop()
             self._residency = Residency(
-                self._worker_pools, self._states, self._gateway_pool, self._system.files, self._memory,
+                self._worker_pools, self._gateway_pool, self._system.files, self._memory,
                 self._start_task, self._changed, self.on_model_changed, self._send_status,
             )  # fmt: skip
-            self._reloader = Reloader(
+            self.reloader = Reloader(
                 lambda: load_models(load_settings(self._arguments, without=["ready_fd"])), self._plans_again,
                 self._make_worker_pool, self._worker_pools, self._gateway_pool, self._residency, self._system.files,
                 self._start_task, self._changed, self,
             )  # fmt: skip
             for worker_pool in self._first:
                 await self._residency.add(worker_pool, is_loaded=_is_loaded_at_start(worker_pool))
-            await self._reload_socket.listen()  # only now: signals, too, may request a reload in any wait
+            await self.reload_socket.listen()  # only now: signals, too, may request a reload in any wait
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 gateways = [self._start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]
@@ -267,7 +248,7 @@ class Supervisor:
             raise first_of(failures) from None
         finally:
             for worker_pool in self._worker_pools.values():
-                await worker_pool.stop()  # a fork server may be there without workers
+                await worker_pool.stop()
             if self._zygote is not None:
                 await self._zygote.stop()
             await self._system.reap_everything()
@@ -275,14 +256,12 @@ class Supervisor:
         return self._exit_code
 
     def stop(self) -> None:
-        """Drain and end, as at SIGTERM. Before the server is ready, and at a second call, end at once, whatever has not
-        been answered."""
+        """Drain and end, as at SIGTERM. Before the server is ready, and at a second call, end at once."""
         if self._stopping.is_set() or not self._has_been_ready:
             self._cancel_all()
         self._stopping.set()
 
     def interrupt(self) -> None:
-        """Stop, as at SIGINT."""
         if not self._has_been_ready:
             self._exit_code = EXIT_INTERRUPTED
         self.stop()
@@ -292,9 +271,9 @@ class Supervisor:
         if self._stopping.is_set():
             return
         if self._has_been_ready:
-            self._reloader.request()
+            self.reloader.request()
         else:
-            self._reloader.refuse("the server is still starting")
+            self.reloader.refuse("the server is still starting")
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         self._tasks = [task for task in self._tasks if not task.done()]
@@ -319,30 +298,25 @@ class Supervisor:
         return pool
 
     def _tell_identities(self) -> None:
-        """Have the gateways told of a new one, from whatever thread."""
+        """Called in whatever thread."""
         if self._loop is not None:  # before, no gateway can be told
             with suppress(RuntimeError):  # it is closed
                 self._loop.call_soon_threadsafe(self._gateway_pool.reconcile)
 
     def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
-        """For a reload; raises as `make_plans` and `make_book`."""
-        plans = make_plans(models, num_gateways=self._num_gateways)
+        plans = make_plans(models)
         self._newest_memory = make_book(plans)
         return list(map(self._with_inherited, plans))
 
     def _with_inherited(self, plan: Plan) -> Plan:
-        """The plan, for the sockets that systemd has made."""
-        gateway = replace(
-            plan.gateway,
+        return plan.with_gateway(
             has_admin_listener=plan.gateway.has_admin_listener or self._inherited.admin is not None,
             keeps_listening=self._inherited.public is not None,
             keeps_admin_listening=self._inherited.admin is not None,
         )
-        return replace(plan, gateway=gateway)
 
     async def _drain(self, gateways: Sequence["asyncio.Task[None]"]) -> None:
-        """Let gateways answer what they have accepted. Workers run, and are still restarted, until they are done."""
-        self._reloader.cancel()
+        self.reloader.cancel()
         settings = self.plan.settings
         deadline_s = settings.drain_grace + settings.drain_timeout
         log.info("draining, for at most %g s", deadline_s)
@@ -378,7 +352,7 @@ class Supervisor:
                 log.error("%s cannot serve what all others do, and is killed: %s", link.process.name, message.error)
                 link.process.kill()
             case Prepared():
-                self._reloader.on_unprepared(message.generation, message.error)
+                self.reloader.on_unprepared(message.generation, message.error)
             case _ if not self._residency.on_message(link, message):
                 log.error("%s from %s is not for the supervisor", type(message).__name__, link.process.name)
 
@@ -429,7 +403,7 @@ class Supervisor:
     # --- events of reloads (ReloadObserver), and of the keys' file ------------------------------------------
 
     def on_reload_requested(self) -> None:
-        self._reload_socket.requested()
+        self.reload_socket.requested()
 
     def on_reload_started(self) -> None:
         self._notifier.reloading("Reloading; requests are served by the present configuration")
@@ -439,9 +413,9 @@ class Supervisor:
             self._memory.adopt(self._newest_memory)
         if self._has_been_ready:
             self._notifier.ready(self._status())
-            if self._zygote is not None and len(self._reloader.active) == 1:
+            if self._zygote is not None and len(self.reloader.active) == 1:
                 self._start_task(self._zygote.stop())  # and its imports are not kept for what may never come
-        self._reload_socket.done(num_requested, problems)
+        self.reload_socket.done(num_requested, problems)
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:
         if keys != self._gateway_pool.keys:
@@ -450,10 +424,9 @@ class Supervisor:
             log.info("keys read again: %d", len(keys))
 
     async def _reap_orphans(self) -> None:
-        """Reap the workers that a dead fork server leaves."""
         while True:
             await asyncio.sleep(_REAP_INTERVAL_S)
-            if not self._reloader.is_running:  # which may wait for children of its own
+            if not self.reloader.is_running:  # which may wait for children of its own
                 self._system.reap_orphans()
 
     async def _watch_model_files(self) -> None:
@@ -486,24 +459,22 @@ class Supervisor:
         ]
         lines, fields = summary(plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s, others)
         logs.announce(lines, **fields)
-        ready_fd = self.plan.settings.ready_fd
-        if ready_fd is not None:
+        if (ready_fd := self.plan.settings.ready_fd) is not None:
             with suppress(OSError), open(ready_fd, "w") as ready:
                 ready.write(json.dumps({"url": self._url, "admin_url": self._admin_url, "pid": os.getpid()}) + "\n")
 
     def _memory_mb(self) -> int:
-        """Proportional memory of every process of the server."""
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
         pids += [pid for worker_pool in self._worker_pools.values() for pid in worker_pool.pids()]
         pids += self._zygote.pids() if self._zygote is not None else []
         return sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids) // 1024
 
     def _send_status(self) -> None:
-        if self._has_been_ready and not self._reloader.is_running and not self._stopping.is_set():
+        if self._has_been_ready and not self.reloader.is_running and not self._stopping.is_set():
             self._notifier.status(self._status())
 
     def _status(self) -> str:
-        pools = [(pool, self._residency.state(pool.generation)) for pool in self._reloader.active]
+        pools = [(pool, self._residency.state(pool.generation)) for pool in self.reloader.active]
         models = [
             (pool.model, len(pool.ready), len(pool.plan.workers), pool.broken)
             for pool, state in pools
@@ -514,17 +485,16 @@ class Supervisor:
             for pool, state in pools
             if state is not ModelState.READY
         ]
-        return serving(models, self._url, "; ".join(self._reloader.problems), others)
+        return serving(models, self._url, "; ".join(self.reloader.problems), others)
 
     async def _keep_notifying(self) -> None:
-        """Notify systemd that a start or a reload goes on, and that the server is alive; the latter unless a restart is
-        needed."""
+        """The watchdog's notification stays out if a restart is needed."""
         if not self._notifier.has_listener:
             return
         interval_s, clock = self._notifier.interval_s, asyncio.get_running_loop().time
         watchdog_state = WatchdogState(clock(), interval_s)
         while True:
-            if not self._has_been_ready or self._reloader.is_running:
+            if not self._has_been_ready or self.reloader.is_running:
                 self._notifier.extend()
             why = watchdog_state.why_restart(self._health_signals(), clock(), self.plan.settings.start_timeout)
             if why and self._notifier.watchdog_s is not None:
@@ -536,17 +506,16 @@ class Supervisor:
 
     def _health_signals(self) -> HealthSignals:
         """A start, a load and a drain have deadlines of their own. One model that is served is enough: a restart would
-        end its requests, too. A model that is not loaded is none that cannot be served."""
+        end its requests, too."""
         if not self._has_been_ready or self._stopping.is_set():
             return HEALTHY
         links = self._gateway_pool.healthy_links
         active = [
             worker_pool
-            for worker_pool in self._reloader.active
+            for worker_pool in self.reloader.active
             if self._residency.state(worker_pool.generation) is ModelState.READY
         ]
-        workers = [worker for worker_pool in active for worker in worker_pool.ready.values()]
-        usable = {worker.incarnation for worker in workers if not worker.is_stuck}
+        usable = {worker.incarnation for pool in active for worker in pool.ready.values() if not worker.is_stuck}
         can_serve = not active or any(link.connected & usable for link in links)
         return HealthSignals(bool(links), can_serve, all(worker_pool.broken is not None for worker_pool in active))
 
@@ -572,7 +541,7 @@ class Supervisor:
         os.close(self._metrics_fd)
         if self._vector_cache_fd is not None:
             os.close(self._vector_cache_fd)
-        self._reload_socket.close()
+        self.reload_socket.close()
 
 
 def _is_loaded_at_start(worker_pool: WorkerPool) -> bool:
@@ -580,31 +549,26 @@ def _is_loaded_at_start(worker_pool: WorkerPool) -> bool:
 
 
 def _with_room(plans: Sequence[Plan]) -> list[Plan]:
-    """The plans, with cells for the workers and models of all of them, and for more that a reload may add."""
     configs = [plan.gateway for plan in plans]
     num_workers = sum(config.num_workers for config in configs)
-    board_workers = max(*(config.board_workers for config in configs), _ROOM * num_workers)
-    board_models = max(*(config.board_models for config in configs), _ROOM * len(configs), _MIN_BOARD_MODELS)
-    return [
-        replace(plan, gateway=replace(plan.gateway, board_workers=board_workers, board_models=board_models))
-        for plan in plans
-    ]
+    metrics_workers = max(*(config.metrics_workers for config in configs), _ROOM * num_workers)
+    metrics_models = max(*(config.metrics_models for config in configs), _ROOM * len(configs), _MIN_METRICS_MODELS)
+    return [plan.with_gateway(metrics_workers=metrics_workers, metrics_models=metrics_models) for plan in plans]
 
 
 def _make_vector_cache(plan: Plan) -> int:
-    """The descriptor of the vector cache. Raises ConfigurationError for one that is larger than the free memory, and
-    OSError if it cannot be made all the same."""
-    free_mb = read_machine().available_mb
+    """Raises ConfigurationError for a cache that is larger than the free memory, and OSError."""
+    free_mb = available_mb()
     if plan.gateway.vector_cache > free_mb << 20:
         raise ConfigurationError(
-            [f"--vector-cache: {plan.gateway.vector_cache} bytes given, {free_mb << 20} bytes of memory are free"]
+            f"--vector-cache: {plan.gateway.vector_cache} bytes given, {free_mb << 20} bytes of memory are free"
         )
     return create_vector_cache(plan.gateway.vector_cache_spec)
 
 
 def _prepare_process() -> None:
-    """Side effect: SIGINT and SIGTERM wait until `Supervisor.run` handles them, because a temporary folder must not be
-    left behind."""
+    """SIGINT and SIGTERM wait until `Supervisor.run` handles them, because a temporary folder must not be left
+    behind."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     adopt_orphans()
     os.umask(0o077)

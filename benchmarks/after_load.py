@@ -22,10 +22,10 @@ from benchmarks.servers import Server, ServerFailure
 from benchmarks.targets import AFTER_LOAD, ENGINE_FACTOR, ENGINE_MARGIN_MS
 from benchmarks.turns import alternate
 from benchmarks.workload import texts_of
+from vecd.base.target import parse_target
 from vecd.client.bench import command as bench
 from vecd.client.bench.load import Load, RequestShape, render_requests
-from vecd.client.connection import parse_target
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 _NUM_TOKENS, _NUM_TEXTS = 12, 16
 _SHORT_PER_S, _MIXED_CLIENTS = 20.0, 1

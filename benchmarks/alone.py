@@ -26,9 +26,9 @@ from benchmarks.servers import Server, announcing
 from benchmarks.targets import BUSY, ELASTIC, HTTP_MARGIN_MS, IN_PROCESS, LEASED_PERCENT, Target
 from benchmarks.turns import alternate, median_interval, paired_ratios, passes_of_turn
 from benchmarks.workload import texts_of
+from vecd.base.target import parse_target
 from vecd.client.bench.load import RequestShape, render_requests
-from vecd.client.connection import parse_target
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 LENGTHS = (12, 64, 200)
 """Tokens of the one text of a request."""

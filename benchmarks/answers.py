@@ -20,14 +20,14 @@ import pybase64
 from numpy.typing import NDArray
 
 from benchmarks.machine import describe_machine
-from vecd.gateway.api.dialects.openai import EMBEDDING, render_response
-from vecd.gateway.api.dialects.options import RequestedForm
+from vecd.gateway.dialects.openai import EMBEDDING, render_response
+from vecd.gateway.dialects.options import RequestedForm
 from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.http.http1 import encode_response
+from vecd.gateway.http.reader import encode_response
 from vecd.gateway.main import keep_freed_memory
-from vecd.gateway.types.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
-from vecd.shm.card import ModelCard
-from vecd.shm.heads import Step
+from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Stages
+from vecd.model.card import ModelCard
+from vecd.model.steps import Step
 
 _SHAPES = ((128, 1024), (2048, 384))
 _NUM_PASSES = 21

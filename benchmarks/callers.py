@@ -20,7 +20,7 @@ from benchmarks.alone import percentile
 from benchmarks.requests import SUCCESS, Exchange
 from benchmarks.servers import Server, ServerFailure
 from benchmarks.several import Question
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 _REFUSED = (b"HTTP/1.1 429", b"HTTP/1.1 503")
 _PAUSE_AFTER_FAILURE_S = 0.1

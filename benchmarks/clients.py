@@ -17,10 +17,10 @@ from benchmarks.standin import BATCH_SIZE, StandIn
 from benchmarks.targets import CLIENTS_RATIO
 from benchmarks.turns import median_interval, paired_ratios
 from benchmarks.workload import texts_of
+from vecd.base.target import parse_target
 from vecd.client.bench import command as bench
 from vecd.client.bench.load import Load, RequestShape, render_requests
-from vecd.client.connection import parse_target
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 _CLIENTS = 64
 _NUM_TEXTS = 8 * _CLIENTS

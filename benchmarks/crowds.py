@@ -20,11 +20,11 @@ from benchmarks.requests import metrics
 from benchmarks.servers import Server, ServerFailure
 from benchmarks.targets import BESIDE_BULK, CACHED, UNDER_LOAD
 from benchmarks.turns import Figure, alternate
+from vecd.base.target import parse_target
 from vecd.client.bench import command as bench
 from vecd.client.bench.load import Load, RequestShape, render_requests
-from vecd.client.bench.result import RunResult
+from vecd.client.bench.report import RunResult
 from vecd.client.bench.texts import Lengths, draw_texts
-from vecd.client.connection import parse_target
 
 _CLIENTS = 64
 _LOAD_WARMUP_S = 1.0
@@ -155,10 +155,10 @@ def _make_load(server: Server, name: str, duration_s: float) -> Load:
 
 def _percentile_ms(result: RunResult) -> float:
     """The 99th. Raises ServerFailure without a response."""
-    seconds = result.latencies.percentile(99)
-    if seconds is None:
+    milliseconds = result.latencies_ms()["p99_ms"]
+    if milliseconds is None:
         raise ServerFailure(f"{_BULK}: no response")
-    return 1000 * seconds
+    return milliseconds
 
 
 def _flood(server: Server, texts: Texts, duration_s: float) -> float:

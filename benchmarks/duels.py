@@ -32,10 +32,10 @@ from benchmarks.peers import Peer, Peers
 from benchmarks.targets import CONTESTS, Contest
 from benchmarks.turns import Clock, Pass, fastest, median_interval, paired_ratios, take_turns
 from benchmarks.workload import Work, is_large, make_works, packed_batches, padded_batches
-from vecd.shm.batch_limits import MAX_BATCH_TOKENS
-from vecd.shm.card import ModelCard, read_card
-from vecd.workers.engine import Engine
-from vecd.workers.families.encoders import FUSED_FAMILIES
+from vecd.model.card import ModelCard, read_card
+from vecd.shm.output import MAX_BATCH_TOKENS
+from vecd.workers.batch import Engine
+from vecd.workers.families import FUSED_FAMILIES
 
 _MIN_COSINE = 0.99
 """Peers that embed something else are not measured. bfloat16 keeps 0.999 on this model."""

@@ -30,7 +30,7 @@ from benchmarks.lives import measure_deaths, measure_starts
 from benchmarks.memory import measure_memory
 from benchmarks.servers import ServerFailure
 from benchmarks.targets import CONTESTS
-from vecd.workers.processor import this_processor
+from vecd.workers.machine import this_processor
 
 RESULTS = Path(__file__).parent / "results"
 _PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from vecd.shm.card import ModelCard, read_card
+from vecd.model.card import ModelCard, read_card
 from vecd.workers.weights import weight_files
 
 _FOLDER = Path(__file__).parents[1] / ".bench" / "exports"

@@ -26,7 +26,7 @@ from benchmarks.requests import Exchange, info, metrics
 from benchmarks.servers import Server, ServerFailure
 from benchmarks.targets import CANCELLED_PAIRS, RERANK_BESIDE_BULK, at_most
 from benchmarks.turns import Figure, alternate
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 NUM_BULK = 1000
 _SHORT = DocumentLengths(25, 0.3, least=10, most=60)

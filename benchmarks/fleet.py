@@ -32,8 +32,8 @@ from benchmarks.loads import SHORT
 from benchmarks.targets import Target, at_least, at_most
 from benchmarks.turns import alternate, median_interval, paired_ratios
 from tests.support.fleet import DUMMY, Envoy, HAProxy, Proxy, running_fleet
+from vecd.base.target import parse_target
 from vecd.client.bench.load import RequestShape, render_requests
-from vecd.client.connection import parse_target
 
 _HOP_CLIENTS, _HOP_NODES = 32, 2
 _HOP_SHARES: dict[type[Proxy], Target | None] = {HAProxy: at_most(0.4), Envoy: None}

@@ -14,7 +14,7 @@ import uvloop
 
 from benchmarks.requests import SUCCESS, response_length
 from benchmarks.servers import ServerFailure
-from vecd.client.connection import Target
+from vecd.base.target import Target
 
 _TIMEOUT_S = 30.0
 """For the connections, and for the last responses after the end."""

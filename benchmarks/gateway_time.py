@@ -17,21 +17,21 @@ from benchmarks.requests import gateway_pid
 from benchmarks.servers import Server, announcing
 from benchmarks.targets import GATEWAY
 from benchmarks.turns import alternate
+from vecd.base.target import parse_target
 from vecd.client.bench.load import RequestShape, render_requests
-from vecd.client.connection import parse_target
 
 _CLIENTS = 64
 _NUM_TEXTS = 8192
 """All different, so that no two that wait at the same time are the same."""
-_DUMMY = ("--gateways", "1", "--workers", "1", "--engine")
+_DUMMY = ("--gateways", "1", "--workers", "1", "--engine", "dummy")
 
 
 def measure_gateway(base: Path, num_rounds: int, turn_s: float) -> Finding:
     """`base`: a checkout of the earlier commit. A turn takes `turn_s`, and half a second before it. Raises
     ServerFailure."""
     with (
-        announcing(*_DUMMY, "dummy", checkout=CHECKOUT) as ours,
-        announcing(*_DUMMY, _dummy(base), checkout=base) as old,
+        announcing(*_DUMMY, checkout=CHECKOUT) as ours,
+        announcing(*_DUMMY, checkout=base) as old,
     ):
         sessions = (ours.session, old.session)
         neighbours = Neighbours(sessions)
@@ -67,8 +67,3 @@ def _turn(server: Server, sessions: tuple[int, ...], turn_s: float) -> float:
 def _requests(url: str) -> list[bytes]:
     shape = RequestShape(lengths=SHORT)
     return list(dict.fromkeys(render_requests(parse_target(url), shape, _NUM_TEXTS)))
-
-
-def _dummy(checkout: Path) -> str:
-    """What its dummy engine is called."""
-    return "dummy" if (checkout / "vecd").is_dir() else "weightless"

@@ -91,7 +91,7 @@ def main(name: str, model: str) -> None:
     from benchmarks.peers import Peer, Peers
     from benchmarks.turns import fastest, passes_of_turn
     from benchmarks.workload import is_large
-    from vecd.shm.card import read_card
+    from vecd.model.card import read_card
 
     torch.set_num_threads(num_cores())
     card = read_card(Path(model))

@@ -9,9 +9,9 @@ cut at 256.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from vecd.base.target import parse_target
 from vecd.client.bench.load import Load, RequestShape, render_requests
 from vecd.client.bench.texts import Lengths
-from vecd.client.connection import parse_target
 
 SHORT = Lengths(10)
 """14.4 tokens on average."""

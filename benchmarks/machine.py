@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vecd.workers.processor import cpu_flags
+from vecd.workers.machine import cpu_flags
 
 _CLASSES = (("AMX", "amx_tile"), ("AVX512-BF16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2"))
 """A class of processors and the flag in /proc/cpuinfo that makes one, the fastest first."""

@@ -17,7 +17,7 @@ from benchmarks.standin import StandIn
 from benchmarks.targets import CONTESTS, MEMORY_MB, WORKER_MB
 from benchmarks.workload import MIXED_WORDS, is_large
 from vecd.client.bench.texts import draw_texts
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 _NUM_WORKERS = 2
 _NUM_TEXTS = 1024

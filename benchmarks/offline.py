@@ -27,9 +27,9 @@ from benchmarks.ours import load_vecd
 from benchmarks.servers import bundled_model
 from benchmarks.workload import packed_batches
 from vecd.client.bench.texts import Lengths, draw_texts
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 from vecd.shm.views import Rows
-from vecd.workers.engine import Engine, PackedBatch
+from vecd.workers.batch import Engine, PackedBatch
 
 _LENGTHS: Mapping[str, Lengths] = {"short": SHORT, "mixed": MIXED, "single": SHORT}
 _NUM_TEXTS = {"short": 1024, "mixed": 128, "single": 64}

@@ -27,7 +27,7 @@ from benchmarks.targets import (
     MORE_MB,
 )
 from benchmarks.turns import alternate, passes_of_turn
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 _CLIENTS = 32
 

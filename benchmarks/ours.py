@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.machine import num_cores
+from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
-from vecd.shm.card import ModelCard
+from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, PackedBatch
-from vecd.workers.engines.load import load_engine
+from vecd.workers.load import load_engine
 
 _ROWS_PER_SLOT = 512
 

@@ -1,6 +1,6 @@
 """What it costs a vector to be answered as whole numbers or signs.
 
-Owns the figures of docs/output-types.md, and the reasons for the default steps of `vecd.gateway.encoding.quantization`.
+Owns the figures of docs/output-types.md, and the reasons for the default steps of `vecd.gateway.encoding.forms`.
 Needs no server: sentence-transformers embeds some 1,600 paragraphs of Python's own documentation (`pydoc_data.topics`)
 with the bundled model, and each way of quantizing is compared with the float32 vectors: cosine to its own vector, and
 how many of the ten nearest others stay. Run by hand, `python -m benchmarks.quantization`: a minute, and a table on
@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.gateway.encoding.quantization import Ranges, default_ranges, normalize, to_ubinary
+from vecd.gateway.encoding.forms import Ranges, default_ranges, normalize, to_ubinary
 
 Rows: TypeAlias = NDArray[np.float32]
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from benchmarks.servers import Server, ServerFailure
-from vecd.client.connection import Target
+from vecd.base.target import Target
 
 _TIMEOUT_S = 60.0
 SUCCESS = b"HTTP/1.1 200"

@@ -29,7 +29,7 @@ from benchmarks.vectors import Vectors, WrongVectors
 from vecd.client.bench import command as bench
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
-from vecd.client.bench.result import RunResult
+from vecd.client.bench.report import RunResult
 
 _NAME_WIDTH = 17
 _MAX_FAILURES = 2

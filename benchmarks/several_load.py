@@ -24,7 +24,7 @@ from benchmarks.targets import (
     OTHER_MODELS_BULK,
 )
 from benchmarks.turns import alternate
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 _WARMUP_SHARE = 0.25
 """Of a turn beside a peer: before the figures begin."""

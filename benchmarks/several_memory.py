@@ -29,7 +29,7 @@ from benchmarks.targets import (
     at_most,
 )
 from benchmarks.turns import alternate
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 _POLL_S = 0.01
 _GONE_WITHIN_S = 60.0

@@ -23,7 +23,7 @@ from benchmarks.cpu import await_asleep
 from benchmarks.flood import Connection, Crowd, connect
 from benchmarks.pairs import RerankBody, staggered
 from benchmarks.servers import Server, ServerFailure
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 NUM_CLIENTS = 16
 _CONNECT_EVERY_S = 0.05

@@ -21,7 +21,7 @@ from benchmarks.flood import send_all
 from benchmarks.requests import command, embed, fork_server_pids, session_mb, worker_pids
 from benchmarks.servers import Server, ServerFailure
 from benchmarks.several import Canaries, ModelTable, serving_all, write_config
-from vecd.client.connection import parse_target
+from vecd.base.target import parse_target
 
 _MAX_REQUESTS = 4000
 _EVERY_S = 1.0

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.targets import EQUAL_LENGTHS, equal_name
 from vecd.client.bench.texts import Lengths, draw_texts
-from vecd.shm.card import ModelCard
-from vecd.workers.engine import PackedBatch
+from vecd.model.card import ModelCard
+from vecd.workers.batch import PackedBatch
 
 MIXED_WORDS = Lengths(80, 0.9)
 """Many short texts and a few long ones: a median of 53 words; the model cuts the longest off."""

@@ -1,8 +1,7 @@
 """One HTTP/1.1 connection to a server, kept alive from request to request.
 
-Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings and
-never sends anything twice: its caller decides whether to connect again. Called by the load loops of `vecd bench`, by
-`vecd.client.bulk.service` and by `vecd.client.top.source`.
+Owns the socket, the parsing of what comes back and the deadline of each exchange. Knows nothing of embeddings and never
+sends anything twice: its caller decides whether to connect again.
 
 Why no HTTP library: a load generator shares its cores with the server it measures, so its own cost is an error of the
 measurement. With everything around it this costs 9 µs of CPU per request, system calls not counted (64 connections,
@@ -11,14 +10,13 @@ measurement. With everything around it this costs 9 µs of CPU per request, syst
 
 import asyncio
 import errno
-import re
 import ssl
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, cast
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 import httptools
+
+from vecd.base.target import Target
 
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 _NUMBER_HEADERS = {
@@ -30,11 +28,10 @@ _NUMBER_HEADERS = {
 """By header, the field of `ServerResponse` that takes its number."""
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
 """OpenSSL's reasons for a first message that is not one of TLS."""
+_Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
 _TLS_CHECK_S = 2.0
 _TEXT_HEADERS = {b"x-vecd-model": "model", b"x-vecd-identity": "identity"}
 """By header, the field of `ServerResponse` that takes its text."""
-_CREDENTIALS = re.compile(r"(?!unix:(?!//))([^/?#]*//)?[^/?#]*@")
-"""What an address begins with that has a user in front of its host."""
 _MAX_BODY_BYTES = 1 << 30
 """A server that sends without end must not take this process's memory before the timeout comes."""
 
@@ -50,69 +47,6 @@ class BadResponse(Exception):
 class TlsMismatch(ConnectionError):
     """Raised when one end speaks TLS and the other does not, or the certificate is not trusted. The message says what
     to change; another try would bring the same."""
-
-
-class Target(NamedTuple):
-    """Where a server listens: a host and port, or the path of a unix socket."""
-
-    host: str
-    port: int
-    unix_path: str | None
-    tls: ssl.SSLContext | None = None
-    """Of an https:// address."""
-
-    @property
-    def host_header(self) -> str:
-        if self.unix_path is not None:
-            return "localhost"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def __str__(self) -> str:
-        scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://{self.host_header}" if self.unix_path is None else f"unix:{self.unix_path}"
-
-
-def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) -> Target:
-    """Read "http://host:port", "https://host:port" or "unix:/path".
-
-    `ca`: a PEM file of the certificates to trust, instead of the system's. `insecure`: trust any certificate. Raises
-    ValueError with a line that says what is wrong.
-    """
-    refuse_credentials(url)
-    parts = urlsplit(url)
-    if (ca is not None or insecure) and parts.scheme != "https":
-        raise ValueError(f"--ca and --insecure mean something only with https://, not with {url!r}")
-    if parts.scheme == "unix":
-        if parts.netloc or not parts.path:
-            raise ValueError(f"{url!r} names no socket: write unix:/path/to/socket")
-        return Target("", 0, parts.path)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is neither http://host:port nor https://host:port nor unix:/path")
-    if parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"{url!r} has a path: give it with --path")
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{url!r}: {error}") from error
-    if parts.scheme == "http":
-        return Target(parts.hostname, port or 80, None)
-    try:
-        tls = ssl.create_default_context(cafile=ca)
-    except OSError as error:  # of which SSLError is one
-        raise ValueError(f"--ca: {ca}: {error.strerror or error}") from error
-    if insecure:
-        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    return Target(parts.hostname, port or 443, None, tls)
-
-
-def refuse_credentials(url: str) -> None:
-    """Raises ValueError, which does not quote `url`, when that has a user or a password: they would not be sent, and
-    be written wherever the address is."""
-    if _CREDENTIALS.match(url):
-        raise ValueError(
-            "the address has a user or a password in front of its host, which is never sent: leave it out, and give an "
-            "API key as api_key=, --api-key or the variable VECD_API_KEY"
-        )
 
 
 def render_request(
@@ -151,24 +85,22 @@ def render_request(
 
 
 class ServerResponse(NamedTuple):
-    """A response, whatever its status."""
+    """A response, whatever its status. None: no header says it."""
 
     status: int
     body: bytes
     num_tokens: int | None = None
-    """Tokens of the request, if a header said so."""
+    """Of the request."""
     num_dimensions: int | None = None
-    """Dimensions of each vector, if a header said so."""
+    """Of each vector."""
     model: str | None = None
-    """Name of the model, if a header said so."""
     retry_after_s: int | None = None
-    """The Retry-After header, if it is a number of seconds."""
     identity: str | None = None
-    """Identity of the model, "<32 hex>;dtype=<format>", if a header said so."""
+    """Of the model: "<32 hex>;dtype=<format>"."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """One `exchange` at a time. Made by `connect`."""
+    """One `exchange` at a time."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -176,13 +108,12 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._outcome: asyncio.Future[ServerResponse] | None = None
-        """Of the exchange under way."""
         self._responses: list[ServerResponse] = []
         """Complete, not yet delivered: one, if the server sends no more than was requested."""
         self._chunks: list[bytes] = []
         self._num_body_bytes = 0
         self._fields: dict[str, Any] = {}
-        """Of the response that is being received, those that a header said."""
+        """Of the response that is being received, by its headers."""
         self._is_framed = False
         self._ends_with_connection = False
         self._keeps_alive = True
@@ -191,9 +122,8 @@ class ClientConnection(asyncio.Protocol):
         """Send `request` and return what comes back.
 
         Raises TimeoutError when the whole response does not come in time, ConnectionClosed or another OSError when the
-        connection breaks, BadResponse when the bytes are not HTTP.
-
-        Side effects: after an error, or a response that ends the connection, the connection is closed (`is_open`).
+        connection breaks, BadResponse when the bytes are not HTTP. Side effects: after an error, or a response that
+        ends the connection, it is closed (`is_open`).
         """
         if not self.is_open:
             raise ConnectionClosed("closed while idle")
@@ -291,21 +221,45 @@ class ClientConnection(asyncio.Protocol):
 async def connect(target: Target, timeout_s: float) -> ClientConnection:
     """Open a connection. Raises OSError when it cannot be made, TimeoutError when it takes longer than `timeout_s`,
     TlsMismatch when the server's certificate is not trusted, or it does not speak TLS."""
+    return await connect_protocol(ClientConnection, target, timeout_s, "--ca FILE, or --insecure", target.host_header)
+
+
+async def connect_protocol(
+    make: Callable[[], _Protocol], target: Target, timeout_s: float, how_to_trust: str, address: str = ""
+) -> _Protocol:
+    """As `connect`, for any protocol of asyncio. The rest is as of `check_mismatch`."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(timeout_s):
-        if target.unix_path is not None:
-            _, connection = await loop.create_unix_connection(ClientConnection, target.unix_path)
-        else:
-            try:
-                _, connection = await loop.create_connection(ClientConnection, target.host, target.port, ssl=target.tls)
-            except ssl.SSLCertVerificationError as error:
-                why = error.verify_message or error.reason
-                raise TlsMismatch(f"its certificate is not trusted: {why} (--ca FILE, or --insecure)") from error
-            except ssl.SSLError as error:
-                if error.reason not in _NO_TLS:
-                    raise
-                raise TlsMismatch(f"it does not speak TLS: use http://{target.host_header}") from error
-    return connection
+    try:
+        async with asyncio.timeout(timeout_s):
+            if target.unix_path is not None:
+                return (await loop.create_unix_connection(make, target.unix_path))[1]
+            return (await loop.create_connection(make, target.host, target.port, ssl=target.tls))[1]
+    except ssl.SSLError as error:
+        check_mismatch(error, how_to_trust, address)
+        raise
+
+
+def check_mismatch(error: ssl.SSLError, how_to_trust: str, address: str = "") -> None:
+    """Raises TlsMismatch with what to change, if that is what `error` is."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = error.verify_message or error.reason
+        raise TlsMismatch(f"its certificate is not trusted: {why} ({how_to_trust})") from error
+    if error.reason in _NO_TLS:
+        raise TlsMismatch(f"it does not speak TLS: use http://{address}") from error
+
+
+async def or_mismatch(target: Target, exchange: Awaitable[ServerResponse]) -> ServerResponse:
+    """As `exchange`. Raises TlsMismatch, too, when that fails because the server speaks TLS and `target` does not."""
+    try:
+        response = await exchange
+    except (ConnectionRefusedError, TlsMismatch):
+        raise
+    except (OSError, BadResponse):
+        await check_not_tls(target)
+        raise
+    if response.status == 400:
+        await check_not_tls(target)
+    return response
 
 
 async def check_not_tls(target: Target) -> None:
@@ -326,7 +280,6 @@ async def check_not_tls(target: Target) -> None:
 
 
 def name_failure(error: Exception) -> str:
-    """The kind under which a failed exchange is counted."""
     match error:
         case BadResponse():
             return "bad answer"

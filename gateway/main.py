@@ -1,8 +1,7 @@
 """The life of a gateway process: start → listen → serve → drain → stop.
 
-Owns the event loop, the HTTP server and what all generations of the configuration share: certificates, the access log,
-tracing. What a generation is made of is `vecd.gateway.service`'s, what the supervisor says is read by
-`vecd.gateway.control`. Called by `vecd.launch.child` in a process of its own, which never imports torch.
+Owns the event loop, the HTTP server, the control channel to the supervisor, and what all generations of the
+configuration share: certificates, the access log, tracing. Never imports torch.
 """
 
 import asyncio
@@ -16,32 +15,28 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import uvloop
 
-from vecd.gateway.api.registry import ENDPOINTS
-from vecd.gateway.api.starting import StartingApi
-from vecd.gateway.control import Control
-from vecd.gateway.encoding.quantization import RangesError
-from vecd.gateway.http.contract import Timeouts
+from vecd.base import logs
+from vecd.base.tasks import NoTasks, Pool, naming_limit
+from vecd.gateway.app.app import ENDPOINTS, StartingApi
+from vecd.gateway.config import GatewayConfig
+from vecd.gateway.encoding.forms import RangesError
+from vecd.gateway.http.connection import Timeouts
 from vecd.gateway.http.forwarded import TrustedProxies
-from vecd.gateway.http.server import Server
+from vecd.gateway.http.listeners import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
-from vecd.gateway.scheduling.core_claim import CoreClaim
-from vecd.gateway.scheduling.cores import Cores
+from vecd.gateway.request import Limits
+from vecd.gateway.scheduling.cores import CoreClaim, Cores, OtherPrograms
 from vecd.gateway.service import SERVICE_GAUGES, GatewayFacts, Service, Services, read_tokenizer
-from vecd.gateway.telemetry.access_log import AccessLog
-from vecd.gateway.telemetry.on_finished import FinishedRequests
-from vecd.gateway.telemetry.other_programs import OtherPrograms
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.telemetry.tracing import start_tracing
-from vecd.gateway.types.config import GatewayConfig
-from vecd.gateway.types.messages import Limits
-from vecd.shm import logs
-from vecd.shm.card import ModelError
+from vecd.gateway.telemetry.finished import AccessLog, start_tracing
+from vecd.gateway.telemetry.measures import FinishedRequests, SharedMetrics
+from vecd.model.card import ModelError
 from vecd.shm.control import (
     Channel,
     ChildFailed,
@@ -50,15 +45,80 @@ from vecd.shm.control import (
     GatewayListen,
     GatewayReady,
     GatewayStart,
+    Heartbeat,
     Message,
     Progress,
+    file_id,
+    remove_if_ours,
 )
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram
-from vecd.shm.socketfile import file_id, remove_if_ours
-from vecd.shm.tasks import NoTasks, Pool, naming_limit
 from vecd.shm.vector_cache import VectorCacheMemory
 
 log = logging.getLogger("vecd.gateway")
+
+_HEARTBEAT_S = 1.0
+_SEND_AGAIN_S = 0.5
+
+
+class Control:
+    def __init__(self, channel: Channel, exit: Callable[[int], object] = os._exit) -> None:
+        self._channel = channel
+        self._exit = exit
+        self._unsent: deque[Message] = deque()
+
+    def start(self, on_message: Callable[[Message, list[int]], None]) -> None:
+        """Obey messages and send heartbeats from now on. `on_message` takes a message and its descriptors, which are
+        closed afterwards. Call on the running loop."""
+        self._on_message = on_message
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self.read)
+        self._beat()
+
+    def stop(self) -> None:
+        self._heartbeat.cancel()
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+
+    def send(self, message: Message) -> None:
+        """Report to the supervisor. While it does not read, messages wait, in their order, and the loop does not."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            message = self._unsent.popleft()
+            try:
+                self._channel.send(message, waits=False)
+            except BlockingIOError:
+                self._unsent.appendleft(message)
+                asyncio.get_running_loop().call_later(_SEND_AGAIN_S, self._send_unsent)
+                return
+            except OSError:
+                self._unsent.clear()  # it is gone; the watching thread of `vecd.gateway.main` ends this process
+
+    def _beat(self) -> None:
+        with suppress(OSError):
+            self._channel.send(Heartbeat(), waits=False)
+        self._heartbeat = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
+
+    def read(self) -> None:
+        """Obey all messages that have come. Side effect: the process ends when one cannot be understood, or was lost
+        because there were no descriptors left: a new gateway gets every message again."""
+        try:
+            while (received := self._channel.receive(0)) is not None:
+                message, fds = received
+                try:
+                    self._on_message(message, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+        except BlockingIOError:
+            return
+        except Exception as error:
+            log.critical("ends by a control message: %s", error, exc_info=not isinstance(error, OSError))
+            self._exit(70)
+        # The supervisor is gone; the watching thread of `vecd.gateway.main` ends this process.
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+
 
 _MAX_CONNECTIONS_BEFORE_START = 256
 _LAST_EARLY_RESPONSES_S = 0.5
@@ -78,7 +138,7 @@ _LAST_RESPONSES_S = 1.0
 
 
 def run(channel: Channel) -> int:
-    """Serve until told to drain; returns the exit code. `channel` is the inherited end of the control connection."""
+    """Serve until told to drain; returns the exit code."""
     # A Ctrl-C in the terminal reaches the whole process group; only the supervisor acts on it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -87,7 +147,7 @@ def run(channel: Channel) -> int:
         received = _await_start(channel, received[0], [socket.socket(fileno=fd) for fd in received[1]])
     if received is None:
         return 0
-    start, (board_fd, zmq_fd, *other_fds) = received
+    start, (metrics_fd, zmq_fd, *other_fds) = received
     assert isinstance(start, GatewayStart)
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
         # The supervisor sends SIGABRT when the heartbeats stop: the trace shows where this process hangs.
@@ -95,9 +155,9 @@ def run(channel: Channel) -> int:
     config = GatewayConfig.from_json(start.config)
     name = "gateway" if config.num_gateways == 1 else f"gateway-{start.gateway}"
     logs.configure(name, config.log_level, config.log_format)
-    shared_metrics = SharedMetrics.mapped(board_fd, config.shared_metrics, start.gateway)
+    shared_metrics = SharedMetrics.mapped(metrics_fd, config.shared_metrics, start.gateway)
     logs.count_lost(lambda: shared_metrics.add(Counter.LINES_LOST))
-    os.close(board_fd)
+    os.close(metrics_fd)
     vector_cache, listening_fds = None, other_fds
     if config.vector_cache:
         cache_fd, *listening_fds = other_fds
@@ -126,8 +186,8 @@ def run(channel: Channel) -> int:
 def _await_start(
     channel: Channel, order: GatewayListen, sockets: list[socket.socket]
 ) -> tuple[Message, list[int]] | None:
-    """Answer what the start is doing until there is a configuration; returns the message that brings it. None when the
-    supervisor is gone; then the files of its unix sockets are removed."""
+    """Answer what the start is doing until there is a configuration; returns the message that brings it, or None when
+    the supervisor is gone. Then the files of its unix sockets are removed."""
     logs.configure("gateway", order.log_level, order.log_format)
     files = [(sock.getsockname(), file_id(sock.getsockname())) for sock in sockets if sock.family == socket.AF_UNIX]
     received = uvloop.run(_answer_until_started(channel, order, sockets))
@@ -157,15 +217,14 @@ async def _answer_until_started(
         server = Server(
             api, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
             max_connections=_MAX_CONNECTIONS_BEFORE_START,
-            trusted_proxies=_trusted(order.trusted_proxies),
+            trusted_proxies=TrustedProxies(order.trusted_proxies),
         )  # fmt: skip
-        server.is_draining = True  # each response ends its connection: the next one is for whoever listens then
+        server.is_draining = True  # each response ends its connection: the next is for the gateway that listens then
         with suppress(TlsError):  # which the supervisor reports
             tls = ServerTls(order.tls_cert, order.tls_key) if order.tls_cert and order.tls_key else None
             for sock, is_admin in zip(sockets, (False, True), strict=False):
                 await server.start(
                     sock, tls=None if is_admin else tls, is_admin=is_admin, keeps_listening=True,
-                    proxy_protocol=order.proxy_protocol and not is_admin,
                 )  # fmt: skip
         asyncio.get_running_loop().add_reader(channel.fileno(), read)
         await started
@@ -199,11 +258,17 @@ class Gateway:
         first.dispatcher.start_stage = start.start_stage
         self._services = Services(first, facts, read_tokenizer=read_tokenizer, num_models=start.num_models)
         self._services.on_activated = self._change
-        self._core_claim = self._claim_cores() if config.num_gateways > 1 else None
+        self._core_claim: CoreClaim | None = None
+        if config.num_gateways > 1:
+            self._core_claim = CoreClaim(
+                self._cores,
+                num_waiting=self._services.num_waiting,
+                send=self._control.send,
+                call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
+            )
         self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
         self._finished = FinishedRequests(shared_metrics)
         self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
-        self._address: tuple[str, int | None] = "", None
         self._server = Server(
             self._services,
             limits=Limits(max_body_bytes=config.max_body_bytes),
@@ -212,7 +277,7 @@ class Gateway:
             is_ahead=self._is_ahead if config.num_gateways > 1 else None,
             max_connections=config.share(config.max_connections),
             max_connections_per_address=config.share(config.max_connections_per_address),
-            trusted_proxies=_trusted(config.trusted_proxies),
+            trusted_proxies=TrustedProxies(config.trusted_proxies),
         )
         services = self._services
         shared_metrics.poll(
@@ -229,36 +294,19 @@ class Gateway:
         )
         shared_metrics.poll_models(services.read_models)
 
-    def _claim_cores(self) -> CoreClaim:
-        return CoreClaim(
-            self._cores,
-            num_waiting=self._services.num_waiting,
-            send=self._control.send,
-            call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
-        )
-
     def _read_others_use(self) -> int:
-        """Thousandths of a core that other programs use of those that the server may use. Side effect: no core that
-        they use is lent."""
+        """Thousandths of a core. Side effect: no core that other programs use is lent."""
         links = [link for service in self._services.all.values() for link in service.dispatcher.links]
-        gateways = self._shared_metrics.others(Gauge.PID)
-        pids = {
-            os.getpid(),
-            os.getppid(),
-            *gateways,
-            *(link.facts[name] for link in links for name in ("pid", "parent_pid")),
-        }
+        pids = {os.getpid(), os.getppid(), *self._shared_metrics.others(Gauge.PID)}
+        pids.update(link.facts[name] for link in links for name in ("pid", "parent_pid"))
         used = self._other_programs.read(time.monotonic(), pids)
         # With a quota of some of the machine's cores, others may use the rest.
         self._cores.others_use = max(0.0, used - (self._other_programs.num_cpus - self._cores.num_cores))
         return int(self._cores.others_use * 1000)
 
     def _is_ahead(self) -> bool:
-        """Whether another gateway that serves has fewer connections than this one, by more than an eighth.
-
-        Side effect: the number of connections is published, because each gateway goes by the present numbers of the
-        others.
-        """
+        """Whether another gateway that serves has fewer connections than this one, by more than an eighth. Side effect:
+        the number of connections is published, for the others."""
         ours, others = self._server.num_connections, self._shared_metrics.others(Gauge.CONNECTIONS)
         self._shared_metrics.set(Gauge.CONNECTIONS, ours)
         serving = self._shared_metrics.others(Gauge.WORKERS)
@@ -278,12 +326,7 @@ class Gateway:
         self._services.active.dispatcher.activate()
         self._address = _address_of(listening)
         self._listen_to_requests(config)
-        await self._server.start(
-            listening,
-            tls=self._tls,
-            keeps_listening=config.keeps_listening,
-            proxy_protocol=config.proxy_protocol,
-        )
+        await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
         if admin is not None:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
         self._watch = LoopWatch(self._shared_metrics, loop, lambda: self._server.num_requests_in_flight > 0)
@@ -316,8 +359,7 @@ class Gateway:
                 self._services.on_message(message, fds)
 
     def _change(self, config: GatewayConfig) -> None:
-        """Apply the configuration of the first model's generation, which is another one, to what all generations
-        share."""
+        """Apply the first model's configuration to what all generations share."""
         logs.change(config.log_level, config.log_format)
         self._access_log.change(config)
         self._listen_to_requests(config)
@@ -326,7 +368,7 @@ class Gateway:
             config.share(config.max_connections),
             config.share(config.max_connections_per_address),
         )
-        self._server.trust(_trusted(config.trusted_proxies))
+        self._server.trust(TrustedProxies(config.trusted_proxies))
         if self._tls is not None:
             try:
                 self._tls.reload()
@@ -334,7 +376,6 @@ class Gateway:
                 log.error("the certificate of before is used on: %s", error)
 
     def _listen_to_requests(self, config: GatewayConfig) -> None:
-        """Set the listeners that this configuration wants to hear of finished requests."""
         before = self._services.tracing
         # Made anew even if only the model's name has changed, because spans have the name.
         tracing = start_tracing(config, self._shared_metrics.gateway, self._address, ENDPOINTS)
@@ -347,10 +388,8 @@ class Gateway:
 
 
 async def drain(services: Services, server: Server, deadline_s: float, grace_s: float) -> bool:
-    """Answer what has been sent, and close everything within `deadline_s`. True when everything was answered.
-
-    For the first `grace_s` everything is served as before, but `/health` says 503.
-    """
+    """Answer what has been sent, and close everything within `deadline_s`. True when everything was answered. For the
+    first `grace_s` everything is served as before, but `/health` says 503."""
     services.begin_drain()
     last_responses_s = min(_LAST_RESPONSES_S, deadline_s / 4)
     asyncio.get_running_loop().call_later(deadline_s - last_responses_s, services.give_up)
@@ -360,10 +399,6 @@ async def drain(services: Services, server: Server, deadline_s: float, grace_s: 
     return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
 
 
-def _trusted(names: str) -> TrustedProxies | None:
-    return TrustedProxies(names) if names else None
-
-
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:
     """The address and port of a listening socket, or its path and None."""
     name = sock.getsockname()
@@ -371,11 +406,8 @@ def _address_of(sock: socket.socket) -> tuple[str, int | None]:
 
 
 class LoopWatch:
-    """Records the lag of the event loop, and publishes the polled gauges.
-
-    It ticks often while requests are being handled, and seldom otherwise, because waking an idle process costs much
-    more than one more callback of a busy loop. Measured, idle: 50 ticks a second take 1 % of a core, 4 take 0.1 %.
-    """
+    """Records the lag of the event loop, and publishes the polled gauges. Ticks seldom while no request is being
+    handled: idle, 50 ticks a second take 1 % of a core, 4 take 0.1 %."""
 
     def __init__(
         self, shared_metrics: SharedMetrics, loop: asyncio.AbstractEventLoop, is_busy: Callable[[], bool]
@@ -404,11 +436,8 @@ class LoopWatch:
 
 
 def _end_with_supervisor(channel: Channel, uds_paths: Sequence[str]) -> None:
-    """End this process when the supervisor dies, even while the event loop is blocked.
-
-    Its death hangs up the control channel, which a thread waits for. Nothing is left behind: unix sockets' files are
-    the only things with a name. Raises NoTasks.
-    """
+    """End this process when the supervisor dies, even while the event loop is blocked: a thread waits until the control
+    channel hangs up. Unix sockets' files are all that could be left behind. Raises NoTasks."""
     ids = {path: file_id(path) for path in uds_paths}
 
     def watch() -> None:
@@ -427,9 +456,9 @@ def keep_freed_memory() -> None:
     """Keep up to some 62 MB of freed memory for the next answers.
 
     glibc gives freed memory at the end of its heap back at 128 KB, and with every answer of megabytes the kernel has to
-    hand out fresh pages: 4,000 page faults for 2,048 × 384 floats, which cost as much as half of their encoding. It
-    stops once a large block has been freed, and this frees one that was never touched. Measured: 128 × 1024 floats as
-    JSON 6.1 → 3.1 ms, 2,048 × 384 30.6 → 20.0 ms. With another C library it does nothing. Source: mallopt(3),
-    M_MMAP_THRESHOLD, "dynamic mmap threshold"; 32 MB is the largest that it adjusts to.
+    hand out fresh pages: 4,000 page faults for 2,048 × 384 floats, half of the cost of their encoding. It stops once a
+    large block has been freed, and this frees one that was never touched. Measured: 128 × 1024 floats as JSON 6.1 → 3.1
+    ms, 2,048 × 384 30.6 → 20.0 ms. With another C library it does nothing. Source: mallopt(3), M_MMAP_THRESHOLD,
+    "dynamic mmap threshold"; 32 MB is the largest that it adjusts to.
     """
     bytes(_LARGEST_COUNTED_BYTES)

@@ -1,42 +1,30 @@
 """The way of an embedding request, from its parsed body to its rows.
 
 Owns the order of that way (the principal's limits, admission, tokenizer, batching policy, dispatcher) and the requests
-that are waiting on it. It is the `vecd.gateway.api.context.Embedder` of one generation of the
-configuration. Knows no HTTP, no dialect, no socket and no ZeroMQ frame. Made by `vecd.gateway.service`.
+that are waiting on it. It is the `embedder` of one generation. Knows no HTTP, no dialect, no socket.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.gateway.admission.admission import Admission, Permit
-from vecd.gateway.admission.deadlines import Deadlines
-from vecd.gateway.admission.principals import Principal, Reservation
-from vecd.gateway.api.operations import ParsedDecode, ParsedMessages, ParsedTokenize
+from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.forms import width_of
 from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.encoding.max_sim import MAX_SHORT_QUERY, MaxSimRows
-from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.encoding.query_weights import QueryWeights
-from vecd.gateway.scheduling.policy import BatchingPolicy
-from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.telemetry.tei_metrics import TeiCounts
-from vecd.gateway.tokenization.chat_process import ChatProcess
-from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
-from vecd.gateway.tokenization.tokenize_api import MAX_SIZE, most_of_one_caller, size_of
-from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.config import GatewayConfig
-from vecd.gateway.types.errors import (
+from vecd.gateway.encoding.result import MAX_SHORT_QUERY, ChunkedInput, MaxSimRows, PendingResult
+from vecd.gateway.encoding.sparse import QueryWeights
+from vecd.gateway.errors import (
     ApiError,
     BadRequest,
     DeadlinePassed,
@@ -45,7 +33,7 @@ from vecd.gateway.types.errors import (
     TooManyTokens,
     Unavailable,
 )
-from vecd.gateway.types.request import (
+from vecd.gateway.request import (
     Embedded,
     EmbedRequest,
     Encoding,
@@ -55,15 +43,23 @@ from vecd.gateway.types.request import (
     Overflow,
     Pair,
     Priority,
+    RequestTimeline,
     Role,
     Source,
     Stages,
     TokenizedInput,
     Tokenizing,
 )
-from vecd.gateway.types.tenant_room import Share, TenantRoom
-from vecd.gateway.types.timeline import RequestTimeline
-from vecd.shm.card import ModelCard
+from vecd.gateway.scheduling.admission import Admission, Deadlines, Permit, Share, TenantRoom
+from vecd.gateway.scheduling.keys import Principal, Reservation
+from vecd.gateway.scheduling.policy import BatchingPolicy
+from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.tokenization.chat_process import ChatProcess
+from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
+from vecd.gateway.tokenization.tokenize_api import MAX_SIZE, most_of_one_caller, size_of
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.model.card import ModelCard
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
@@ -72,9 +68,8 @@ T = TypeVar("T")
 _SIZE_OF_RENDERING = 16 * 1024
 """What conversations count besides their length, in characters: 16 requests of one caller may wait for the chat
 template, because each may take a second."""
-_FLOATS_PER_TURN = 32 * 1024
-"""Looked up in the vector cache in one turn of the event loop, and encoded where they are found: 85 rows of 384 floats
-take 0.6 ms, and 1.4 ms more as JSON numbers."""
+FLOATS_PER_TURN = 32 * 1024
+"""Of known rows, in one turn of the event loop: 85 rows of 384 take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
 _BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
@@ -82,47 +77,34 @@ _BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
 _BYTES_OF_AN_ID = 4
 _LATE_INPUTS_PER_TURN = 32
 """Inputs whose late chunks are found in one turn of the event loop: 2 ms for short ones."""
-_MAX_TOKEN_FLOATS = 8 * 2**20
-"""Limit for one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much
-of its queries, and of documents that cannot be compared yet."""
-_MAX_RUNNING_TOKEN_FLOATS = 4 * _MAX_TOKEN_FLOATS
-"""Limit for all such requests that are being computed; one caller gets half."""
+MAX_TOKEN_FLOATS = 8 * 2**20
+"""Of one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much of its
+queries, and of documents that cannot be compared yet."""
+MAX_RUNNING_TOKEN_FLOATS = 4 * MAX_TOKEN_FLOATS
+"""Of all such requests that are being computed; one caller gets half."""
 
 
+@dataclass(slots=True)
 class _Counts:
-    """Counts of a request's inputs, as they are tokenized."""
+    """What is counted of a request's inputs, as they are tokenized."""
 
-    __slots__ = (
-        "late_chunks",
-        "max_sims",
-        "num_chunked",
-        "num_late_chunks",
-        "num_tokens",
-        "num_truncated",
-        "offsets",
-        "reports",
-        "share",
-        "sources",
-        "token_ids",
-        "wants_reports",
-    )
-
-    def __init__(self, share: Share, *, wants_reports: bool) -> None:
-        self.share = share
-        """Of the room for rows of tokens."""
-        self.num_tokens = self.num_truncated = self.num_chunked = self.num_late_chunks = 0
-        self.sources: set[Source] = set()
-        self.reports: list[InputReport] = []
-        self.offsets: list[NDArray[np.int32]] = []
-        self.token_ids: list[NDArray[np.int32]] = []
-        """As in `Embedded.token_ids`."""
-        self.late_chunks: list[LateChunks] = []
-        """Of each input, where the request is for them."""
-        self.max_sims: _MaxSims | None = None
-        self.wants_reports = wants_reports
+    share: Share
+    """Of the room for rows of tokens."""
+    wants_reports: bool
+    num_tokens: int = 0
+    num_truncated: int = 0
+    num_chunked: int = 0
+    num_late_chunks: int = 0
+    sources: set[Source] = field(default_factory=set)
+    reports: list[InputReport] = field(default_factory=list)
+    offsets: list[NDArray[np.int32]] = field(default_factory=list)
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    """As in `Embedded.token_ids`."""
+    late_chunks: list[LateChunks] = field(default_factory=list)
+    max_sims: "_MaxSims | None" = None
 
     def add(self, tokenized: list[TokenizedInput]) -> int:
-        """Count these inputs. Returns the number of their tokens."""
+        """Returns the number of the inputs' tokens."""
         num_tokens = 0
         for _, num, is_truncated, source, chunks, _, offsets in tokenized:
             num_tokens += num
@@ -131,17 +113,15 @@ class _Counts:
             self.num_truncated += is_truncated
             self.num_chunked += chunks != ()
             self.sources.add(source)
+            if self.wants_reports:
+                self.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
         self.num_tokens += num_tokens
-        for item in tokenized if self.wants_reports else ():
-            self.reports.append(InputReport(item.num_tokens, item.is_truncated, max(1, len(item.chunks)), item.source))
         return num_tokens
 
 
 class _MaxSims:
-    """Which rows a request for MaxSim keeps: those of its queries, and of documents until all queries have come. With a
-    long query, those of documents until there is no room for more."""
-
-    __slots__ = ("_num_query_tokens", "has_come", "has_long_query", "keeps_documents", "num_queries", "rows")
+    """Which rows a request for MaxSim keeps: those of its queries, and of documents until all queries have come; with a
+    long query, of documents until there is no room for more."""
 
     def __init__(self, rows: MaxSimRows, num_queries: int) -> None:
         self.rows = rows
@@ -153,8 +133,7 @@ class _MaxSims:
         self._num_query_tokens = 0
 
     def check(self, start: int, tokenized: list[TokenizedInput], most: int) -> None:
-        """Count the next inputs, of which the first has the index `start`. Raises BadRequest for queries with more than
-        `most` tokens."""
+        """Count the inputs from `start` on. Raises BadRequest for queries with more than `most` tokens."""
         for query in tokenized[: max(0, self.num_queries - start)]:
             self._num_query_tokens += query.num_tokens
             self.has_long_query |= query.num_tokens > MAX_SHORT_QUERY
@@ -166,7 +145,6 @@ class _MaxSims:
             )
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for rows until this is so."""
         while not is_so():
             self.has_come.clear()
             await self.has_come.wait()
@@ -200,24 +178,21 @@ class Pipeline:
         self.encoder = Encoder(config.card, config.quantization_ranges)
         self._max_priority = Priority[config.max_priority.upper()]
         self._pending: set[PendingResult] = set()
-        """Requests that need the workers."""
         self._inspected: set[PendingResult] = set()
-        """Requests that need the tokenizer alone."""
         self.tokenizer_room = TenantRoom(MAX_SIZE, "Texts and ids of {} characters are with the tokenizer")
         self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
-        self.token_room = TenantRoom(_MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
+        self.token_room = TenantRoom(MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
         self._deadlines = Deadlines(self._expire)
-        self._tei_counts = TeiCounts(shared_metrics) if config.has_tei_metrics else None
         self._vector_cache = vector_cache
         self._query_weights = query_weights
         self._span = span_of(config.card)
         floats_of_each = config.card.dim if query_weights is None else _FLOATS_OF_A_QUERY
-        self._max_per_turn = max(1, _FLOATS_PER_TURN // floats_of_each)
+        self._max_per_turn = max(1, FLOATS_PER_TURN // floats_of_each)
 
     # --- its end --------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Fail every request that still waits for rows with a 503, because the drain's deadline is near."""
+        """The drain's deadline is near."""
         self.end(lambda: Unavailable("The server is shutting down and did not get to this request", retry_after_s=1))
 
     def end(self, make_error: Callable[[], ApiError]) -> None:
@@ -235,19 +210,33 @@ class Pipeline:
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
-    def embed(
+    async def embed(
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
-    ) -> Coroutine[Any, Any, Embedded]:
+    ) -> Embedded:
         """Compute the rows of a request, once there is room for its response (`timeline.take_room`). `num_estimated`:
         its tokens, guessed from characters.
 
-        Its deadline counts from `timeline.arrived_at`; the times are noted on the timeline. Raises ApiError:
-        RateLimited for a key that is over its limits, TooManyRequests when admission refuses it, BadRequest for an
-        input, Unavailable when the deadline passes or no worker stays alive, ServerError when the engine fails. Side
-        effects: its inputs are removed once they are tokenized; when cancelled, what is still queued is dropped.
+        Its deadline counts from `timeline.arrived_at`. Raises ApiError: RateLimited for a key that is over its limits,
+        TooManyRequests when admission refuses it, BadRequest for an input, Unavailable when the deadline passes or no
+        worker stays alive, ServerError when the engine fails. Side effects: its inputs are removed once they are
+        tokenized, and times are noted on the timeline; when cancelled, what is still queued is dropped.
         """
-        embedding = self._embed(request, num_estimated, timeline, principal)
-        return embedding if self._tei_counts is None else self._tei_counts.watch(len(request.inputs), embedding)
+        timeline.num_inputs = len(request.inputs)
+        stage = self.dispatcher.start_stage
+        if stage is not None and not self.config.keeps_listening:  # else no client is to notice a restart
+            raise NotReady(stage, time.monotonic() - self._made_at)
+        self.dispatcher.raise_if_broken()
+        deadline = self._deadline(request.timeout_s, timeline.arrived_at)
+        priority = Priority.NORMAL if request.priority is None else request.priority
+        priority = max(self._max_priority, principal.max_priority, priority)
+        with principal.reserve(num_estimated) as reservation:
+            try:
+                permit = await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
+            except TooManyRequests:
+                self.shared_metrics.add(Counter.REFUSED)
+                raise
+            with permit:
+                return await self._gather(request, permit, principal, reservation, timeline)
 
     async def load(self, timeout_s: float | None, arrived_at: float) -> None:
         """Wait until the model is ready. Raises Unavailable as `vecd.gateway.dispatch.residence`."""
@@ -255,13 +244,7 @@ class Pipeline:
             await self.residence.until_ready(self._deadline(timeout_s, arrived_at) - time.monotonic())
 
     def keep_alive(self, seconds: float | None) -> None:
-        """Keep the model for so long after its last request; None: for ever."""
         self.residence.keep_alive(seconds)
-
-    def count_unread(self, error: ApiError) -> None:
-        """Count an embedding request that was refused before its body could be parsed."""
-        if self._tei_counts is not None:
-            self._tei_counts.count_unread(error)
 
     # --- requests of the tokenizer alone --------------------------------------------------------------------
 
@@ -277,6 +260,7 @@ class Pipeline:
             steps = self.tokenizer.api.describe_steps(
                 parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
             )
+            next(steps)  # which checks
             reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
             tokenizing = self.tokenizer.threads.run(steps, principal.tenant)
             reservation.settle(await self._unless_late(tokenizing, timeout_s, arrived_at))
@@ -288,6 +272,7 @@ class Pipeline:
         num_ids = sum(map(len, parsed.lists))
         with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
             steps = self.tokenizer.api.decode_steps(parsed.lists, parsed.skip_special_tokens)
+            next(steps)
             reservation.note_sent(num_ids)
             decoding = self.tokenizer.threads.run(steps, principal.tenant)
             return await self._unless_late(decoding, timeout_s, arrived_at)
@@ -334,33 +319,6 @@ class Pipeline:
         return arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
 
     # --- the way of an embedding request --------------------------------------------------------------------
-
-    async def _embed(
-        self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
-    ) -> Embedded:
-        timeline.num_inputs = len(request.inputs)
-        self._raise_if_starting()
-        self.dispatcher.raise_if_broken()
-        deadline = self._deadline(request.timeout_s, timeline.arrived_at)
-        priority = Priority.NORMAL if request.priority is None else request.priority
-        priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.reserve(num_estimated) as reservation:
-            permit = self.admission.try_enter(num_estimated, priority, deadline, principal.tenant)
-            if permit is None:
-                try:
-                    permit = await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
-                except TooManyRequests:
-                    self.shared_metrics.add(Counter.REFUSED)
-                    raise
-            with permit:
-                return await self._gather(request, permit, principal, reservation, timeline)
-
-    def _raise_if_starting(self) -> None:
-        """Raises NotReady during the server's start. Requests on a socket that systemd holds wait instead: its clients
-        are to notice nothing of a restart."""
-        stage = self.dispatcher.start_stage
-        if stage is not None and not self.config.keeps_listening:
-            raise NotReady(stage, time.monotonic() - self._made_at)
 
     async def _gather(
         self,
@@ -452,7 +410,7 @@ class Pipeline:
     async def _queue_runs(
         self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"
     ) -> None:
-        """Tokenize and queue run by run: workers compute the first inputs while the last are being tokenized."""
+        """Workers compute the first inputs while the last are being tokenized."""
         num_queued = 0
         most = len(request.inputs) if request.late is None else _LATE_INPUTS_PER_TURN
         async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
@@ -475,12 +433,14 @@ class Pipeline:
         tokenized: list[TokenizedInput],
         counts: "_Counts",
     ) -> list[Callable[[], None]]:
-        """Queue the sequences of some inputs, or deliver their rows where these are known. Returns what is left to do,
-        in as many later turns of the event loop."""
+        """Queue the sequences of some inputs, or deliver their rows where these are known. Returns what is left to do
+        in later turns of the event loop."""
         num_tokens = counts.add(tokenized)
-        if self._tei_counts is not None:
-            self._tei_counts.count_tokenized(tokenized)
-        self._check_num_tokens(counts.num_tokens, is_all=start + len(tokenized) == len(request.inputs))
+        most = self.config.max_request_tokens
+        if most is not None and counts.num_tokens > most:
+            least = "" if start + len(tokenized) == len(request.inputs) else "at least "
+            message = f"Requested {least}{counts.num_tokens} tokens, max {most} tokens per request"
+            raise TooManyTokens(message, param="input")
         output = request.output
         if output.is_per_token:
             width = output.width_of(self.config.card)
@@ -489,11 +449,11 @@ class Pipeline:
                 counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
                 num_rows = num_tokens if counts.max_sims is None or counts.max_sims.keeps_documents else 0
             else:
-                self._check_rows_in_slot(start, tokenized, "late chunks are made")
+                self._check_whole(start, tokenized, self.config.arena.rows_per_slot, "late chunks are made")
                 num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
             self._take(counts.share, counts.share.num + num_rows * width)
         elif counts.num_chunked and not output.is_plain:
-            self._refuse_chunks(start, tokenized)
+            self._check_whole(start, tokenized, self.config.max_tokens, "scores and sparse vectors are given")
         if counts.num_chunked:
             sequences = self._sequences_with_chunks(request, request_queue, start, tokenized)
         else:
@@ -513,7 +473,6 @@ class Pipeline:
         return [partial(take, later[at : at + self._max_per_turn]) for at in range(0, len(later), self._max_per_turn)]
 
     def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
-        """Deliver the static weights of queries' tokens, for which no worker is needed."""
         for sequence in sequences:
             token_ids = np.frombuffer(sequence.token_ids, dtype="<i4")
             added = self.tokenizer.num_added(token_ids.tolist())
@@ -522,7 +481,6 @@ class Pipeline:
     def _queue_unknown(
         self, vector_cache: VectorCache, request_queue: RequestQueue, sequences: list[QueuedSequence]
     ) -> None:
-        """Deliver the rows that the vector cache has, and queue the other sequences."""
         unknown = vector_cache.deliver_known(sequences, sequences[0].output, request_queue.tenant)
         if unknown:
             self.dispatcher.submit(request_queue, unknown)
@@ -541,9 +499,9 @@ class Pipeline:
         return sequences
 
     def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], counts: "_Counts", width: int) -> None:
-        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a request. One input
-        may be as long as the slot. `counts`: of all inputs so far. `width`: floats of a row."""
-        most, num_tokens = _MAX_TOKEN_FLOATS // width, counts.num_tokens
+        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a request. `counts`:
+        of all inputs so far. `width`: floats of a row."""
+        most, num_tokens = MAX_TOKEN_FLOATS // width, counts.num_tokens
         if counts.max_sims is not None:
             counts.max_sims.check(start, tokenized, most)
         elif num_tokens > most and start + len(tokenized) > 1:
@@ -552,11 +510,10 @@ class Pipeline:
                 "a request",
                 param="input",
             )
-        self._check_rows_in_slot(start, tokenized, "one vector for each token is given")
+        self._check_whole(start, tokenized, self.config.arena.rows_per_slot, "one vector for each token is given")
 
-    def _check_rows_in_slot(self, start: int, tokenized: list[TokenizedInput], what: str) -> None:
-        """Raises BadRequest for inputs with more tokens than a slot has rows."""
-        limit = self.config.arena.rows_per_slot
+    def _check_whole(self, start: int, tokenized: list[TokenizedInput], limit: int, what: str) -> None:
+        """Raises BadRequest for inputs in chunks, and for those of more than `limit` tokens."""
         for index, item in enumerate(tokenized, start):
             if item.num_tokens > limit or item.chunks:
                 raise BadRequest(
@@ -574,8 +531,8 @@ class Pipeline:
         counts: "_Counts",
         width: int,
     ) -> int:
-        """Find the chunks of some inputs, and return their number; a sum is kept of each, and not the rows. Raises
-        BadRequest as `find_chunks`, and for more chunks than have room in a response. `width`: floats of a row."""
+        """Find the chunks of some inputs, and return their number. Raises BadRequest as `find_chunks`, and for more
+        chunks than have room in a response. `width`: floats of a row."""
         num_before = counts.num_late_chunks
         for index, item in enumerate(tokenized, start):
             num_prefix, _ = self.tokenizer.num_added(np.frombuffer(item.token_ids, dtype="<i4").tolist())
@@ -585,7 +542,7 @@ class Pipeline:
             chunks = find_chunks(text, item, late, index, num_prefix, is_whole=is_whole)
             counts.late_chunks.append(chunks)
             counts.num_late_chunks += len(chunks.ranges)
-        most = _MAX_TOKEN_FLOATS // width
+        most = MAX_TOKEN_FLOATS // width
         if counts.num_late_chunks > most:
             raise BadRequest(
                 f"'late_chunking': {counts.num_late_chunks} chunks or more, at most {most} are made in one request",
@@ -593,22 +550,10 @@ class Pipeline:
             )
         return counts.num_late_chunks - num_before
 
-    def _refuse_chunks(self, start: int, tokenized: list[TokenizedInput]) -> None:
-        """Raises BadRequest for an input in chunks, whose rows have no mean that means anything."""
-        for index, item in enumerate(tokenized, start):
-            if item.chunks:
-                raise BadRequest(
-                    f"'input[{index}]' has {item.num_tokens} tokens: scores and sparse vectors are given of at most "
-                    f"{self.config.max_tokens}, which are not split",
-                    param="input",
-                )
-
     async def _until_rows_have_room(self, share: Share, max_sims: _MaxSims | None, num_queued: int) -> None:
         """Wait until the documents of a request for MaxSim that were queued no longer have to be kept, if there is
-        little room for more. All queries must be among the `num_queued` inputs; before, this returns at once."""
-        if max_sims is None or num_queued < max_sims.num_queries:
-            return
-        if self.token_room.num < _MAX_TOKEN_FLOATS:
+        little room for more, and all queries are among the `num_queued` inputs."""
+        if max_sims is None or num_queued < max_sims.num_queries or self.token_room.num < MAX_TOKEN_FLOATS:
             return
         rows = max_sims.rows
         await max_sims.until(lambda: not rows.num_queries_left)
@@ -618,17 +563,11 @@ class Pipeline:
             share.keep(rows.num_floats)
 
     def _note_come(self, share: Share, max_sims: _MaxSims) -> None:
-        """All rows of an input have come. With those of the queries, documents need no room from now on."""
+        """With all rows of the queries, documents need no room from now on."""
         max_sims.has_come.set()
         if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
             max_sims.keeps_documents = False
             share.keep(max_sims.rows.num_floats)
-
-    def _check_num_tokens(self, num_tokens: int, *, is_all: bool) -> None:
-        limit = self.config.max_request_tokens
-        if limit is not None and num_tokens > limit:
-            least = "" if is_all else "at least "
-            raise TooManyTokens(f"Requested {least}{num_tokens} tokens, max {limit} tokens per request", param="input")
 
 
 def _num_chars(inputs: Inputs) -> int:
@@ -641,14 +580,14 @@ def _num_chars(inputs: Inputs) -> int:
 
 
 async def _in_turns(work: Iterable[Callable[[], None]]) -> None:
-    """Do one thing in each turn of the event loop, beginning with the next one."""
+    """One thing in each turn of the event loop, beginning with the next one."""
     for do in work:
         await asyncio.sleep(0)
         do()
 
 
 def _response_bytes(request: EmbedRequest, num_tokens: int, card: ModelCard) -> int:
-    """At most so many bytes has a response of vectors; 0 for one of anything else, which is counted when it is made."""
+    """The most bytes that a response of vectors has; 0 for one of anything else, which is counted when it is made."""
     if not request.output.is_plain and (request.output is not Output.TOKEN_VECTORS or request.is_max_sim):
         return 0
     num_rows = len(request.inputs) if request.output.is_plain else num_tokens
@@ -657,7 +596,7 @@ def _response_bytes(request: EmbedRequest, num_tokens: int, card: ModelCard) -> 
 
 
 async def _unless_over(pending: PendingResult, queueing: Awaitable[T]) -> T:
-    """The result of `queueing`. If the request is over before, `queueing` is cancelled, and this raises the reason."""
+    """The result of `queueing`. If the request is over before, `queueing` is cancelled. Raises the reason."""
     task = asyncio.ensure_future(queueing)
     try:
         await asyncio.wait((task, pending.finished), return_when=asyncio.FIRST_COMPLETED)

@@ -1,11 +1,9 @@
 """The generations of the configuration that a gateway serves, and the wiring of each.
 
-Owns `Service`, all that a request of one generation goes through, and `Services`, the generations there are: which of
-them takes the new requests for each model, and how one is prepared, activated, retired and discarded. A request stays
-with the generation that it began with: where several models are served, it counts for all of them until its model is
-known (`vecd.gateway.api.models`), and from then on for that one alone. Knows no connection and no listening socket.
-Made by `vecd.gateway.main`; called by `vecd.gateway.http.server` (requests) and `vecd.gateway.control` (what the
-supervisor says).
+Owns `Service`, all that a request of one generation goes through, and `Services`: which generation takes the new
+requests for each model, and how one is prepared, activated, retired and discarded. A request stays with the generation
+that it began with; where several models are served, it counts for all of them until its model is known. Knows no
+connection and no listening socket.
 """
 
 import asyncio
@@ -17,36 +15,32 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import NoReturn
 
-from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principals
-from vecd.gateway.api.application import Api
-from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.context import Context
-from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.models import HEADER, PREFIX, Models, header_value, readings_of, unlisted
-from vecd.gateway.api.registry import ENDPOINTS
+from vecd.base.tasks import NoTasks
+from vecd.gateway.api.body import Bodies
+from vecd.gateway.api.served import HEADER, PREFIX, ModelInfo, Models, header_value, readings_of, unlisted
+from vecd.gateway.app.app import ENDPOINTS, Api
+from vecd.gateway.app.routes import Context
+from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
-from vecd.gateway.encoding.query_weights import read_query_weights
+from vecd.gateway.encoding.sparse import read_query_weights
+from vecd.gateway.errors import ApiError, Unavailable
 from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.request import HttpRequest, Identity, ModelChoice, Overflow, Response
+from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
+from vecd.gateway.scheduling.keys import Principals
 from vecd.gateway.scheduling.policy import BatchingPolicy
-from vecd.gateway.telemetry.processes import Processes
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.telemetry.tei_metrics import TeiCounts
-from vecd.gateway.telemetry.tracing import Tracing, import_opentelemetry
+from vecd.gateway.telemetry.finished import Tracing, import_opentelemetry
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.telemetry.prometheus import Processes
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.config import ApiKey, GatewayConfig
-from vecd.gateway.types.errors import ApiError, Unavailable
-from vecd.gateway.types.identity import Identity
-from vecd.gateway.types.messages import HttpRequest, Response
-from vecd.gateway.types.model_choice import ModelChoice
-from vecd.gateway.types.request import Overflow
-from vecd.shm.card import ModelError
+from vecd.model.card import ModelError
 from vecd.shm.control import (
     Activate,
     Discard,
@@ -57,6 +51,7 @@ from vecd.shm.control import (
     ModelFiles,
     ModelIdentity,
     ModelIs,
+    ModelState,
     NewKeys,
     Prepare,
     Prepared,
@@ -69,9 +64,7 @@ from vecd.shm.control import (
     WorkerUp,
 )
 from vecd.shm.output import Output
-from vecd.shm.residence import ModelState
 from vecd.shm.shared_metrics import Gauge, ServiceKey
-from vecd.shm.tasks import NoTasks
 from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
@@ -83,7 +76,7 @@ _UNKNOWN_KEY = 401
 """The status of responses that tell no model's name."""
 _MODELS_TIMEOUT_S = 10.0
 """How long a request waits for models that are still to come. A gateway that is started again has read the tokenizers
-of all within a second or two."""
+of all models within a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +88,11 @@ class GatewayFacts:
     quarantine_key: bytes
     shared_metrics: SharedMetrics
     send: Callable[[Message], None]
-    """Reports to the supervisor."""
     cores: Cores = field(default_factory=lambda: Cores(1))
-    """The budget that all generations share."""
     vector_cache: VectorCacheMemory | None = None
-    """What all gateways keep computed rows in, if the operator wants that."""
 
 
 class Service:
-    """All that a request goes through, for one generation of the configuration."""
-
     def __init__(self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, gateway: GatewayFacts) -> None:
         """Holds no socket yet: see `Dispatcher.start`. Raises ModelError for weights of queries that cannot be read."""
         self.config = config
@@ -141,7 +129,6 @@ class Service:
             widths={output: output.width_of(config.card) for output in Output},
             report=gateway.send,
             model=config.model,
-            on_sending=TeiCounts(self._shared_metrics).count_batch if config.has_tei_metrics else None,
             quarantine_key=_quarantine_key(gateway.quarantine_key, config.model),
             shared_metrics=counting,
             cores=gateway.cores,
@@ -172,7 +159,6 @@ class Service:
         self.identity = Identity(defaults.alias for defaults in config.alias_defaults)
         self.api = Api(self._make_context(lambda: gateway.send(ReloadAsked())))
         self.num_handled = 0
-        """Requests that are being handled."""
         self.join(None)
 
     def _make_context(self, on_reload: Callable[[], None]) -> Context:
@@ -208,8 +194,7 @@ class Service:
         )
 
     def join(self, models: Models[Context] | None) -> None:
-        """Serve beside other models from now on, or as the only one; then its use is of interest only if it may be
-        unloaded for want of it."""
+        """Serve beside other models, or as the only one; then its use is of interest only if it may be unloaded."""
         self.api.join(models)
         config = self.config
         may_leave = config.loads_on_demand or config.keep_alive_s is not None or config.allows_keep_alive
@@ -219,8 +204,7 @@ class Service:
         self.residence.note_use(self.admission.num_admitted, self.admission.num_requests, self.dispatcher.core_s)
 
     def change_state(self, status: ModelIs) -> None:
-        """The model is loaded, unloaded or parked, or could not be loaded; what waits for it waits on, but after a
-        failed load."""
+        """What waits for the model waits on, but after a failed load."""
         if not self.residence.change(status):
             return
         state = self.residence.state
@@ -234,9 +218,7 @@ class Service:
                 self.dispatcher.hold()
         if state is ModelState.FAILED:
             self.pipeline.fail_all(self.residence.failed_error)
-        elif state in (ModelState.UNLOADED, ModelState.PARKED) and (
-            self.admission.num_requests or self.residence.has_waiting_clients
-        ):
+        elif state is ModelState.UNLOADED and (self.admission.num_requests or self.residence.has_waiting_clients):
             self.residence.want()  # requests came before nothing was sent any more
 
     @property
@@ -270,8 +252,7 @@ _OTHER_GAUGES = (Gauge.QUEUE_AGE_US, Gauge.WORKERS)
 
 
 class Services:
-    """The generations, as the `vecd.gateway.http.contract.Application` that the server serves, and as the supervisor's
-    messages change them."""
+    """The generations, as the `vecd.gateway.http.connection.Application` that the server serves."""
 
     def __init__(
         self,
@@ -282,30 +263,26 @@ class Services:
         make_service: Callable[[GatewayConfig, int, Tokenizer, GatewayFacts], Service] = Service,
         num_models: int = 1,
     ) -> None:
-        """`first`: the active generation of the first model. `read_tokenizer` is called in a thread, for each
-        generation that is prepared; raises ModelError. `num_models`: those that are served once each has been
-        activated."""
+        """`first`: the active generation of the first model. `read_tokenizer` is called in a thread; raises ModelError.
+        `num_models`: those that are served once each has been activated."""
         self.active = first
         """That of the first model. Its configuration is the server's."""
         self.of_models: tuple[Service, ...] = (first,)
         """The active generation of each model, in the order of the configuration."""
         self.all = {first.generation: first}
-        """Those that have requests, or may get them, by generation."""
+        """Those that have requests, or may get them."""
         self.tracing: Tracing | None = None
         self.on_activated: Callable[[GatewayConfig], None] = lambda config: None
-        """Applies a new generation's configuration, if it is the first model's, to what all generations share."""
+        """Gets a new configuration of the first model."""
         self._gateway = gateway
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
         self._keys: Sequence[ApiKey] = first.config.keys
-        """The newest keys from the supervisor."""
-        self._preparing: dict[int, asyncio.Task[None]] = {}
-        self._told: dict[int, ModelIs] = {}
+        self.preparing: dict[int, asyncio.Task[None]] = {}
+        self.told: dict[int, ModelIs] = {}
         """The states of models whose generations are being prepared."""
         self._num_awaited = num_models - 1
-        """Models that have not been activated yet."""
         self._have_come = asyncio.Event()
-        """Set once there are none."""
         self._models: Models[Context] | None = None
         """None where there is one model, whose aliases have no request defaults."""
         self._logged_models: set[str] = set()
@@ -315,7 +292,6 @@ class Services:
         return sum(map(value, self.all.values()))
 
     def schedule_dispatch(self) -> None:
-        """Send soon what can be sent, of all generations."""
         for service in self.all.values():
             service.dispatcher.schedule_dispatch()
 
@@ -342,9 +318,10 @@ class Services:
     async def handle(self, request: HttpRequest) -> Response:
         if self._models is not None:
             return await self._handle_among(self._models, request)
-        if request.choice is not None:
-            self._check_left(request, request.choice)
-        service = self.active
+        choice, service = request.choice, self.active
+        if choice is not None and choice.is_made and request.timeline.model != service.config.model:
+            # Its model was withdrawn while its body arrived: the one that is left would answer in its place.
+            raise unlisted(choice.named)
         service.num_handled += 1
         if self.tracing is not None:
             self.tracing.begin(request)
@@ -372,38 +349,38 @@ class Services:
         service = self._enter(models, request)
         choice = request.choice
         assert choice is not None
-        held = _Held((service,) if choice.is_made else self.of_models)
-        choice.on_chosen = held.keep
+        held = [service] if choice.is_made else list(self.of_models)
+        for each in held:
+            each.num_handled += 1
+
+        def release(kept: str | None) -> None:
+            for each in [each for each in held if each.config.model != kept]:
+                held.remove(each)
+                each.num_handled -= 1
+
+        choice.on_chosen = release
         try:
             return await service.api.handle(request)
         finally:
-            held.release()
-
-    def _check_left(self, request: HttpRequest, choice: ModelChoice) -> None:
-        """Raises ModelNotFound for a request whose path or header names a model that was withdrawn while its body
-        arrived, if one model is left: that would answer in its place, because it knows neither prefix nor header."""
-        if choice.is_made and request.timeline.model != self.active.config.model:
-            raise unlisted(choice.named)
+            release(None)
 
     async def _await_models(self, request: HttpRequest) -> None:
-        """Let a request that may be for a model which is still to come wait for it, as for a worker. During the
-        server's own start no request waits."""
+        """Let a request that may be for a model which is still to come wait for it. During the server's own start no
+        request waits."""
         path = self._likeliest_reading(request.path)[1] if request.path.startswith(PREFIX) else request.path
         if self.active.dispatcher.start_stage is None and self.active.api.is_for_model(request.method, path):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._have_come.wait(), _MODELS_TIMEOUT_S)
 
     def _enter(self, models: Models[Context], request: HttpRequest) -> Service:
-        """The service whose API a request goes to: that of the model which its path or its header names, or else the
-        first one's; of those that its API key reaches. Raises ApiError for an unknown name in the path.
-
-        Side effects: the prefix that names a model is taken from the path, and the request gets its `choice`.
-        """
+        """The service of the model that a request's path or header names, or else the first one, of those that its API
+        key reaches. Raises ApiError for an unknown name in the path. Side effects: the prefix that names a model is
+        taken from the path, and the request gets its `choice`."""
         principals = self.active.api.principals
         if principals.limit_models:
             names = principals.models_of(request.headers, is_admin=request.is_admin)
             models = models if names is None else models.only(names)
-        # Of a key that reaches some models alone, the first of these, in no case another: nothing is said of that.
+        # A key that reaches some models alone learns nothing of others.
         first = self.active if models is self._models or not models.all else self._service_of(models.all[0])
         choice = request.choice
         if choice is None:
@@ -421,23 +398,21 @@ class Services:
         return self._service_of(found)
 
     def _service_of(self, context: Context) -> Service:
-        """The one of these that has this context, or that which sees it by an alias."""
+        """The one that has this context, or sees it by an alias."""
         return next(service for service in self.of_models if service.config is context.config)
 
     def _refuse(self, models: Models[Context], first: Service, request: HttpRequest) -> NoReturn:
-        """Raises ApiError for a path that names no model, or what else is wrong with the request. Side effect: the
-        request's path is the rest, in whose shape the error is rendered."""
+        """Raises ApiError. Side effect: the request's path is the rest, in whose shape the error is rendered."""
         name, request.path = self._likeliest_reading(request.path)
         first.api.check_head(request)
         raise models.refusal(name)
 
     def _likeliest_reading(self, path: str) -> tuple[str, str]:
-        """A name, and the rest of a path that begins with PREFIX: the first that has a route, if one has."""
+        """A name, and the rest of a path that begins with PREFIX, which has a route if possible."""
         readings = readings_of(path)
         return next((each for each in readings if self.active.api.has_route(each[1])), readings[0])
 
     def _join_models(self) -> None:
-        """Let the active services know of each other."""
         before, self._models = self._models, None
         have_defaults = any(service.config.alias_defaults for service in self.of_models)
         if len(self.of_models) > 1 or self._num_awaited or have_defaults:
@@ -456,12 +431,10 @@ class Services:
     # --- the drain ------------------------------------------------------------------------------------------
 
     def begin_drain(self) -> None:
-        """From now on `/health` says 503."""
         for service in self.all.values():
             service.is_draining = True
 
     def give_up(self) -> None:
-        """Answer every request that still waits for rows with a 503."""
         for service in self.all.values():
             service.pipeline.give_up()
 
@@ -493,8 +466,8 @@ class Services:
             case ModelIs():
                 if (known := self.all.get(message.generation)) is not None:
                     known.change_state(message)
-                elif message.generation in self._preparing:
-                    self._told[message.generation] = message
+                elif message.generation in self.preparing:
+                    self.told[message.generation] = message
             case ModelBroken():
                 service = self.all[message.generation]
                 service.dispatcher.set_broken(message.reason)
@@ -532,15 +505,14 @@ class Services:
             service.api.set_keys(keys)
 
     def prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
-        """Make ready for another generation beside those there are, and report it. Takes the ownership of
-        `zmq_listening`."""
+        """Make ready for another generation, and report it. Takes the ownership of `zmq_listening`."""
         # A socket object closes itself if the task is cancelled before it begins.
-        task = self._preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
-        task.add_done_callback(lambda _: self._forget_preparing(message.generation))
+        task = self.preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
+        task.add_done_callback(lambda _: self.forget_preparing(message.generation))
 
-    def _forget_preparing(self, generation: int) -> None:
-        self._preparing.pop(generation, None)
-        self._told.pop(generation, None)
+    def forget_preparing(self, generation: int) -> None:
+        self.preparing.pop(generation, None)
+        self.told.pop(generation, None)
 
     async def _prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
         generation, send = message.generation, self._gateway.send
@@ -564,7 +536,7 @@ class Services:
             zmq_listening.detach()  # the dispatcher owns it from now on
             service.is_draining = self.active.is_draining
             self.all[generation] = service
-            if (status := self._told.pop(generation, None)) is not None:
+            if (status := self.told.pop(generation, None)) is not None:
                 service.change_state(status)
             send(Prepared(generation))
         finally:
@@ -572,9 +544,13 @@ class Services:
                 tokenizer.threads.close()
 
     def activate(self, generation: int) -> None:
-        """Give new requests for its model to this generation, and retire the one before."""
+        """Give new requests for its model to a generation, and retire the one before."""
         service, config = self.all[generation], self.all[generation].config
-        before = [each for each in self.of_models if _is_of_model(each.config, config)]
+        before = [
+            each
+            for each in self.of_models
+            if each.config.model_index == config.model_index or each.config.model == config.model
+        ]
         if not before and self._num_awaited:
             self._num_awaited -= 1
         service.dispatcher.activate()
@@ -586,7 +562,7 @@ class Services:
             self._end_of(each)
 
     def withdraw(self, generation: int) -> None:
-        """Give this generation no new request, nor another of its model, and retire it."""
+        """Give a generation no new request, nor another of its model, and retire it."""
         service, first = self.all[generation], self.active
         self._set_of_models([each for each in self.of_models if each is not service])
         if self.active is not first:
@@ -601,9 +577,10 @@ class Services:
             self._have_come.set()
 
     def _end_of(self, service: Service) -> None:
-        """Retire a service that gets no new requests. Those that wait for its model to be loaded end: it will not."""
+        """Requests that wait for its model to be loaded end: it will not."""
         if service.residence.is_awaited:
-            service.pipeline.end(_reloading)
+            message = "The model is being reloaded"
+            service.pipeline.end(partial(Unavailable, message, retry_after_s=1, code="reloading"))
         self._retire(service)
 
     def _retire(self, service: Service) -> None:
@@ -615,7 +592,7 @@ class Services:
 
     def discard(self, generation: int) -> None:
         """Forget a generation, whether it is being prepared or has been retired."""
-        if (preparing := self._preparing.get(generation)) is not None:
+        if (preparing := self.preparing.get(generation)) is not None:
             preparing.cancel()
         service = self.all.pop(generation, None)
         if service is not None:
@@ -626,7 +603,7 @@ class Services:
     # --- what is measured -----------------------------------------------------------------------------------
 
     def read_models(self) -> dict[str, dict[Gauge, int]]:
-        """The gauges of each model, by its name; of none where there is one model."""
+        """The gauges of each model, by its name; none where there is one model."""
         if self._models is None:
             return {}
         now = time.monotonic()
@@ -638,16 +615,14 @@ class Services:
             age_us = int(service.policy.oldest_wait_s(now) * 1e6)
             gauges[Gauge.QUEUE_AGE_US] = max(gauges[Gauge.QUEUE_AGE_US], age_us)
             if service in self.of_models:
-                gauges[Gauge.WORKERS] = sum(link.is_usable for link in service.dispatcher.links)
+                gauges[Gauge.WORKERS] = service.dispatcher.num_usable_workers
         return found
 
     def num_usable_workers(self) -> int:
-        """Of the active generations of all models."""
-        return sum(link.is_usable for service in self.of_models for link in service.dispatcher.links)
+        return sum(service.dispatcher.num_usable_workers for service in self.of_models)
 
     def num_waiting(self) -> int:
-        """Sequences that a core could be for. What waits without a worker is not counted: another gateway would be
-        granted fewer cores for it, and leave them idle."""
+        """Sequences. What waits without a worker is not counted: cores granted for it would be idle."""
         return sum(service.policy.queued_sequences for service in self.all.values() if service.dispatcher.is_sending)
 
     def queue_age_us(self) -> int:
@@ -656,13 +631,8 @@ class Services:
 
 
 def _quarantine_key(key: bytes, model: str) -> bytes:
-    """That of one model, in every gateway that has the key: the same token ids may end the workers of one model and be
-    harmless to another."""
+    """The key of one model: the same token ids may end the workers of one and be harmless to another."""
     return blake2b(model.encode(), key=key, digest_size=len(key)).digest()
-
-
-def _reloading() -> Unavailable:
-    return Unavailable("The model is being reloaded", retry_after_s=1, code="reloading")
 
 
 def _by_alias(context: Context) -> list[Context]:
@@ -674,32 +644,8 @@ def _by_alias(context: Context) -> list[Context]:
     ]
 
 
-def _is_of_model(config: GatewayConfig, other: GatewayConfig) -> bool:
-    return config.model_index == other.model_index or config.model == other.model
-
-
-class _Held:
-    """The services that are kept for one request."""
-
-    def __init__(self, services: Sequence[Service]) -> None:
-        self._services = services
-        for service in services:
-            service.num_handled += 1
-
-    def keep(self, model: str) -> None:
-        """Keep that of one model alone."""
-        others = [service for service in self._services if service.config.model != model]
-        self._services = [service for service in self._services if service.config.model == model]
-        for service in others:
-            service.num_handled -= 1
-
-    def release(self) -> None:
-        for service in self._services:
-            service.num_handled -= 1
-
-
 def read_tokenizer(config: GatewayConfig) -> Tokenizer:
-    """Raises ModelError for one that cannot be read. Takes up to seconds."""
+    """Raises ModelError. Takes up to seconds."""
     return Tokenizer(
         config.card,
         config.max_tokens,

@@ -1,6 +1,4 @@
-"""Everything two processes must agree on: the arena and its slots, the wire messages, the control messages,
-the model card and the failure codes.
+"""Everything two processes must agree on: the arena and its slots, the wire messages, and the control messages.
 
-This package is the only one that both the gateway and the workers import. It stands on the standard library,
-numpy and pyzmq, and holds no policy: what a process does with a batch or a slot is its own business.
+The only package that both the gateway and the workers import. It holds no policy.
 """

@@ -23,106 +23,105 @@ Batches never travel here: that is `vecd.shm.wire`.
 
 import errno
 import json
+import math
 import os
+import re
 import select
 import socket
 import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, TypeAlias, dataclass_transform
+
+from vecd.base.files import JsonObject
 
 _MAX_PACKET_BYTES = 128 * 1024
-"""A packet is at most this long; a longer message is a file, and the packet its descriptor. Linux's default send buffer
-(net.core.wmem_default) takes 208 KiB."""
+"""A longer message is a file, and the packet its descriptor. Linux's default send buffer takes 208 KiB."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 _BY_FILE = b"file"
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 MAX_DESCRIPTORS = 80
-"""The most that a message carries: one for each gateway there may be, and a few. Linux allows 253."""
+"""One for each gateway there may be, and a few. Linux allows 253."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
 LOAD_TOKENS_PER_S = "load_tokens_per_s"
-"""The key of a worker's fact: its speed when its model was loaded, above 0, by which waits are estimated until a batch
-has been measured."""
+"""The key of a worker's fact: its speed when its model was loaded, above 0, which counts until a batch is measured."""
 THREAD_CHOICES = "thread_choices"
 """The key of a worker's fact: the numbers of threads that it can compute a batch with, the least first."""
 SEND_TIMEOUT_MS = 1000
-"""How long a message may wait for room in the other side's buffer."""
 _CHILD_SEND_TIMEOUT_MS = 60_000
-"""The same of a child: hundreds of workers that end at once fill the buffer of a supervisor that is busy."""
+"""Longer, because hundreds of workers that end at once fill the buffer of a supervisor that is busy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:
-    """One of the classes below."""
+    """One of the classes below, which are frozen dataclasses."""
+
+    __dataclass_fields__: ClassVar[JsonObject]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True, slots=True)
 class GatewayListen(Message):
-    """To the first gateway, before the model is known: answer on these sockets what the start is doing, until
-    GatewayStart comes. Descriptors: the public listening socket, and the admin one if there is one."""
+    """To the first gateway, before the model is known: answer what the start is doing, until GatewayStart comes.
+    Descriptors: the public listening socket, and the admin one if there is one."""
 
     stage: str
-    """As in GatewayStart."""
     tls_cert: str | None
-    """As in `vecd.gateway.types.config.GatewayConfig`, as the others."""
+    """As in `vecd.gateway.config.GatewayConfig`, as the others."""
     tls_key: str | None
     max_body_bytes: int
     log_level: str
     log_format: str
     trusted_proxies: str
-    proxy_protocol: bool
 
 
-@dataclass(frozen=True, slots=True)
 class GatewayStart(Message):
     """To a new gateway: its configuration. Descriptors: the shared metrics, its ZeroMQ listening socket, the vector
     cache if the configuration has one, the public listening socket, and the admin one if there is one."""
 
-    config: dict[str, Any]
-    """A `vecd.gateway.types.config.GatewayConfig` as plain JSON values, the same for each gateway."""
+    config: JsonObject
+    """A `vecd.gateway.config.GatewayConfig` as plain JSON values, the same for each gateway."""
     gateway: int
-    """Its index, 0 … num_gateways - 1."""
     epoch: int
-    """Which of its lives this is, 1 for the first."""
     generation: int
-    """Of the configuration."""
     quarantine_key: str
     """In hexadecimal, the same for each gateway: digests of inputs that end their workers are made with it, and those
     of the vector cache."""
     start_stage: str | None = None
-    """What the server's start is doing; None once the server has been ready."""
+    """None once the server has been ready."""
     num_models: int = 1
-    """Models that are served. The generations of all but this one come by Prepare: until as many are active, a name
-    that the gateway does not know may be that of a model which is still to come."""
+    """The generations of all but this one come by Prepare: until then, a name that the gateway does not know may be
+    that of a model which is still to come."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerUp(Message):
     """To every gateway: an incarnation is ready. Descriptor: its arena."""
 
     generation: int
-    """Whose configuration it serves."""
     worker: int
     life: int
-    facts: dict[str, Any]
-    """What the worker said of itself when it was ready, for `/info`."""
+    facts: JsonObject
+    """For `/info`."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerDown(Message):
     """To every gateway: an incarnation is dead; its batches are to be sent again and its arena dropped."""
 
     worker: int
     life: int
     reason: str
-    has_crashed: bool = False
-    """By a signal of the kernel for a fault of its own, and that no process has sent it."""
+    has_crashed: bool | None = False
+    """By a signal of the kernel for a fault of its own, and that no process has sent it. None: it had been stopped, and
+    its death says nothing about its inputs."""
     is_planned: bool = False
     """The supervisor has ended it, after every gateway's ModelDrained. Counts as no death."""
 
 
-@dataclass(frozen=True, slots=True)
 class Drain(Message):
     """To every gateway: accept nothing new, answer what was accepted, exit 0 within the deadline."""
 
@@ -131,38 +130,33 @@ class Drain(Message):
     """In this time, which comes first, requests are served as before, but `/health` says 503."""
 
 
-@dataclass(frozen=True, slots=True)
 class Prepare(Message):
     """To every gateway: a new configuration; make ready for it beside the present one. Descriptor: its ZeroMQ listening
     socket."""
 
     generation: int
-    config: dict[str, Any]
+    config: JsonObject
 
 
-@dataclass(frozen=True, slots=True)
 class Activate(Message):
     """To every gateway: new requests for the model of this generation are for this generation from now on."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
 class Withdrawn(Message):
-    """To every gateway: the model of this generation is no longer served. No new request is for it; Retired, once the
-    last one is answered, and then Discard follow as after another generation's Activate."""
+    """To every gateway: the model of this generation is no longer served. Retired and then Discard follow, as after
+    another generation's Activate."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
 class Discard(Message):
     """To every gateway: forget a generation; nothing of it is being served any more, or may be."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
 class ModelIs(Message):
     """To every gateway, after Prepare or GatewayStart and whenever it changes: the state of this generation's model.
     One that a gateway was not told of is ready, or becomes so with the server's start. The answer to "draining" is
@@ -170,11 +164,11 @@ class ModelIs(Message):
 
     generation: int
     state: str
-    """A `vecd.shm.residence.ModelState`."""
+    """A `vecd.shm.control.ModelState`."""
     reason: str = ""
-    """Failed: why, in one line. Unloaded, parked or draining: one of UNLOAD_REASONS."""
+    """Failed: why, in one line. Unloaded or draining: one of UNLOAD_REASONS."""
     wait_s: float = 0.0
-    """Loading, unloaded or parked: the expected seconds until it could be ready. Failed: those until the next try."""
+    """Loading or unloaded: the expected seconds until it could be ready. Failed: those until the next try."""
     nbytes: int = 0
     """Memory that it has, or that it is expected to need."""
     num_loads: int = 0
@@ -183,27 +177,24 @@ class ModelIs(Message):
     load_s: float = 0.0
     """Duration of the last load; 0 before the first."""
     num_unloads: dict[str, int] = field(default_factory=dict)
-    """By reason, one of UNLOAD_REASONS; parkings, too."""
+    """By reason, one of UNLOAD_REASONS."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelIdentity(Message):
     """To every gateway, once it is known, and whenever it changes: the identity of this generation's model, without the
-    number format, which the workers say (`WorkerUp`)."""
+    number format."""
 
     generation: int
     digest: str
     """32 hexadecimal digits; "" if they cannot be found out, for now or for good."""
     by_alias: dict[str, str] = field(default_factory=dict)
-    """The same of each alias with request defaults."""
     problem: str = ""
     """Why there is no digest."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelFiles(Message):
     """To every gateway, whenever it changes, and before the news of a worker's death: which files of this generation's
-    model are no longer those that were loaded. One that was not told of has the files that were loaded."""
+    model are no longer those that were loaded. One that a gateway was not told of has those that were loaded."""
 
     generation: int
     changed: str
@@ -211,57 +202,49 @@ class ModelFiles(Message):
 
 
 UNLOAD_REASONS = ("idle", "memory", "operator", "client")
-"""Why a model was unloaded or parked: its `keep_alive` was over; another one needed the memory; POST /admin/models;
+"""Why a model was unloaded: its `keep_alive` was over; another model needed the memory; POST /admin/models;
 `keep_alive: 0` of a client."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelWanted(Message):
     """From a gateway: a request waits for this generation's model, which is not ready. Sent once for each state."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
 class ModelDrained(Message):
-    """From a gateway: after "draining" nothing of this generation is at a worker any more, and nothing will be until
-    another state has come."""
+    """From a gateway: after "draining" nothing of this generation is at a worker any more, until another state has
+    come."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
 class ModelUsed(Message):
-    """From a gateway, at most once a second: the use of this generation's model since the last such message. None comes
-    while there is none."""
+    """From a gateway, at most once a second: the use of this generation's model since the last one, if any."""
 
     generation: int
     compute_s: float
-    """Seconds of cores."""
     num_requests: int
     """Those that are unanswered now."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelAsked(Message):
     """From a gateway: an operator wants this."""
 
     generation: int
     action: str
-    """"load", "unload" or "park"."""
+    """"load" or "unload"."""
 
 
-@dataclass(frozen=True, slots=True)
 class KeepAlive(Message):
-    """From a gateway: a client has set how long this generation's model stays after its last request, instead of the
-    configured time. Sent only where that is allowed, and when it has changed."""
+    """From a gateway: a client has set how long this generation's model stays after its last request. Sent when it has
+    changed."""
 
     generation: int
     seconds: float | None
     """None: for ever. 0: it is unloaded as soon as no request is left."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelBroken(Message):
     """To every gateway: no worker of this generation stays alive. Over as soon as one is up."""
 
@@ -269,29 +252,23 @@ class ModelBroken(Message):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class InputDeaths(Message):
     """From a gateway, and to all others: a worker has died while it computed these inputs."""
 
     model: str
-    """As in `Quarantined`, like the next."""
     digests: list[str]
     is_isolated: bool
     """There was nothing else in the batch."""
     has_crashed: bool
-    """As in `WorkerDown`."""
 
 
-@dataclass(frozen=True, slots=True)
 class InputsCleared(Message):
     """From a gateway, and to all others: these inputs, with which workers had died, have been computed."""
 
     model: str
-    """As in `Quarantined`, like the next."""
     digests: list[str]
 
 
-@dataclass(frozen=True, slots=True)
 class Quarantined(Message):
     """From a gateway, and to all others: an input has ended worker after worker, and is refused for a while."""
 
@@ -301,49 +278,40 @@ class Quarantined(Message):
     """In hexadecimal, made with the key that gateways share."""
 
 
-@dataclass(frozen=True, slots=True)
 class CoresWanted(Message):
-    """From one of several gateways: on how many cores it could compute now. Sent when that changes, at most 20 times a
+    """From one of several gateways: on how many cores it could compute. Sent when that changes, at most 20 times a
     second."""
 
     num: int
 
 
-@dataclass(frozen=True, slots=True)
 class CoresGranted(Message):
-    """To one of several gateways: how many cores it may lease from now on; none before the first of these messages. An
-    answer, CoresHeld, is needed if they are fewer than before."""
+    """To one of several gateways: how many cores it may lease from now on; none before the first of these messages.
+    CoresHeld answers it if they are fewer than before."""
 
     num: int
 
 
-@dataclass(frozen=True, slots=True)
 class CoresHeld(Message):
     """From a gateway: its leases fit into its newest grant, which was smaller than the one before."""
 
     num: int
-    """Those of the grant."""
 
 
-@dataclass(frozen=True, slots=True)
 class NewKeys(Message):
     """To every gateway: from now on these are the keys that callers may send."""
 
-    keys: list[dict[str, Any]]
-    """Each a `vecd.gateway.types.config.ApiKey` as plain JSON values."""
+    keys: list[JsonObject]
 
 
-@dataclass(frozen=True, slots=True)
 class GatewayReady(Message):
     """From a gateway: it listens."""
 
 
-@dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     """From a gateway, about once a second: its event loop turns."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerConnected(Message):
     """From a gateway: an incarnation has answered its first probe."""
 
@@ -351,7 +319,6 @@ class WorkerConnected(Message):
     life: int
 
 
-@dataclass(frozen=True, slots=True)
 class Prepared(Message):
     """From a gateway: it is ready for a generation, or says why it cannot be."""
 
@@ -359,19 +326,16 @@ class Prepared(Message):
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class Retired(Message):
     """From a gateway: it has answered the last request of a generation that is no longer its model's active one."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
 class ReloadAsked(Message):
     """From a gateway: an operator has asked it for what SIGHUP does."""
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerStuck(Message):
     """From a gateway: an incarnation has let a batch's deadline pass. The supervisor kills it."""
 
@@ -379,34 +343,30 @@ class WorkerStuck(Message):
     life: int
 
 
-@dataclass(frozen=True, slots=True)
 class ForkServerStart(Message):
     """To the fork server: what to import, and what to load, before the first fork. To a zygote before: import what this
     fork server needs, and fork it. Descriptor then: the fork server's control socket."""
 
     parent_pid: int
-    """The supervisor's, whose death before the fork server asks to die with it would otherwise go unseen."""
+    """The supervisor's, whose death could otherwise go unseen."""
     modules: list[str]
-    config: dict[str, Any] | None = None
-    """A `vecd.workers.config.WorkerConfig` as plain JSON values, whose engine the workers will share; None: each loads
-    its own, because what is on an accelerator does not survive a fork."""
+    config: JsonObject | None = None
+    """A `vecd.workers.config.WorkerConfig`, whose engine the workers will share; None: each loads its own, because what
+    is on an accelerator does not survive a fork."""
     selection_command: list[str] = field(default_factory=list)
     """The command line of `vecd.workers.process.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"
 
 
-@dataclass(frozen=True, slots=True)
 class ForkServerForked(Message):
-    """From a fork server that a zygote has forked: it is the supervisor's child now. Descriptor: its pidfd. Or from the
+    """From a fork server that a zygote has forked: it is the supervisor's child now. Descriptor: its pidfd. From the
     zygote, without one: it cannot be forked."""
 
     pid: int
     error: str = ""
-    """Why it cannot be."""
 
 
-@dataclass(frozen=True, slots=True)
 class ForkServerReady(Message):
     """From the fork server: everything is imported; workers may be forked."""
 
@@ -414,18 +374,15 @@ class ForkServerReady(Message):
     """What could be imported."""
 
 
-@dataclass(frozen=True, slots=True)
 class ForkWorker(Message):
     """To the fork server. Descriptors: the worker's control socket, its arena, the ZeroMQ address (O_PATH) of
     each gateway."""
 
     worker: int
     life: int
-    config: dict[str, Any]
-    """A `vecd.workers.config.WorkerConfig` as plain JSON values."""
+    config: JsonObject
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerForked(Message):
     """From the fork server. Descriptor: a pidfd of the new process."""
 
@@ -434,7 +391,6 @@ class WorkerForked(Message):
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
 class ForkFailed(Message):
     """From the fork server: a worker could not be forked."""
 
@@ -443,7 +399,6 @@ class ForkFailed(Message):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerExited(Message):
     """From the fork server: a worker was reaped."""
 
@@ -452,32 +407,25 @@ class WorkerExited(Message):
     """As `os.waitstatus_to_exitcode` gives it: an exit code, or minus the signal's number."""
 
 
-@dataclass(frozen=True, slots=True)
 class Progress(Message):
-    """From a worker or the fork server: the stage of loading it begins. Passed on to every gateway until the server is
-    ready for the first time."""
+    """From a worker or the fork server. Passed on to every gateway until the server is ready for the first time."""
 
     stage: str
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerReady(Message):
     """From a worker: the model is loaded, compared and warm."""
 
-    facts: dict[str, Any]
-    """JSON values: dtype, path ("packed" or "padded"), agreement figures, memory, LOAD_TOKENS_PER_S if it was measured.
-    Shown in `/info`."""
+    facts: JsonObject
+    """JSON values, shown in `/info`: dtype, path, agreement figures, memory, LOAD_TOKENS_PER_S if it was measured."""
     warnings: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
 class ChildFailed(Message):
     """From a child: it cannot start, and starting it again would not help."""
 
     message: str
-    """One line for the operator: what is wrong, and where."""
     is_configuration: bool = False
-    """A setting is wrong, and not the model or the machine."""
 
 
 # In the order of definition: `slots=True` defines a class again, and the second one of a name is in use.
@@ -501,7 +449,6 @@ class Channel:
 
     @classmethod
     def from_fd(cls, fd: int) -> "Channel":
-        """Take over a child's inherited descriptor."""
         return cls(socket.socket(fileno=fd), _CHILD_SEND_TIMEOUT_MS)
 
     def fileno(self) -> int:
@@ -510,9 +457,9 @@ class Channel:
     def send(self, message: Message, fds: Sequence[int] = (), *, waits: bool = True) -> None:
         """Send one message. The caller keeps its own copies of `fds`, MAX_DESCRIPTORS at most.
 
-        Raises OSError (BrokenPipeError, ConnectionResetError) when the other side is dead, BlockingIOError when it has
-        not read for SEND_TIMEOUT_MS (_CHILD_SEND_TIMEOUT_MS where a child sends), or at all if this does not wait, and
-        ValueError when the message is longer than MAX_MESSAGE_BYTES.
+        Raises OSError when the other side is dead, BlockingIOError when it has not read for SEND_TIMEOUT_MS
+        (_CHILD_SEND_TIMEOUT_MS where a child sends), or at all if this does not wait, and ValueError when the message
+        is longer than MAX_MESSAGE_BYTES.
         """
         packet = json.dumps([type(message).__name__, asdict(message)]).encode()
         flags = 0 if waits else socket.MSG_DONTWAIT
@@ -529,11 +476,9 @@ class Channel:
             os.close(fd)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
-        """Wait for one message; None when the other side is dead. The caller owns the descriptors.
-
-        Raises TimeoutError when nothing came within `timeout_s`, BlockingIOError with a timeout of 0, and OSError
-        when this process has no descriptor left for those of the message.
-        """
+        """Wait for one message; None when the other side is dead. The caller owns the descriptors. Raises TimeoutError
+        when nothing came within `timeout_s`, BlockingIOError with a timeout of 0, and OSError without descriptors for
+        those of the message."""
         if timeout_s != 0:
             self._wait(timeout_s)
         try:
@@ -564,3 +509,72 @@ class Channel:
 
     def close(self) -> None:
         self._sock.close()
+
+
+# Where a model's processes and weights are at the moment, and how long they stay.
+#
+# The supervisor changes states (`vecd.launch.residency`); gateways are told of each change
+# (`vecd.shm.control.ModelIs`), and let requests wait for a model that is not ready.
+
+
+class ModelState(StrEnum):
+    UNLOADED = "unloaded"
+    """No process, no weights. A request for it has it loaded."""
+    LOADING = "loading"
+    READY = "ready"
+    """A worker has been ready since it was loaded; one that dies is restarted."""
+    DRAINING = "draining"
+    """No batch is sent any more. Once those in flight are answered, the workers end."""
+    FAILED = "failed"
+    """It could not be loaded, and is not tried again for a while."""
+
+
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_PART = re.compile(rf"({_NUMBER})({'|'.join(_UNITS_S)})", re.ASCII)
+_DURATION = re.compile(rf"(?:{_PART.pattern})+", re.ASCII)
+_MAX_CHARS = 32
+_FOR_EVER_S = 9e9
+"""285 years. A date that far away can still be written."""
+
+
+def parse_keep_alive(value: object) -> float | None:
+    """Seconds that a model stays after its last request, 0 or more; None: for ever. `value` is what Ollama's clients
+    send: a number of seconds, also as a string, or a duration as Go writes it, "5m" or "1h30m"; a negative one, and one
+    of centuries, means for ever. Raises ValueError, whose message says what it must be."""
+    seconds = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and len(value) <= _MAX_CHARS:
+        text = value.strip()
+        unsigned = text.removeprefix("-")
+        if re.fullmatch(_NUMBER, unsigned, re.ASCII):
+            seconds = float(text)
+        elif _DURATION.fullmatch(unsigned):
+            total = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(unsigned))
+            seconds = -total if text.startswith("-") else total
+    if math.isnan(seconds):
+        raise ValueError("must be seconds or a duration like 5m; a negative one means for ever")
+    return seconds if 0 <= seconds < _FOR_EVER_S else None
+
+
+# Remove a unix socket's file, if it is still the same file.
+#
+# A server may end after another server has bound the same path again, and its clean-up must not remove the other's
+# file. So a file is identified by its inode, read right after it was bound.
+
+FileId: TypeAlias = tuple[int, int]
+
+
+def file_id(path: str | Path) -> FileId | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def remove_if_ours(path: str | Path, ours: FileId | None) -> None:
+    if ours is not None and file_id(path) == ours:
+        with suppress(OSError):
+            os.unlink(path)

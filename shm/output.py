@@ -1,11 +1,9 @@
 """What a sequence may ask of a worker: each output described once, as data.
 
-Owns the list of outputs, and what scheduling, the wire, workers, delivery and encoding need to know of each: how many
-rows it has, how many floats of a row are its own, and whether its vectors have length 1. Computes nothing: an engine
-has one function for each output (`vecd.workers.engines.dummy`, `vecd.workers.engines.torch.outputs`).
-
-A new output is a member here, a function in each engine, and whatever dialect asks for it. Which outputs a model has
-follows from its capabilities (`vecd.shm.card.ModelCard`).
+Owns the list of outputs, and how many rows each has, how many floats of a row are its own, and whether its vectors have
+length 1. Computes nothing: an engine has one function for each output (`vecd.workers.dummy`,
+`vecd.workers.torch.heads`, `vecd.workers.onnx.heads`). Which outputs a model has follows from its capabilities
+(`vecd.model.card.ModelCard`).
 """
 
 from enum import IntEnum
@@ -13,8 +11,6 @@ from typing import Protocol
 
 
 class ModelSizes(Protocol):
-    """What the widths of rows depend on. `vecd.shm.card.ModelCard` has it."""
-
     @property
     def dim(self) -> int: ...
 
@@ -47,12 +43,10 @@ class Output(IntEnum):
     is_per_token: bool
     """A sequence has a row for each of its tokens; otherwise it has one row, or one that spans several."""
     may_be_normalized: bool
-    """Its vectors have length 1 if those of the model have."""
     _width: str
     _extra: int
 
     VECTORS = 0, False, True, "dim"
-    """The model's vector."""
     UNNORMALIZED = 1, False, False, "dim"
     """The same without the model's last step, where that brings it to length 1."""
     TOKENS = 2, True, False, "hidden_size"
@@ -60,11 +54,9 @@ class Output(IntEnum):
     SCORES = 3, False, False, "num_labels"
     """The logits of a sequence, or of a pair: one for each label, before any activation."""
     TOKEN_SCORES = 4, True, False, "num_labels"
-    """The logits of each token."""
     SPARSE = 5, False, False, "vocab_size"
     """The weight of each token of the vocabulary, most of them 0. Spans several rows."""
     TOKEN_VECTORS = 6, True, False, "token_dim"
-    """The vector of each token of a multi-vector model, projected, and of length 1 where the model says so."""
     LEXICAL = 7, True, False, "", 1
     """One weight, at least 0, for each token of the sequence: BGE-M3's sparse vector."""
     HYBRID = 8, True, False, "token_dim", 1
@@ -84,12 +76,10 @@ class Output(IntEnum):
 
     @property
     def is_plain(self) -> bool:
-        """A sequence has one row, and it is the model's vector: delivered without a look at each sequence."""
         return not self.is_per_token and self._width == "dim"
 
     @property
     def spans_rows(self) -> bool:
-        """A sequence may have more floats than a row."""
         return self._width == "vocab_size"
 
     def num_rows(self, num_tokens: int, span: int = 1) -> int:
@@ -104,14 +94,25 @@ class Output(IntEnum):
         return self._extra + (int(getattr(model, self._width)) if self._width else 0)
 
     def is_normalized_by(self, model: ModelSizes) -> bool:
-        """Whether its vectors have length 1."""
         return self.may_be_normalized and model.is_normalized
 
 
 def span_of(model: ModelSizes) -> int:
-    """Rows of an output that `spans_rows`."""
     return -(-model.vocab_size // model.row_dim)
 
 
 NOT_PLAIN = bytes(output for output in Output if not output.is_plain)
-"""The codes of outputs whose rows have to be looked at one sequence at a time."""
+
+
+# How large a batch is at most: in tokens where nothing else is configured, and in seconds once a worker is known.
+#
+# It is here because gateways size batches by it, and workers and `vecd check` measure with batches of the same size.
+
+MAX_BATCH_TOKENS = 2048
+"""On a processor."""
+
+MAX_BATCH_TOKENS_ON_GPU = 32_768
+"""A guess: not measured on any GPU yet."""
+
+FULL_BATCH_S = 0.25
+"""Of a worker's own speed: nothing is gained by larger batches."""

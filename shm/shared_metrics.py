@@ -1,16 +1,16 @@
 """The shared metrics: one anonymous shared-memory file in which each gateway counts, and reads the counts of all.
 
 Owns the geometry, makes the file, and names all its cells: a new counter is one more line of `Counter`. Made once by
-the supervisor, which never maps it. Gateways use it through `vecd.gateway.telemetry.shared_metrics`.
+the supervisor, which never maps it. Gateways use it through `vecd.gateway.telemetry.measures`.
 
 Memory map, int64 in the machine's byte order throughout; each gateway has one section::
 
     offset 0            section_nbytes       2 × section_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
 
-    counters │ gauges │ gauges of   │ answers         │ histograms        │ tei_counters,   │ workers       │ …
-    Counter  │ Gauge  │ num_places  │ MAX_ENDPOINTS × │ Histogram ×       │ tei_histograms: │ num_workers × │
-             │        │ × Gauge     │ STATUSES        │ (buckets … │ sum) │ the same again  │ WorkerCell    │
+    counters │ gauges │ gauges of   │ answers         │ histograms        │ workers       │ …
+    Counter  │ Gauge  │ num_places  │ MAX_ENDPOINTS × │ Histogram ×       │ num_workers × │
+             │        │ × Gauge     │ STATUSES        │ (buckets … │ sum) │ WorkerCell    │
 
     … │ batches       │ services       │ lives                   │ model_names │ models: num_places ×    │ up to
       │ NUM_BATCHES × │ num_services × │ num_services ×          │ num_places  │ (counters │ kinds │     │ n × 64
@@ -24,7 +24,7 @@ cells for those that there have been: `kinds` says of each which one it is. The 
     counters,         the section's gateway                 they stay; its next life counts on from there, so that
     answers,                                                sums over all sections never decrease
     histograms,
-    tei_*, workers,
+    workers,
     lives
     model_names,      the section's gateway, when it is     they stay; its next life finds a model's place by the name
     models            ready for a model
@@ -47,11 +47,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from itertools import accumulate, repeat
-from operator import mul
 from typing import Self
 
-from vecd.shm.sealed_memory import create_sealed
+from vecd.shm.arena import create_sealed
 from vecd.shm.wire import Incarnation
 
 _BYTES_PER_CELL = 8
@@ -107,7 +105,7 @@ class Counter(_Cell):
     STUCK = "workers_stuck", "Workers reported for having let a deadline pass, or for saying what cannot be"
     POISONED = "inputs_poisonous", "Inputs given up because one worker after the other died with them"
     LINES_DROPPED = "log_lines_dropped", "Lines of requests that were left out, because there were too many"
-    LINES_LOST = "log_lines_lost", "Lines of gateways' logs that were lost, because nobody read them"
+    LINES_LOST = "log_lines_lost", "Lines of gateways' logs that were lost, because they were not read"
     VECTOR_CACHE_HITS = *_LOOKUPS, {"result": "hit"}
     VECTOR_CACHE_MISSES = *_LOOKUPS, {"result": "miss"}
     VECTOR_CACHE_STORED = "vector_cache_stored", "Rows stored in the vector cache"
@@ -123,8 +121,8 @@ _COUNTED_FOR_ALL = frozenset({Counter.LINES_DROPPED, Counter.LINES_LOST})
 
 
 class Gauge(_Cell):
-    """What a gateway has now. `is_summed`: the metric is the sum over all gateways; otherwise each gateway has its own
-    value. `per_unit` as in `Counter`."""
+    """What a gateway has now. `is_summed`: the metric is the sum over all gateways; otherwise each has its own value.
+    `per_unit` as in `Counter`."""
 
     def __init__(self, metric: str, help: str, is_summed: bool = True, per_unit: int = 1) -> None:
         self.metric, self.help, self.is_summed, self.per_unit = metric, help, is_summed, per_unit
@@ -152,7 +150,6 @@ class Gauge(_Cell):
 
     @property
     def is_of_model(self) -> bool:
-        """Whether each model has its own value, besides that of all."""
         return self in _SET_FOR_MODELS
 
 
@@ -176,8 +173,7 @@ _STAGE = "request_stage_seconds", "Where the time of answered embedding requests
 
 
 class Histogram(_HistogramCells):
-    """What is counted by size. Where several share a metric, the label of each; these stand together, and have the same
-    bounds."""
+    """What is counted by size. Where several share a metric, they have the label of each, and the same bounds."""
 
     def __init__(
         self,
@@ -235,67 +231,13 @@ STATUSES = (
 """The HTTP statuses of responses. 499: the client disconnected before it got one."""
 
 NUM_KINDS = 64
-"""Kinds of answers, an endpoint with a status each, that are counted for a model; further ones count for no model."""
 
 MAX_ENDPOINTS = 128
-"""The most endpoints, a route with a dialect each, that requests are counted under. The gateways define which and in
-which order: all gateways of a server have the same version."""
-
-
-class TeiCounter(_Cell):
-    """The counters of text-embeddings-inference, by its names; `vecd.gateway.telemetry.tei_metrics` says what each
-    means here. Labels that have no meaning here, or that nothing is counted under, are left out."""
-
-    def __init__(self, metric: str, labels: dict[str, str] | None = None) -> None:
-        self.metric, self.labels = metric, labels or {}
-
-    COUNT_SINGLE = "te_request_count", {"method": "single"}
-    COUNT_BATCH = "te_request_count", {"method": "batch"}
-    SUCCESS_SINGLE = "te_request_success", {"method": "single"}
-    SUCCESS_BATCH = "te_request_success", {"method": "batch"}
-    FAILURE_OVERLOADED = "te_request_failure", {"err": "overloaded"}
-    FAILURE_TOKENIZATION = "te_request_failure", {"err": "tokenization"}
-    FAILURE_VALIDATION = "te_request_failure", {"err": "validation"}
-    FAILURE_BATCH_SIZE = "te_request_failure", {"err": "batch_size"}
-    FAILURE_MODEL_TYPE = "te_request_failure", {"err": "model_type"}
-    FAILURE_INFERENCE = "te_request_failure", {"err": "inference"}
-    FAILURE_DROPPED = "te_request_failure", {"err": "dropped"}
-    EMBED_COUNT = "te_embed_count"
-    EMBED_SUCCESS = "te_embed_success"
-
-
-_TEI_DURATIONS_S = tuple(accumulate(repeat(1.5, 34), mul, initial=1e-5 * 1.5))
-"""Source: text-embeddings-inference's prometheus.rs: 35 of them, each the one before times 1.5."""
-
-
-def _powers_of_2(num: int) -> tuple[float, ...]:
-    return tuple(2.0**exponent for exponent in range(num))
-
-
-class TeiHistogram(_HistogramCells):
-    """The histograms of text-embeddings-inference, with its buckets."""
-
-    def __init__(self, metric: str, bounds: tuple[float, ...] = _TEI_DURATIONS_S, per_unit: int = _NS_PER_S) -> None:
-        self.metric, self.bounds, self.per_unit = metric, bounds, per_unit
-
-    REQUEST_DURATION = "te_request_duration"
-    REQUEST_TOKENIZATION_DURATION = "te_request_tokenization_duration"
-    REQUEST_QUEUE_DURATION = "te_request_queue_duration"
-    REQUEST_INFERENCE_DURATION = "te_request_inference_duration"
-    EMBED_DURATION = "te_embed_duration"
-    EMBED_TOKENIZATION_DURATION = "te_embed_tokenization_duration"
-    EMBED_QUEUE_DURATION = "te_embed_queue_duration"
-    EMBED_INFERENCE_DURATION = "te_embed_inference_duration"
-    REQUEST_INPUT_LENGTH = "te_request_input_length", _powers_of_2(20), 1
-    """In tokens. Buckets above the model's longest sequence are not shown, as in the original."""
-    BATCH_NEXT_SIZE = "te_batch_next_size", _powers_of_2(13), 1
-    BATCH_NEXT_TOKENS = "te_batch_next_tokens", _powers_of_2(21), 1
+"""A route with a dialect each. The gateways, all of one version, define which and in which order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceKey:
-    """Names a service: a model in one generation of the configuration."""
-
     generation: int
     """1 for the first; never used twice, also not after a reload that was refused."""
     model: int = 0
@@ -304,15 +246,11 @@ class ServiceKey:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKey:
-    """Names one life of one worker among all that a server ever has."""
-
     service: ServiceKey
     incarnation: Incarnation
 
 
 class WorkerCell(IntEnum):
-    """What a gateway knows of the workers of one index, over all their lives in all services."""
-
     LIFE = 0
     """The newest incarnation of a service that requests have been sent to."""
     BATCHES = 1
@@ -323,8 +261,6 @@ class WorkerCell(IntEnum):
 
 
 SERVICES_PER_MODEL = 2
-"""Services of one model that a gateway has at a time: during a reload, the active one and the next, or the one
-before."""
 
 
 class ServiceCell(IntEnum):
@@ -335,18 +271,15 @@ class ServiceCell(IntEnum):
 
 
 REMOVED_MODELS = 1
-"""The name, as `digest_of` gives it, of what counts for all models whose places were given to others. Its place is the
-first."""
+"""The name of what counts for all models whose places were given to others. Its place is the first."""
 
 
 def digest_of(model: str) -> int:
-    """What stands for a model's name in the metrics; never 0, which is no name."""
+    """What stands for a model's name in the metrics; never 0, which is no name, nor REMOVED_MODELS."""
     return int.from_bytes(blake2b(model.encode(), digest_size=8).digest(), "little", signed=True) | 2
 
 
 class LifeCell(IntEnum):
-    """What a gateway knows of the newest life of a worker in one service."""
-
     LIFE = 0
     BATCHES = 1
     """Done by this life."""
@@ -357,8 +290,6 @@ NUM_BATCHES = 128
 
 
 class BatchCell(IntEnum):
-    """What a gateway says of one batch."""
-
     NUMBER = 0
     """Unique within a life of the gateway, over all its services, from 1; 0 where there has been none."""
     WORKER = 1
@@ -374,8 +305,6 @@ class BatchCell(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SharedMetricsSpec:
-    """The geometry of a server's shared metrics."""
-
     num_gateways: int
     num_workers: int
     """Of all models."""
@@ -392,7 +321,6 @@ class SharedMetricsSpec:
 
     @property
     def cells_of_model(self) -> int:
-        """But for its gauges."""
         return len(Counter) + 2 * NUM_KINDS + sum(histogram.num_cells for histogram in Histogram)
 
     @property
@@ -400,9 +328,8 @@ class SharedMetricsSpec:
         ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
         ours += sum(histogram.num_cells for histogram in Histogram)
         ours += self.num_places * (self.cells_of_model + len(Gauge) + 1)
-        tei = len(TeiCounter) + sum(histogram.num_cells for histogram in TeiHistogram)
         services = self.num_services * (len(ServiceCell) + self.num_workers * len(LifeCell))
-        cells = ours + tei + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
+        cells = ours + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
     @property
@@ -412,37 +339,25 @@ class SharedMetricsSpec:
 
 @dataclass(frozen=True, slots=True)
 class CountingCells:
-    """The cells that a gateway has for what belongs to no model, and for each model. Memoryviews of int64, which borrow
-    the memory of the file, as all of a section."""
+    """For what belongs to no model, and for each model. Memoryviews of int64, which borrow the memory of the file."""
 
     counters: "memoryview[int]"
-    """By `Counter`."""
     gauges: "memoryview[int]"
     """By `Gauge`. The whole gateway's, or those of a model: then of those that are of a model, `Gauge.is_of_model`."""
     histograms: Sequence["memoryview[int]"]
-    """By `Histogram`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCells(CountingCells):
-    """The cells of one model in one gateway."""
-
     kinds: "memoryview[int]"
     """One more than the place that such answers have in `Section.answers`; 0: none yet, and none behind it."""
     answers: "memoryview[int]"
-    """Of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section(CountingCells):
-    """The cells of one gateway."""
-
     answers: "memoryview[int]"
     """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
-    tei_counters: "memoryview[int]"
-    """By `TeiCounter`."""
-    tei_histograms: Sequence["memoryview[int]"]
-    """By `TeiHistogram`."""
     workers: Sequence["memoryview[int]"]
     """By the worker's index, and then by `WorkerCell`."""
     batches: Sequence["memoryview[int]"]
@@ -454,12 +369,11 @@ class Section(CountingCells):
     model_names: "memoryview[int]"
     """By the model's place: its name, by `digest_of`; 0 where there has been none."""
     gauges_of_models: "memoryview[int]"
-    """By the model's place, and then by `Gauge`, in one."""
     models: "memoryview[int]"
     """By the model's place, the rest of its cells, in one."""
 
     def of_model(self, place: int) -> ModelCells:
-        """The cells of a model. Cut anew, because most places are never used."""
+        """Cut anew, because most places are never used."""
         start = place * len(Gauge)
         size = len(self.models) // len(self.model_names)
         take = _cutter(self.models[place * size : (place + 1) * size])
@@ -473,18 +387,16 @@ class Section(CountingCells):
 
 
 def create_shared_metrics(spec: SharedMetricsSpec) -> int:
-    """Make the file, full of zeros, and return its descriptor, which the caller owns. Raises OSError without memory."""
     return create_sealed("vecd-metrics", spec.nbytes)
 
 
 def clear_gauges(fd: int, spec: SharedMetricsSpec, gateway: int) -> None:
-    """Write zeros over the gauges of a gateway that has died, without mapping the file."""
+    """Without mapping the file."""
     offset = (gateway * spec.section_cells + len(Counter)) * _BYTES_PER_CELL
     os.pwrite(fd, bytes((1 + spec.num_places) * len(Gauge) * _BYTES_PER_CELL), offset)
 
 
 def cut_sections(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Section]:
-    """The section of each gateway. `cells`: the int64s of the whole file."""
     return [
         _cut_section(cells[n * spec.section_cells : (n + 1) * spec.section_cells], spec)
         for n in range(spec.num_gateways)
@@ -492,7 +404,6 @@ def cut_sections(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Sect
 
 
 def _cutter(cells: "memoryview[int]") -> Callable[[int], "memoryview[int]"]:
-    """Gives the next so many of the cells at each call."""
     start = 0
 
     def take(num_cells: int) -> "memoryview[int]":
@@ -511,8 +422,6 @@ def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
         gauges_of_models=take(spec.num_places * len(Gauge)),
         answers=take(MAX_ENDPOINTS * len(STATUSES)),
         histograms=[take(histogram.num_cells) for histogram in Histogram],
-        tei_counters=take(len(TeiCounter)),
-        tei_histograms=[take(histogram.num_cells) for histogram in TeiHistogram],
         workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
         batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
         services=[take(len(ServiceCell)) for _ in range(spec.num_services)],

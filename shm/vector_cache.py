@@ -48,7 +48,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from vecd.shm.sealed_memory import create_sealed
+from vecd.shm.arena import create_sealed
 
 DIGEST_BYTES = 16
 _NUM_WAYS = 8
@@ -57,15 +57,11 @@ _SEGMENT_ALIGNMENT = 64  # a cache line: two gateways never write to the same on
 _BUCKET_BYTES = _NUM_WAYS * DIGEST_BYTES
 _EMPTY = bytes(DIGEST_BYTES)
 _PURPOSE = b"vecd row"
-"""Keeps checksums apart from whatever else is made with the same key."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorCacheSpec:
-    """The geometry of a server's vector cache, as far as it is the same in all generations."""
-
     max_nbytes: int
-    """The file is at most so large."""
     num_gateways: int
 
     @property
@@ -81,25 +77,20 @@ class VectorCacheSpec:
         return 2 * DIGEST_BYTES + _BYTES_PER_USE * self.num_gateways + dim * _BYTES_PER_FLOAT
 
     def num_buckets(self, dim: int) -> int:
-        """Of each segment; 0 if it is too small for one."""
         return self.segment_nbytes // (_NUM_WAYS * self.way_nbytes(dim))
 
     def least_nbytes(self, dim: int) -> int:
-        """The least `max_nbytes` with a bucket in each segment."""
         bucket_nbytes = _NUM_WAYS * self.way_nbytes(dim)
         return -(-bucket_nbytes // _SEGMENT_ALIGNMENT) * _SEGMENT_ALIGNMENT * self.num_gateways
 
 
 def create_vector_cache(spec: VectorCacheSpec) -> int:
-    """Make the file and return its descriptor, which the caller owns. Raises OSError without memory for it."""
     return create_sealed("vecd-vectors", spec.nbytes)
 
 
 class VectorCacheMemory:
-    """The mapped file, as one gateway has it, and which of its generations use it."""
-
     def __init__(self, memory: mmap.mmap, spec: VectorCacheSpec, gateway: int, key: bytes) -> None:
-        """`gateway`: its index. `key`: up to 64 bytes, random and secret, the same for each gateway."""
+        """`key`: up to 64 bytes, random and secret, the same for each gateway."""
         self.memory = memory
         self.spec = spec
         self.gateway = gateway
@@ -124,7 +115,7 @@ class VectorCacheMemory:
 
     @classmethod
     def mapped(cls, fd: int, spec: VectorCacheSpec, gateway: int, key: bytes) -> "VectorCacheMemory":
-        """Map the file behind `fd`, which may be closed afterwards. Raises ValueError when it is too small."""
+        """`fd` may be closed afterwards. Raises ValueError when the file is too small."""
         return cls(mmap.mmap(fd, spec.nbytes), spec, gateway, key)
 
 
@@ -143,11 +134,9 @@ class RowTable:
         num_ways = self.num_buckets * _NUM_WAYS
         starts = [segment * spec.segment_nbytes for segment in range(spec.num_gateways)]
         self._checksums = num_ways * DIGEST_BYTES
-        """Where they begin in a segment; the others alike."""
         uses = 2 * self._checksums
         self._rows = uses + spec.num_gateways * num_ways * _BYTES_PER_USE
         self._ours = starts[gateway]
-        """Where our segment begins."""
         # Our own segment first: what this gateway has computed is most often what its clients send again.
         self._segments = [(gateway, self._ours), *((at, start) for at, start in enumerate(starts) if at != gateway)]
 
@@ -158,9 +147,7 @@ class RowTable:
         self._our_uses = [uses_by(gateway, segment) for segment in range(spec.num_gateways)]
         self._uses_of_ours = [uses_by(reader, gateway) for reader in range(spec.num_gateways)]
         self._num_filled = bytearray(self.num_buckets)
-        """Ways of each bucket of our segment that have a row."""
         self.nbytes_used = 0
-        """Of our segment: what its rows take."""
 
     def clear(self) -> None:
         """Forget all rows of our segment. 0.1 ms for each 10 MB of segment at 384 floats a row."""
@@ -169,9 +156,8 @@ class RowTable:
         self.nbytes_used = 0
 
     def find(self, digest: bytes, nbytes: int | None = None) -> bytes | None:
-        """A copy of the row with this digest, from any segment; None when there is none. `nbytes`: of the row, at most
-        `row_nbytes`, as it was put; None: so many. Side effect: a use is noted.
-        Measured with one gateway, 384 floats: 6 µs, or 0.7 µs when there is none."""
+        """A copy of the row with this digest, from any segment. `nbytes`: of the row, as it was put. Side effect: a use
+        is noted. Measured with one gateway, 384 floats: 6 µs, or 0.7 µs when there is none."""
         memory = self._memory
         bucket = int.from_bytes(digest[:8], "little") % self.num_buckets
         for segment, start in self._segments:
@@ -211,7 +197,6 @@ class RowTable:
         return True, is_full
 
     def _least_used(self, first: int) -> int:
-        """Of our bucket that begins with the way `first`, the way whose newest use is the oldest."""
         uses = [cells[first : first + _NUM_WAYS].tolist() for cells in self._uses_of_ours]
         newest = uses[0] if len(uses) == 1 else list(map(max, *uses))
         return first + newest.index(min(newest))

@@ -1,8 +1,7 @@
 """Numpy views of an arena's slots.
 
-Owns the mapping. The worker maps its arena writable; a gateway maps every worker's arena read-only and keeps the views
-of its own slots. A mapping is never closed explicitly: numpy views keep it open (`mmap.close()` raises BufferError
-while one exists), and it is unmapped with the last view.
+Owns the mapping: the worker's is writable, a gateway's read-only. It is never closed explicitly, because numpy views
+keep it open; it is unmapped with the last view.
 """
 
 import mmap
@@ -18,7 +17,6 @@ Rows: TypeAlias = NDArray[np.float32]
 """float32, shape [rows_per_slot, dim]. Borrows the arena's memory: valid only while the holder owns the slot."""
 
 BatchNumbers: TypeAlias = NDArray[np.int64]
-"""By slot: the number of the batch that the worker has begun in it, or 0. Borrows the arena's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,8 @@ class SlotViews:
 
 
 def map_arena(fd: int, spec: ArenaSpec, *, writable: bool) -> list[SlotViews]:
-    """Map the arena behind `fd`: the slots of each gateway. The caller may close `fd` afterwards.
-
-    Raises ValueError when the file is smaller than `spec` says, OSError when it cannot be mapped.
-    """
+    """The slots of each gateway. The caller may close `fd` afterwards. Raises ValueError when the file is smaller than
+    `spec` says, OSError when it cannot be mapped."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     memory = mmap.mmap(fd, spec.nbytes, flags=mmap.MAP_SHARED, prot=access)
     floats = np.frombuffer(memory, dtype="<f4", count=spec.num_all_slots * spec.rows_per_slot * spec.dim)

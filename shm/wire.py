@@ -17,7 +17,22 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-from vecd.shm.failure_code import FailureCode
+# The failure codes that a worker sends to the gateway.
+#
+# Processes send codes, never exceptions: to unpickle an exception is to execute code, and its message may quote one
+# client's text to another. The worker logs the exception itself, under the batch number.
+
+
+class FailureCode(IntEnum):
+    ENGINE_ERROR = 1
+    """The forward pass raised."""
+
+    OUT_OF_MEMORY = 2
+    """The forward pass ran out of memory; a smaller batch may succeed."""
+
+    BAD_MESSAGE = 3
+    """The worker could not read the batch: a bug, or two versions of vecd."""
+
 
 _VERSION = 5
 _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
@@ -38,7 +53,6 @@ _BYTES_PER_INT32 = 4
 
 SCOPE_BYTES = 8
 NO_SCOPE, SCOPE_OF_ALL = range(2)
-"""See `Batch.scope`."""
 
 Frames: TypeAlias = list[bytes]
 
@@ -52,9 +66,7 @@ class Incarnation:
     """One life of one worker. A restarted worker keeps its index and gets the next life."""
 
     worker: int
-    """Index of the worker, 0 … num_workers - 1."""
     life: int
-    """1 for the first life; grows by one with each restart."""
 
     @property
     def identity(self) -> bytes:
@@ -70,7 +82,7 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Asks a worker whether it is connected and answers. Also announces the gateway's epoch to it."""
+    """Asks a worker whether it is connected, and announces the gateway's epoch to it."""
 
     epoch: int
 
@@ -82,7 +94,7 @@ class Batch:
     epoch: int
     number: int
     slot: int
-    """Where the rows go, from the slot's first row on; those of each sequence begin behind those of all before it."""
+    """Where the rows go, end to end from the slot's first row on."""
     num_sequences: int
     num_tokens: int
     lengths_bytes: bytes
@@ -90,19 +102,17 @@ class Batch:
     token_ids_bytes: bytes
     """int32, little-endian, shape [num_tokens]."""
     outputs_bytes: bytes = b""
-    """uint8, shape [num_sequences]: an Output for each sequence. Empty, which is no frame at all if there are no
-    borders either: VECTORS of all."""
+    """uint8, shape [num_sequences]: an Output for each sequence. Empty: VECTORS of all."""
     num_threads: int = 0
-    """Cores that are leased to the batch, so the most threads that may compute it, up to 65,535; 0: as the worker was
-    configured."""
+    """Cores that are leased to the batch, up to 65,535; 0: as the worker was configured."""
     borders_bytes: bytes = b""
     """int32, little-endian, shape [num_sequences]: where the second part of each sequence begins, 0 if it has none;
     less than its length. The second part of a pair has token type 1, where the model has types. That of a sequence
-    whose output is TOKEN_VECTORS or HYBRID is a query's expansion: its tokens attend to the first part and are not
-    attended to. Empty, which is no frame at all: no sequence has a second part."""
+    whose output is TOKEN_VECTORS or HYBRID is a query's expansion, which is not attended to. Empty: no sequence has a
+    second part."""
     scope: int = NO_SCOPE
-    """Whose the sequences are, of SCOPE_BYTES: what a worker keeps of them serves batches of the same scope alone. A
-    keyed hash of the tenant; NO_SCOPE: several tenants', nothing is kept; SCOPE_OF_ALL: tenants share."""
+    """Of SCOPE_BYTES: what a worker keeps of the sequences serves batches of the same scope alone. A keyed hash of the
+    tenant; NO_SCOPE: several tenants', nothing is kept; SCOPE_OF_ALL: tenants share."""
 
 
 # --- worker → gateway -------------------------------------------------------------------------------------------
@@ -110,8 +120,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Answers a probe."""
-
     epoch: int
 
 
@@ -123,14 +131,11 @@ class Done:
     number: int
     slot: int
     num_rows: int
-    """Rows written: the sum of `Output.num_rows` over the sequences."""
     compute_us: int
     """Microseconds from reading the batch to its last row."""
     num_padding_tokens: int = 0
-    """Computed besides the batch's, because a shape had to be filled."""
     num_threads: int = 0
-    """Threads that computed the batch: fewer than were leased where the engine has no more yet; 0: as the worker was
-    configured."""
+    """Fewer than were leased where the engine has no more yet; 0: as the worker was configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,6 @@ ToGateway: TypeAlias = Alive | Done | Failed
 
 
 def encode(message: ToWorker | ToGateway) -> Frames:
-    """The message as ZeroMQ frames, without the routing id."""
     match message:
         case Batch():
             header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
@@ -171,7 +175,7 @@ def encode(message: ToWorker | ToGateway) -> Frames:
 
 
 def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
-    """Read a message sent to a worker. Raises WireError when the frames are not one."""
+    """Raises WireError."""
     kind, slot, epoch, number, tail = _split(frames)
     match kind:
         case _Kind.BATCH if len(frames) in (3, 4, 5) and len(tail) == _BATCH_SIZES.size:
@@ -195,7 +199,7 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
 
 
 def decode_to_gateway(frames: Sequence[bytes]) -> ToGateway:
-    """Read a message sent to the gateway, routing id taken off. Raises WireError when the frames are not one."""
+    """The routing id taken off. Raises WireError."""
     kind, slot, epoch, number, tail = _split(frames)
     if len(frames) == 1:
         match kind:

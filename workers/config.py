@@ -1,22 +1,20 @@
-"""The configuration of a worker.
+"""The configuration of a worker, and the modules that are imported before it is forked.
 
-Owns `WorkerConfig`, composed by the supervisor and sent to the fork server as JSON. Reads no environment variable and
-no file. Imports neither torch nor numpy, because the supervisor imports it.
+Reads no environment variable and no file. Imports neither torch nor numpy, because the supervisor imports it.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from vecd.base.files import JsonFields
+from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
-from vecd.shm.card import ModelCard
+from vecd.workers.families import FUSED_FAMILIES
 
 REFERENCE_FILE = "vecd-reference.json"
-"""In a model's folder: `vecd.workers.engines.references`. It may come and go while the model is served."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(JsonFields):
     """Everything a worker needs to know; equal for all workers except `device`."""
 
     card: ModelCard
@@ -27,36 +25,46 @@ class WorkerConfig:
     device: str
     """"cpu", or "cuda:0", "cuda:1", …"""
     dtype: str
-    """"auto", "float32", "bfloat16", "float16" or "int8"."""
     num_threads: int
-    """Threads of one forward pass, unless cores are leased to it."""
     log_level: str
     cache_folder: str
-    """The cache directory for the selection of an engine; empty for none."""
     unverified: bool = False
     """Whether a model is served without a comparison where neither its reference vectors nor torch are there."""
     log_format: str = "text"
-    """A format of `vecd.shm.logs`."""
     max_threads: int = 1
     """The most cores that may be leased to a batch; 1: no leases. More than `num_threads` then, which is 1."""
     ordered_pair: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Token ids of a pair of texts, and of one that a reranker has to give a lower score; None: nothing is checked."""
     accept_unordered: bool = False
-    """Whether a model that gives these the wrong order is served with a warning."""
     dummy_ms_per_text: float = 0.0
     """Milliseconds that the dummy engine sleeps for each sequence of a batch."""
-    measures_short_texts: bool = False
-    """Whether the first load measures the speed with short texts, for the number of gateways; takes half a second."""
 
     @property
     def is_dummy(self) -> bool:
-        return self.engine in ("dummy", "weightless")
+        return self.engine == "dummy"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "WorkerConfig":
-        pair = fields["ordered_pair"] and tuple(map(tuple, fields["ordered_pair"]))
-        card, arena = ModelCard.from_json(fields["card"]), ArenaSpec(**fields["arena"])
-        return cls(**{**fields, "card": card, "arena": arena, "ordered_pair": pair})
+# The modules that the fork server, or the zygote before it, imports so that workers need not.
+
+ENGINES_WITHOUT_TORCH = {
+    "lean": "vecd.workers.onnx.engine",
+    "export": "vecd.workers.onnx.engine",
+    "static": "vecd.workers.static",
+}
+
+
+def modules_to_preload(model_type: str, engine: str) -> list[str]:
+    """The modules whose import takes most of a worker's start, in the order to import them. They are for the engines
+    that need torch. Some may not exist in the installed versions. Measured on 2 cores: torch 1.5 s, transformers 2 s
+    more, which a family with a fused path does not need."""
+    torch_alone = ["torch", "safetensors.torch", "vecd.workers.torch.transformer"]
+    if engine in ("auto", "lean", "fused") and model_type in FUSED_FAMILIES:
+        return torch_alone
+    # transformers' rule; a text model that is part of a larger one lives in the larger one's module.
+    family = model_type.replace("-", "_").removesuffix("_text")
+    return [
+        *torch_alone,
+        "transformers",
+        f"transformers.models.{family}.modeling_{family}",
+        "vecd.workers.torch.packed",
+    ]

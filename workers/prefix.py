@@ -2,8 +2,7 @@
 
 Owns the search for them in token ids, when they pay, and which are kept from one batch to the next. Only for models
 whose tokens see no later ones: then the states of a prefix do not depend on what follows. The pairs of one query have
-their template, its instruction and the query in common, those of other queries the template. Pure numpy. Called by
-`vecd.workers.engines.torch.transformer`.
+their template and the query in common.
 """
 
 from collections import deque
@@ -11,58 +10,51 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vecd.shm.card import ModelCard
+from vecd.model.card import ModelCard
 from vecd.shm.wire import NO_SCOPE
-from vecd.workers.engine import PackedBatch
-from vecd.workers.layout import Layout, runs_of
+from vecd.workers.batch import Ints, Layout, PackedBatch, runs_of
 
 S = TypeVar("S")
 
 MIN_SHARED_TOKENS = 16
 _MIN_SAVED = 0.1
-"""Of the tokens of the batch. Below, what is saved may not pay for attention with a mask, which is slower than causal
-attention."""
+"""Share of the batch's tokens. Less may not pay for attention with a mask, which is slower than causal attention."""
 
 _MIN_MORE = 4
 """Fewer tokens behind a known prefix are not kept: documents begin alike by chance."""
 
 _NUM_SEEN = 16
-"""Sequences of earlier batches that one sequence is compared with: requests that are computed at the same time take
-turns."""
+"""Sequences of earlier batches that one is compared with: requests that are computed at the same time take turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known(Generic[S]):
     scope: int
-    token_ids: NDArray[np.int64]
+    token_ids: Ints
     states: S
 
 
 class PrefixCache(Generic[S]):
-    """Finds the prefix of a batch, and keeps the states of prefixes, as the engine makes them, for later batches.
+    """Finds the prefix of a batch, and keeps the states of prefixes for later batches. At most `max_tokens` tokens are
+    kept; the prefixes whose last use is the longest ago are dropped first. Nothing else drops them, because the
+    weights never change in a process.
 
-    States of a prefix are also those of all its beginnings. At most `max_tokens` tokens are kept; the prefixes whose
-    last use is the longest ago are dropped first. Nothing else drops them, because the weights never change in a
-    process. A prefix serves batches of its scope alone, because a quick answer tells a client that its tokens were
-    computed before; sequences of several tenants share nothing, not even within their batch. For one thread.
+    A prefix serves batches of its scope alone, because a quick answer tells a client that its tokens were computed
+    before; sequences of several tenants share nothing, not even within their batch. For one thread.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._known: list[_Known[S]] = []
-        """The least recently used is first."""
-        self._seen: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=_NUM_SEEN)
+        self._seen: deque[tuple[int, Ints]] = deque(maxlen=_NUM_SEEN)
         """Sequences that were alone in their batch, behind their scopes: what another one has in common with them is a
         prefix."""
 
     def share(self, layout: Layout, scope: int) -> tuple[Layout, S | None]:
         """The layout with its prefix apart, where that saves enough, and the states that begin with those of its
-        `num_known` tokens; else the same layout. At least one token of each sequence stays its own.
-
-        Side effect: the states count as used, and a sequence that is alone is remembered.
-        """
+        `num_known` tokens; else the same layout. At least one token of each sequence stays its own. Side effect: the
+        states count as used, and a sequence that is alone is remembered."""
         num_sequences, num_tokens = layout.lengths.size, layout.token_ids.size
         common = _common_tokens(layout)
         if scope == NO_SCOPE or common.size < MIN_SHARED_TOKENS:
@@ -84,7 +76,7 @@ class PrefixCache(Generic[S]):
         """Whether the prefix of a layout from `share` has new tokens, and is short enough to be kept."""
         return shared.prefix.size > 0 and shared.num_known + shared.prefix.size <= self._max_tokens
 
-    def keep(self, token_ids: NDArray[np.int64], states: S, scope: int) -> None:
+    def keep(self, token_ids: Ints, states: S, scope: int) -> None:
         """Keep the states of a prefix, if `takes` allows it. Copies `token_ids`, and owns `states` from now on."""
         size = token_ids.size
         self._known = [
@@ -100,17 +92,15 @@ class PrefixCache(Generic[S]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose states are kept."""
         return sum(known.token_ids.size for known in self._known)
 
-    def _longest_known(self, token_ids: NDArray[np.int64], scope: int) -> tuple[_Known[S] | None, int]:
-        """What begins with the most of these tokens, and how many these are; None and 0 if nothing does."""
+    def _longest_known(self, token_ids: Ints, scope: int) -> tuple[_Known[S] | None, int]:
         sizes = [_num_common(known.token_ids, token_ids) if known.scope == scope else 0 for known in self._known]
         most = max(sizes, default=0)
         return (self._known[sizes.index(most)], most) if most else (None, 0)
 
-    def _meet(self, token_ids: NDArray[np.int64], scope: int) -> int:
-        """The most tokens that a remembered sequence begins with, too, less than either has. Remembers this one."""
+    def _meet(self, token_ids: Ints, scope: int) -> int:
+        """The most tokens that a remembered sequence begins with, too, less than either has. Remembers these tokens."""
         own = [seen for of, seen in self._seen if of == scope]
         others = [seen for seen in own if not np.array_equal(seen, token_ids)]
         if len(others) == len(own):
@@ -136,9 +126,8 @@ def set_apart(layout: Layout, num_shared: int, num_known: int = 0) -> Layout:
     )
 
 
-def _common_tokens(layout: Layout) -> NDArray[np.int64]:
-    """The tokens that all sequences begin with, less than the shortest has; none where some tokens are not attended
-    to."""
+def _common_tokens(layout: Layout) -> Ints:
+    """The beginning of all sequences, shorter than the shortest; none where some tokens are not attended to."""
     if layout.attended is not None:
         return layout.token_ids[:0]
     most, first = int(layout.lengths[0]) - 1, layout.token_ids
@@ -150,8 +139,7 @@ def _common_tokens(layout: Layout) -> NDArray[np.int64]:
     return first[:most]
 
 
-def _num_common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Tokens that both begin with."""
+def _num_common(first: Ints, second: Ints) -> int:
     length = min(first.size, second.size)
     is_common = first[:length] == second[:length]
     return length if is_common.all() else int(is_common.argmin())

@@ -1,6 +1,6 @@
 """The safetensors files of a model: which they are, their headers, and what is wrong with one that is not whole.
 
-Reads no tensor. Called by the engines, and by `vecd check` before any of them is loaded.
+Reads no tensor.
 """
 
 import json
@@ -11,14 +11,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vecd.shm.card import ModelCard, ModelError, one_line
+from vecd.model.card import ModelCard, ModelError, one_line
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """As transformers chooses: the single file wins over an index. Raises OSError, ValueError or KeyError for an index
-    that is missing or broken."""
+    """As transformers chooses: the single file wins over an index. Raises OSError, ValueError or KeyError."""
     single = folder / _SINGLE
     if single.is_file():
         return [single]
@@ -27,8 +26,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, int]]:
-    """The type and the number of elements of each tensor. Raises ModelError, in one line, for a file that is not
-    whole."""
+    """The type and the number of elements of each tensor. Raises ModelError for a file that is not whole."""
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -43,24 +41,13 @@ def new_name(name: str) -> str:
 
 
 def check_headers(card: ModelCard) -> None:
-    """Raises ModelError for a safetensors file that is not whole, before anything that takes long. One that is missing
-    is left to who reads it."""
-    folder, steps = Path(card.folder), [step for step in card.all_steps if step.path or step.file]
-    paths = [folder / (step.file or f"{step.path}/model.safetensors") for step in steps]
+    """Raises ModelError for a safetensors file that is not whole. One that is missing is left to who reads it."""
+    paths = card.step_files
     with suppress(OSError, ValueError, KeyError):
         paths += [] if card.export_file else weight_files(Path(card.weights_folder))
     for path in paths:
         if path.suffix == ".safetensors" and path.exists():
             read_header(path)
-
-
-def is_stored_as_float32(card: ModelCard) -> bool:
-    """Whether the weights in the first file are float32. Raises ModelError for a broken file."""
-    folder = Path(card.weights_folder)
-    single = folder / _SINGLE
-    path = single if single.is_file() else min(folder.glob("*.safetensors"), default=single)
-    dtypes = {dtype for dtype, _ in read_header(path).values()}
-    return bool(dtypes & {"F32", "F64"}) and not dtypes & {"F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
 def broken(path: Path, error: Exception) -> ModelError:
@@ -77,4 +64,3 @@ _FAULTS = (
     ("invalid shape|invalid offset", "is damaged"),
     ("header", "is not a safetensors file"),
 )
-"""By the messages of the safetensors library."""

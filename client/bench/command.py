@@ -15,13 +15,13 @@ from typing import TextIO
 import orjson
 import uvloop
 
+from vecd.base.status_line import StatusLine
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
 from vecd.client.bench.options import STDOUT, BenchOptions, parse_options
 from vecd.client.bench.plot import Point, draw_latency
-from vecd.client.bench.result import RunResult
+from vecd.client.bench.report import RunResult
 from vecd.client.bench.run import LoadRun
-from vecd.client.status_line import StatusLine
 
 INTERRUPTED = "interrupted"
 """Why a run ended early, if Ctrl-C ended it."""
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bench(options: BenchOptions) -> int:
-    _allow_connections(max(_max_connections(load) for load in options.loads))
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # the shell's own limit is often 1,024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     table = sys.stderr if options.json == STDOUT else sys.stdout
     print(options.describe(), file=table)
     print(report.heading(), file=table, flush=True)
@@ -95,30 +96,21 @@ def _write(options: BenchOptions, result: RunResult, table: TextIO) -> None:
     print(report.row(result), file=table)
     for note in report.notes(result):
         print(f"{'':{report.FIRST_WIDTH}} {note}", file=table)
+    hours = None
+    if options.documents is not None and result.num_texts:
+        hours = options.documents / result.per_s(result.num_texts) / 3600
+        print(f"{'':{report.FIRST_WIDTH}} {options.documents:,} such texts take {hours:,.3g} server-hours", file=table)
     table.flush()
     if options.json is None:
         return
     # With its options, without the key.
-    fields = {**options.fields(), **report.fields(result)}
+    fields = {**options.fields(), **report.fields(result), "documents": options.documents, "documents_hours": hours}
     line = orjson.dumps({"ended_at": datetime.now(UTC).isoformat(timespec="seconds"), **fields}) + b"\n"
     if options.json == STDOUT:
         print(line.decode(), end="", flush=True)
     else:
         with options.json.open("ab") as file:
             file.write(line)
-
-
-def _max_connections(load: Load) -> int:
-    num_bulk = 0 if load.bulk is None else _max_connections(load.bulk)
-    return num_bulk + (load.clients or load.max_connections)
-
-
-def _allow_connections(num_connections: int) -> None:
-    """Raise this process's limit of open files as far as is allowed; the shell's is often 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(num_connections + 64, hard) if hard != resource.RLIM_INFINITY else num_connections + 64
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The load of a run as data: its requests, rendered before it starts, and how fast they are sent.
 
-Owns the OpenAI-shaped body and the headers; sending a request costs one write. Opens no socket and reads no clock. Made
-by `vecd.client.bench.options` and the benchmarks, run by `vecd.client.bench.run`.
+Owns the OpenAI-shaped body and the headers; sending a request costs one write. Opens no socket and reads no clock.
 """
 
 from collections.abc import Sequence
@@ -10,8 +9,9 @@ from typing import Any
 
 import orjson
 
+from vecd.base.target import Target
 from vecd.client.bench.texts import Lengths, draw_texts, shuffle_texts
-from vecd.client.connection import Target, render_request
+from vecd.client.connection import render_request
 
 DEFAULT_MAX_CONNECTIONS = 1024
 MAX_RATE_PER_S = 100_000.0
@@ -30,7 +30,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
-    """What the requests of a run have in common."""
+    """Of all requests of a run."""
 
     path: str = "/v1/embeddings"
     lengths: Lengths = _TEN_WORDS
@@ -38,16 +38,14 @@ class RequestShape:
     """The texts to send, in an order that depends on `seed`; None: texts of `lengths` are drawn."""
     texts_per_request: int = 1
     encoding_format: str = "base64"
-    """One of `vecd.client.bench.responses.READERS`. "npy" is requested by header, the others in the body."""
+    """One of `vecd.client.bench.report.READERS`. "npy" is requested by header, the others in the body."""
     model: str | None = None
-    """Left out of the requests when None."""
+    """None: left out."""
     api_key: str | None = None
     seed: int = 0
     """Of the texts, and of the arrivals in an open loop."""
     timeout_ms: int | None = None
-    """Sent as the server's deadline."""
     priority: str | None = None
-    """Sent as the priority in the server's queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,6 @@ class Load:
     requests: Sequence[bytes]
     """Whole HTTP requests of that shape, sent in turn by all clients together."""
     clients: int = 0
-    """Each sends its next request when it has the last one's answer."""
     rate_per_s: float | None = None
     """Average arrivals a second, at random moments (a Poisson process), whatever the server does."""
     max_connections: int = DEFAULT_MAX_CONNECTIONS
@@ -73,6 +70,11 @@ class Load:
     num_requests: int | None = None
     timeout_s: float
     """Longest time from sending a request to its whole response."""
+    gone_after_s: float = 3.0
+    """Without a connection or an answer for this long, the server counts as gone."""
+    drain_s: float = 10.0
+    """How long a timed run waits for answers after its last request, so that the next run begins with an idle
+    server."""
     goodput_ms: float | None = None
     """An answer is good when it comes within this of the request's arrival."""
     bulk: "Load | None" = None

@@ -1,6 +1,6 @@
 """The flags of `vecd bench`, what they mean together, and the loads that they describe.
 
-Everything is checked before anything is sent. Measures nothing. Called by `vecd.client.bench.command`.
+Everything is checked before anything is sent. Measures nothing.
 """
 
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
@@ -12,12 +12,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from vecd.base.flags import TlsOptions, flag, flag_name, integer, listed, number, parse, whole
+from vecd.base.target import Target
 from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load, RequestShape, render_requests
 from vecd.client.bench.plot import require_matplotlib
-from vecd.client.bench.responses import READERS
+from vecd.client.bench.report import READERS
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
-from vecd.client.connection import Target
-from vecd.client.options import TlsOptions, flag, flag_name, integer, listed, number, parse, whole
 
 STDOUT = Path("-")
 _DEFAULT_CLIENTS = (1, 16, 64)
@@ -129,6 +129,9 @@ class BenchOptions(TlsOptions):
     json: Path | None = _report(
         "append one JSON object a run; -: print them, and the table to stderr", read=Path, metavar="FILE"
     )
+    documents: int | None = _report(
+        "say how long this many texts take at the measured rate", read=whole(10**15), metavar="N"
+    )
     plot: Path | None = _report(
         "draw latency over throughput, a point a run; needs vecd[plot]", read=Path, metavar="FILE.png"
     )
@@ -222,7 +225,6 @@ class BenchOptions(TlsOptions):
     # --- in words -----------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """One line for people."""
         length = f"{self.requests} requests" if self.requests else f"{self.duration:g} s"
         line = (
             f"{self._target}{self.path}: {self.texts_per_request} × {self._texts_name} a request, "

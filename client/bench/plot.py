@@ -1,7 +1,6 @@
 """Latency over throughput, drawn: a curve a server, a point a run.
 
-Owns how it looks. Imports matplotlib only when it draws: it is heavy, and an extra. Measures nothing. Called by
-`vecd.client.bench.command` and the benchmarks.
+Owns how it looks. Imports matplotlib only when it draws: it is heavy, and an extra. Measures nothing.
 """
 
 import importlib
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vecd.missing import not_installed
+from vecd.base.programs import not_installed
 
 # Source: the palette of M. Okabe and K. Ito for colour-blind readers, without its yellow, which is too pale here.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

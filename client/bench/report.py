@@ -1,15 +1,247 @@
-"""How a run is reported: a table for people, one JSON object a run for programs, a line while it goes on.
+"""What a run has come to, and how it is reported: a table for people, JSON for programs, a line while it goes on.
 
-Owns column widths and field names. Measures nothing and opens no socket. Called by `vecd.client.bench.command`,
-`vecd.client.bench.run` and the benchmarks.
+Owns latencies, counts and percentiles, which requests count, and the check of responses. Every figure has its unit in
+its name. Reads no clock and opens no socket.
 """
 
+import ast
+import functools
 import math
-from typing import Any
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional, TypeAlias
 
+import orjson
+
+from vecd.base.files import JsonObject
 from vecd.client.bench.load import Load
-from vecd.client.bench.result import LATE_S, RunResult
-from vecd.client.bench.window import Window
+from vecd.client.connection import BadResponse, ServerResponse
+
+
+class Window:
+    """The measured part of a run, after its warm-up.
+
+    `sent_at` is always the moment at which a request should have been sent; in an open loop, that of its arrival.
+    - By time, in a closed loop: the requests that *end* inside it. So the rate is right: the window loses the requests
+      under way when it closes, and gains those under way when it opened.
+    - By time, in an open loop (`is_by_arrival`): the requests that *arrive* inside it, however late they end, or an
+      overloaded server's slowest answers would be missing. Rates are still counted by end.
+    - By number: those requests, and none of the warm-up's, from the start of the first one.
+    """
+
+    def __init__(
+        self,
+        started_at: float,
+        warmup_s: float,
+        duration_s: float,
+        *,
+        num_requests: int | None = None,
+        is_by_arrival: bool = False,
+    ) -> None:
+        self.started_at = started_at
+        self.opens_at = started_at + warmup_s
+        self.closes_at = math.inf if num_requests is not None else self.opens_at + duration_s
+        """From here on no request starts; infinite for a run by number."""
+        self._num_left = num_requests
+        self._is_by_start = is_by_arrival or num_requests is not None
+        self._first_sent_at: float | None = None
+
+    def may_send(self, now: float) -> bool:
+        """Whether another request may start now. Side effects: a run by number counts it as started."""
+        if self._num_left is None or now < self.opens_at:
+            return now < self.closes_at
+        self._first_sent_at = self._first_sent_at or now
+        self._num_left -= 1
+        return self._num_left >= 0
+
+    def measures(self, sent_at: float, ended_at: float) -> bool:
+        """Whether the latency of a success belongs to the result."""
+        return self._contains(sent_at if self._is_by_start else ended_at)
+
+    def measures_failure(self, sent_at: float, ended_at: float) -> bool:
+        # One that times out after a closed loop's window closed counts: a server that hangs must not look idle.
+        return self._contains(sent_at) if self._is_by_start else ended_at >= self.opens_at
+
+    def counts(self, sent_at: float, ended_at: float) -> bool:
+        """Whether a success counts for the rates."""
+        return self._contains(ended_at if self._num_left is None else sent_at)
+
+    def _contains(self, moment: float) -> bool:
+        return self.opens_at <= moment < self.closes_at
+
+    def elapsed_s(self, now: float) -> float:
+        if self._num_left is not None:
+            return 0.0 if self._first_sent_at is None else now - self._first_sent_at
+        return max(0.0, min(now, self.closes_at) - self.opens_at)
+
+
+# --- the check of a response, for little CPU --------------------------------------------------------------------
+
+_TOTAL_TOKENS = re.compile(rb'"total_tokens"\s*:\s*(\d+)')
+# `usage` is the last field of every server seen, and this is more than any of them writes there.
+_TAIL_BYTES = 256
+_FLOAT32_BYTES = 4
+_NPY_MAGIC = b"\x93NUMPY"
+_NPY_ITEM = re.compile(r"[<>=|][fiu](\d+)")
+
+
+class Receipt(NamedTuple):
+    num_embeddings: int
+    num_tokens: int
+    """0 when the server does not say."""
+
+
+ReadResponse: TypeAlias = Callable[[ServerResponse, int], Receipt]
+"""Checks that a response 200 has `num_texts` embeddings, and counts its tokens. Raises BadResponse when it has not."""
+
+
+def read_json(response: ServerResponse, num_texts: int) -> Receipt:
+    """OpenAI's JSON, with any encoding of the embeddings."""
+    body = response.body
+    usage = _TOTAL_TOKENS.search(body, max(0, len(body) - _TAIL_BYTES))
+    # Once per item, and in nothing else: no value of such a response can hold a quote followed by a colon.
+    if usage is not None and body.count(b'"embedding":') == num_texts:
+        return Receipt(num_texts, int(usage[1]))
+    return _parse_json(body, num_texts)
+
+
+def _parse_json(body: bytes, num_texts: int) -> Receipt:
+    """For servers that write it in another order or spacing."""
+    try:
+        fields: JsonObject = orjson.loads(body)
+        vectors = [item["embedding"] for item in fields["data"]]
+        num_tokens = int((fields.get("usage") or {}).get("total_tokens", 0))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadResponse("not an OpenAI-shaped list of embeddings") from error
+    if len(vectors) != num_texts or not all(vectors):
+        raise BadResponse(f"{len(vectors)} embeddings for {num_texts} texts")
+    return Receipt(num_texts, num_tokens)
+
+
+def read_bytes(response: ServerResponse, num_texts: int) -> Receipt:
+    """Bare float32 rows of one length. Without the dimensions in a header, any length that fits is accepted."""
+    body = response.body
+    if body[:1] == b"{":
+        with suppress(ValueError):
+            orjson.loads(body)
+            raise BadResponse("JSON instead of bytes")  # from a server that does not know this encoding
+    row_bytes = _FLOAT32_BYTES * (response.num_dimensions or len(body) // (_FLOAT32_BYTES * num_texts))
+    if not body or len(body) != num_texts * row_bytes:
+        raise BadResponse(f"{len(body)} bytes are not {num_texts} rows of float32")
+    return Receipt(num_texts, response.num_tokens or 0)
+
+
+def read_npy(response: ServerResponse, num_texts: int) -> Receipt:
+    """A NumPy file with a row for each text."""
+    body = response.body
+    if not body.startswith(_NPY_MAGIC) or len(body) < 12:
+        raise BadResponse("not a NumPy file")
+    start = 10 + int.from_bytes(body[8:10], "little") if body[6] == 1 else 12 + int.from_bytes(body[8:12], "little")
+    num_rows, row_bytes = _read_npy_header(body[:start])
+    if num_rows != num_texts:
+        raise BadResponse(f"{num_rows} embeddings for {num_texts} texts")
+    if len(body) != start + num_rows * row_bytes:
+        raise BadResponse(f"{len(body) - start} bytes for {num_rows} rows of {row_bytes}")
+    return Receipt(num_texts, response.num_tokens or 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_npy_header(header: bytes) -> tuple[int, int]:
+    """Rows, and bytes of each. The headers of one server are alike, so each is parsed once."""
+    try:
+        fields = ast.literal_eval(header[header.index(b"{") :].decode("latin-1").strip())
+        num_rows, dim = fields["shape"]
+        item = _NPY_ITEM.fullmatch(fields["descr"])
+        if item is None or not (isinstance(num_rows, int) and isinstance(dim, int) and num_rows > 0 and dim > 0):
+            raise ValueError(header)
+    except (ValueError, SyntaxError, LookupError, TypeError, MemoryError, RecursionError) as error:
+        raise BadResponse("not a NumPy file of rows") from error
+    return num_rows, dim * int(item[1])
+
+
+READERS: dict[str, ReadResponse] = {"base64": read_json, "float": read_json, "bytes": read_bytes, "npy": read_npy}
+
+
+# --- figures ----------------------------------------------------------------------------------------------------
+
+_SHARES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p999_ms": 0.999, "max_ms": 1.0}
+LATE_S = 0.01
+"""A request of an open loop that is sent later than this after its arrival is counted as late."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResult:
+    """The requests of one loop. Owned by the run until it is over. Rates are of successes."""
+
+    load: Load
+    latencies: "array[float]" = field(default_factory=lambda: array("d"))
+    """Seconds, of the measured requests that succeeded: from the moment of sending to the whole response."""
+    num_good: int = 0
+    """Successes within the load's `goodput_ms`; all without it."""
+    num_requests: int = 0
+    """Successes that ended inside the window, from which rates are computed; `num_texts` and `num_tokens` likewise."""
+    num_texts: int = 0
+    num_tokens: int = 0
+    """0 when the server does not say."""
+    errors: Counter[str] = field(default_factory=Counter)
+    first_details: dict[str, str] = field(default_factory=dict)
+    """The message of the first error of each kind."""
+    num_late: int = 0
+    """Requests of an open loop that were sent well after their arrival. Latencies include the delay."""
+    max_late_ms: float = 0.0
+
+    # Set when the run is over.
+    elapsed_s: float = 0.0
+    cpu_share: float = 0.0
+    """CPU that the load generator itself used, as a share of one core."""
+    ended_early: str | None = None
+    bulk: Optional["RunResult"] = None
+
+    def add_latency(self, latency_s: float) -> None:
+        self.latencies.append(latency_s)
+        if self.load.goodput_ms is None or latency_s * 1000 <= self.load.goodput_ms:
+            self.num_good += 1
+
+    def add_success(self, receipt: Receipt) -> None:
+        self.num_requests += 1
+        self.num_texts += receipt.num_embeddings
+        self.num_tokens += receipt.num_tokens
+
+    def add_errors(self, kind: str, detail: str, count: int = 1) -> None:
+        self.errors[kind] += count
+        self.first_details.setdefault(kind, detail)
+
+    def add_late(self, late_s: float) -> None:
+        self.num_late += 1
+        self.max_late_ms = max(self.max_late_ms, late_s * 1000)
+
+    def latencies_ms(self) -> dict[str, float | None]:
+        """Percentiles by the nearest rank, the largest, and the mean; None when nothing succeeded."""
+        if not self.latencies:
+            return dict.fromkeys([*_SHARES, "mean_ms"])
+        import numpy as np  # not while a run goes on, nor to show the flags
+
+        values_ms = np.frombuffer(self.latencies) * 1000
+        percentiles = np.quantile(values_ms, list(_SHARES.values()), method="inverted_cdf")
+        return {**dict(zip(_SHARES, percentiles.tolist(), strict=True)), "mean_ms": float(values_ms.mean())}
+
+    @property
+    def num_offered(self) -> int:
+        """Measured requests, successes and errors."""
+        return len(self.latencies) + self.errors.total()
+
+    def per_s(self, count: int) -> float:
+        """`count` a second of the measured window; 0.0 when there was none."""
+        return count / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    def share(self, count: int) -> float:
+        """`count` ÷ all measured requests, errors included; 0.0 without requests."""
+        return count / self.num_offered if self.num_offered else 0.0
+
 
 _COLUMNS = {
     "req/s": "requests_per_s",
@@ -34,7 +266,6 @@ _BEHIND_REQUESTS = 10
 
 
 def heading() -> str:
-    """The line above the rows."""
     return _line("load", *_COLUMNS, "errors", "own CPU")
 
 
@@ -58,7 +289,6 @@ def name(load: Load) -> str:
 
 
 def notes(result: RunResult) -> list[str]:
-    """The errors of a row by kind, and why its figures may mislead."""
     lines = _errors(result)
     if result.bulk is not None:
         lines += [f"bulk: {line}" for line in _errors(result.bulk)]
@@ -82,7 +312,6 @@ def _errors(result: RunResult) -> list[str]:
 
 
 def _pace(result: RunResult) -> list[str]:
-    """Whether all arrivals were sent in time, and answered."""
     lines = []
     if (late_share := result.share(result.num_late)) > _LATE_SHARE:
         lines.append(
@@ -96,7 +325,7 @@ def _pace(result: RunResult) -> list[str]:
     return lines
 
 
-def fields(result: RunResult) -> dict[str, Any]:
+def fields(result: RunResult) -> JsonObject:
     """The figures of a run as JSON takes them; every name has its unit, and is always there."""
     load, bulk = result.load, result.bulk
     is_open = load.rate_per_s is not None
@@ -125,15 +354,12 @@ def fields(result: RunResult) -> dict[str, Any]:
     }
 
 
-def _figures(result: RunResult) -> dict[str, Any]:
+def _figures(result: RunResult) -> JsonObject:
+    counts = {"offered": result.num_offered, "requests": result.num_requests, "texts": result.num_texts}
     return {
-        "offered": result.num_offered,
-        "requests": result.num_requests,
-        "texts": result.num_texts,
+        **counts,
         "tokens": result.num_tokens,
-        "offered_per_s": round(result.per_s(result.num_offered), 2),
-        "requests_per_s": round(result.per_s(result.num_requests), 2),
-        "texts_per_s": round(result.per_s(result.num_texts), 2),
+        **{f"{name}_per_s": round(result.per_s(count), 2) for name, count in counts.items()},
         "tokens_per_s": round(result.per_s(result.num_tokens), 1) if result.num_tokens else None,
         **{name: None if ms is None else round(ms, 3) for name, ms in result.latencies_ms().items()},
         "errors": dict(result.errors.most_common()),

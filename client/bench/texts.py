@@ -1,7 +1,6 @@
 """Texts to embed: runs of words from the reference that every CPython carries, or the lines of a file.
 
-Owns the texts and their lengths; deterministic for a seed on one Python version. Opens no socket. Called by
-`vecd.client.bench.load`, `vecd.client.bench.options` and the benchmarks.
+Owns the texts and their lengths; deterministic for a seed on one Python version. Opens no socket.
 """
 
 import functools
@@ -26,7 +25,6 @@ class Lengths:
     sigma: float | None = None
 
     def draw(self, rng: random.Random) -> int:
-        """At least 1."""
         if self.sigma is None:
             return round(self.mean)
         # A lognormal's mean is exp(mu + sigma² / 2), so this mu makes `mean` the mean and not the median.

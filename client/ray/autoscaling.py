@@ -1,27 +1,15 @@
 """When Ray Serve adds a node's vecd, and when it takes one away: by the age of the queue, never by processor use.
 
 Owns the rule. How long it must hold before it counts is Serve's `upscale_delay_s` and `downscale_delay_s`. Imports no
-Ray. Called by Serve's controller, with what `vecd.client.ray.serve` reports of each replica every second.
+Ray.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 QUEUE_AGE = "vecd_queue_age_seconds"
 """How long the oldest sequence has waited, s."""
 UTILIZATION = "vecd_utilization"
 """Seconds of computing per second and worker, 0 to 1."""
-
-
-class ScalingContext(Protocol):
-    """What is read of Ray's `AutoscalingContext`."""
-
-    current_num_replicas: int
-    target_num_replicas: int
-    policy_state: dict[str, Any]
-
-    @property
-    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None: ...
 
 
 class QueueAgePolicy:
@@ -31,12 +19,13 @@ class QueueAgePolicy:
     def __init__(self, max_age_s: float = 0.5, max_utilization: float = 0.5) -> None:
         self._max_age_s, self._max_utilization = max_age_s, max_utilization
 
-    def __call__(self, context: ScalingContext) -> tuple[int, dict[str, Any]]:
-        """The number of replicas that is wanted, and Serve's state unchanged."""
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """The number of replicas that is wanted, and Serve's state unchanged. `context`: Ray's `AutoscalingContext`."""
         return self._desired(context), context.policy_state
 
-    def _desired(self, context: ScalingContext) -> int:
-        target, metrics = context.target_num_replicas, context.aggregated_metrics or {}
+    def _desired(self, context: Any) -> int:
+        target: int = context.target_num_replicas
+        metrics = context.aggregated_metrics or {}
         ages = list(metrics.get(QUEUE_AGE, {}).values())
         # While one starts or ends, its effect is not seen yet.
         if context.current_num_replicas != target or not ages or len(ages) < target:

@@ -1,7 +1,7 @@
 """vecd in Ray Data: a class for `map_batches`, and a function that applies it without the usual traps.
 
 Owns the actor of a node, which has its own vecd and several requests under way, and the arguments of `map_batches`.
-Computes nothing. Called by users' pipelines; deploy/bulk/ray_data.py is an example.
+Computes nothing.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from vecd.client.blocking import Client
 from vecd.client.ray.node_server import NodeServer, exit_at_once
-from vecd.client.sdk.client import Client
 
 if TYPE_CHECKING:
     import ray.data
@@ -25,8 +25,8 @@ _RETRY_FOR_S = 600.0
 class RayEmbedder:
     """An actor for `map_batches(RayEmbedder, batch_format="numpy", …)`: adds a column of vectors to batches of texts.
 
-    It starts a `vecd serve` that lives as long as the actor. When vecd dies the actor does, and Ray runs the batch
-    again on another one, where `max_restarts` and `max_task_retries` say so: `embed_dataset` sets both.
+    It starts a `vecd serve` that lives as long as the actor. When vecd dies the actor does, and Ray runs the batch on
+    another one, where `max_restarts` and `max_task_retries` say so: `embed_dataset` sets both.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RayEmbedder:
         `vecd.Client.identity`, or its part before ";". `retry_for`: seconds for which a batch is tried while vecd
         answers nothing of it.
 
-        Raises RuntimeError when the server does not start, TimeoutError when it is not ready in time.
+        Raises NotStarted when the server does not start, or not in time.
         """
         self._text_column, self._output_column, self._fields = text_column, output_column, dict(fields or {})
         self._server = NodeServer(model, flags, exit_at_once)
@@ -120,8 +120,8 @@ def embed_dataset(
 def checkpoint_by(id_column: str, folder: str) -> None:
     """Have a job that is run again leave out the rows that it has written: to be called before the dataset is made.
 
-    `id_column` tells rows apart. `folder` is on a shared filer or an object store. All ids that are done are held in
-    memory, so one job has 10^8 rows at most.
+    `id_column` tells rows apart. `folder` is on a shared filer or an object store. The ids that are done are held in
+    memory: one job has 10^8 rows at most.
     """
     import ray.data
     from ray.data.checkpoint import CheckpointConfig

@@ -2,7 +2,6 @@
 
 Owns the connections to that server, which are kept alive, and the headers that belong to one connection alone. Reads no
 body, and sends nothing twice: a request without a response gets 503, which the proxy in front repeats on another node.
-Called by `vecd.client.ray.serve`; imports no Ray.
 
 A response is held until it is complete, up to 256 KiB: until its first byte has gone out, the proxy can still repeat
 the request. Larger bodies, of requests and of responses, are passed on as they come.
@@ -10,8 +9,9 @@ the request. Larger bodies, of requests and of responses, are passed on as they 
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
+from typing import Any
 
 import httptools
 
@@ -38,7 +38,6 @@ class Forwarder:
     """The application. It answers from the event loop that first calls it."""
 
     def __init__(self, path: str) -> None:
-        """`path`: of the server's unix socket."""
         self._path = path
         self._idle: list[_Connection] = []
 
@@ -84,10 +83,8 @@ class Forwarder:
         while self._idle:
             if (connection := self._idle.pop()).is_open:
                 return connection
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            _, connection = await loop.create_unix_connection(_Connection, self._path)
-        return connection
+            return _Connection(*await asyncio.open_unix_connection(self._path, limit=HELD_BYTES))
 
 
 async def _exchange(connection: "_Connection", scope: Message, receive: Receive, send: Send) -> bool:
@@ -134,7 +131,6 @@ async def _exchange(connection: "_Connection", scope: Message, receive: Receive,
 
 
 async def _send_rest(connection: "_Connection", receive: Receive) -> None:
-    """The parts of a body that has not come as a whole."""
     is_more = True
     while is_more:
         message = await receive()
@@ -163,33 +159,29 @@ def _passed_on(headers: Iterable[tuple[bytes, bytes]], *also_left_out: bytes) ->
     return [(name, value) for name, value in headers if name.lower() not in left_out]
 
 
-class _Connection(asyncio.Protocol):
+class _Connection:
     """One request at a time."""
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self._transport: asyncio.Transport
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
         self._parser = httptools.HttpResponseParser(self)
-        self._loop = asyncio.get_running_loop()
-        self._writable = asyncio.Event()
-        self._writable.set()
-        self._news: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
+        self._keeps_alive = True
         self._reset()
 
     def _reset(self) -> None:
         self._headers: Headers = []
         self._parts: list[bytes] = []
-        self._num_bytes = 0
         self._has_head = self._is_complete = self._is_framed = self._has_no_body = self._is_chunked = False
 
-    # --- called by the application ------------------------------------------------------------------------------
+    @property
+    def is_open(self) -> bool:
+        return self._keeps_alive and not self._reader.at_eof() and not self._writer.is_closing()
 
     def begin(self, method: bytes, target: bytes, headers: Headers, body: bytes, *, is_more: bool = False) -> None:
         """Send a request; with `is_more`, the rest of its body comes through `write_part`."""
         self._reset()
         self._has_no_body = method == b"HEAD"
-        # The body has come as a whole or is cut anew, and nobody here waits for a leave to send it.
+        # The body has come as a whole or is cut anew, and nothing here waits for a leave to send it.
         passed_on = _passed_on(headers, b"expect")
         has_length = any(name == b"content-length" for name, _ in passed_on)
         self._is_chunked = is_more and not has_length
@@ -198,80 +190,50 @@ class _Connection(asyncio.Protocol):
         elif body and not has_length:
             passed_on.append((b"content-length", b"%d" % len(body)))
         head = _REQUEST_TARGET % (method, target) + b"".join(b"%s: %s\r\n" % header for header in passed_on) + b"\r\n"
-        self._transport.write(head + (self._framed(body) if body else b""))
+        self._writer.write(head + (self._framed(body) if body else b""))
 
     async def write_part(self, part: bytes, *, is_last: bool) -> None:
-        await self._writable.wait()
-        if self.is_open:
-            end = b"0\r\n\r\n" if is_last and self._is_chunked else b""
-            self._transport.write((self._framed(part) if part else b"") + end)
+        with suppress(OSError):  # the server does not read on: its response says why
+            await self._writer.drain()
+            if self.is_open:
+                end = b"0\r\n\r\n" if is_last and self._is_chunked else b""
+                self._writer.write((self._framed(part) if part else b"") + end)
 
     def _framed(self, part: bytes) -> bytes:
         return b"%x\r\n%s\r\n" % (len(part), part) if self._is_chunked else part
 
     async def head(self) -> tuple[int, Headers]:
-        """Status and headers, without those of this connection. Raises Broken."""
+        """Status and headers, without those of this connection. Raises OSError, of which Broken is one."""
         while not self._has_head:
-            await self._wait()
+            await self._receive()
         return self._parser.get_status_code(), _passed_on(self._headers, *_WRITTEN_ANEW)
 
-    async def parts(self) -> Any:
-        """The body as it comes: an asynchronous iterator over bytes. Raises Broken."""
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises as `head`."""
         while True:
             if self._parts:
                 part = b"".join(self._parts)
                 self._parts.clear()
-                self._num_bytes = 0
-                self._transport.resume_reading()
                 yield part
             elif self._is_complete:
                 return
             else:
-                await self._wait()
+                await self._receive()
 
-    def close(self) -> None:
-        self.is_open = False
-        self._transport.abort()
-
-    async def _wait(self) -> None:
-        if self._error is not None or not self.is_open:
-            raise self._error or Broken("the connection is closed")
-        self._news = self._loop.create_future()
-        await self._news
-
-    def _tell(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    # --- called by the event loop -------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self.is_open = True
-
-    def data_received(self, data: bytes) -> None:
+    async def _receive(self) -> None:
+        data = await self._reader.read(HELD_BYTES)
+        if not data and not (self._has_head and not self._is_framed):
+            raise Broken("closed before the response was complete")
+        if not data:  # the end of the body is that of the connection
+            self._is_complete, self._keeps_alive = True, False
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._error = Broken(f"not HTTP: {error}")
-            self.close()
-        if self._num_bytes > HELD_BYTES:
-            self._transport.pause_reading()
-        self._tell()
+            raise Broken(f"not HTTP: {error}") from error
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        if self._has_head and not self._is_framed and exc is None:
-            self._is_complete = True  # its end is that of the connection
-        self._error = self._error or Broken(str(exc) if exc else "closed before the response was complete")
-        self._writable.set()
-        self._tell()
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
+    def close(self) -> None:
+        self._writer.transport.abort()
 
     # --- called by the parser -----------------------------------------------------------------------------------
 
@@ -289,14 +251,12 @@ class _Connection(asyncio.Protocol):
         self._has_head = True
         if self._has_no_body:
             # The parser would wait for the body that the length announces.
-            self._is_complete, self.is_open = True, False
+            self._is_complete, self._keeps_alive = True, False
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
-        self._num_bytes += len(body)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:
             self._is_complete = True
-            if not self._parser.should_keep_alive():
-                self.is_open = False
+            self._keeps_alive &= self._parser.should_keep_alive()

@@ -1,7 +1,7 @@
 """Ray Serve in HAProxy mode before the vecds of nodes: a replica per node passes bytes to the server that it owns.
 
 Owns the deployment: where replicas are placed, how they are checked, counted and stopped. Computes nothing and parses
-no body. Called by users, by `serve run vecd.client.ray.serve:build model=…`, and by Serve on each node.
+no body.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from vecd.client.ray.autoscaling import QUEUE_AGE, UTILIZATION, QueueAgePolicy
-from vecd.client.ray.environment import missing
 from vecd.client.ray.forward import Forwarder
 from vecd.client.ray.node_server import NodeServer, exit_at_once
+from vecd.client.ray.start import missing
 
 RESOURCE = "vecd"
 """The resource that a node offers with `--resources '{"vecd": 1}'`: a replica takes 1 of it."""
@@ -50,7 +50,7 @@ class Vecd:
         return self._public
 
     async def check_health(self) -> None:
-        """Called by Serve every 2 s; the third error in a row ends this replica. HAProxy is told of the first."""
+        """HAProxy is told of the first."""
         async with asyncio.timeout(_HEALTH_TIMEOUT_S):
             status, body = await self._public.get("/health")
         if status != 200:

@@ -10,21 +10,27 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import orjson
 
-from vecd.client.connection import Target
-from vecd.client.options import TlsOptions, flag, number, parse
-from vecd.client.top.figures import Figures, History
-from vecd.client.top.source import StatsRefused, StatsSource, StatsUnavailable
-from vecd.missing import not_installed
+from vecd.base.flags import TlsOptions, flag, number, parse
+from vecd.base.programs import not_installed
+from vecd.base.target import Target
+from vecd.client.top.figures import (
+    Figures,
+    History,
+    Stats,
+    StatsRefused,
+    StatsUnavailable,
+    fetch_stats,
+    render_stats_request,
+)
 
 _INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
-"""The steps of + and -."""
 _SIGNALS = {
     **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), "q"),
     signal.SIGWINCH: "resized",
@@ -33,7 +39,6 @@ _SIGNALS = {
 _KEYS = {"Q": "q", "\x04": "q", "P": "p", " ": "p", "=": "+", "_": "-"}
 """By another way to type it, a key."""
 _FILE_COLUMNS = 100
-"""Width of a picture that is written into a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ class TopOptions(TlsOptions):
     json: bool = flag("print one JSON object for each interval instead", default=False)
 
     def __post_init__(self) -> None:
-        self.source()  # whether the key can be sent
+        render_stats_request(self.target, self.api_key)  # whether the key can be sent
         if self.json:
             return
         if importlib.util.find_spec("rich") is None:
@@ -70,8 +75,9 @@ class TopOptions(TlsOptions):
     def target(self) -> Target:
         return self.read_target(self.url)
 
-    def source(self) -> StatsSource:
-        return StatsSource(self.target, self.api_key)
+    async def fetch(self) -> Stats:
+        """Raises StatsUnavailable or StatsRefused."""
+        return await fetch_stats(self.target, self.api_key)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,27 +110,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _write(options: TopOptions) -> None:
     """Raises StatsRefused; with --once also StatsUnavailable."""
     history = History()
-    with closing(options.source()) as source:
-        while True:
-            try:
-                figures = history.add(await source.read())
-            except StatsUnavailable as error:
+    while True:
+        line: dict[str, Any] = {"target": str(options.target), "error": None}
+        try:
+            figures = history.add(await options.fetch())
+        except StatsUnavailable as error:
+            if options.once:
+                raise
+            print(orjson.dumps({**line, "error": f"no answer: {error}"}).decode(), flush=True)
+        else:
+            if figures["elapsed_s"] is not None:
+                if options.json:
+                    print(orjson.dumps({**line, **figures}).decode(), flush=True)
+                else:
+                    _write_picture(options, figures, history)
                 if options.once:
-                    raise
-                _write_line({"target": str(options.target), "error": f"no answer: {error}"})
-            else:
-                if figures["elapsed_s"] is not None:
-                    if options.json:
-                        _write_line({"target": str(options.target), "error": None, **figures})
-                    else:
-                        _write_picture(options, figures, history)
-                    if options.once:
-                        return
-            await asyncio.sleep(options.interval)
-
-
-def _write_line(line: dict[str, Any]) -> None:
-    print(orjson.dumps(line).decode(), flush=True)
+                    return
+        await asyncio.sleep(options.interval)
 
 
 def _write_picture(options: TopOptions, figures: Figures, history: History) -> None:
@@ -153,10 +155,9 @@ class Watch:
     """Keeps the picture up to date. `run` once."""
 
     def __init__(self, options: TopOptions) -> None:
-        from vecd.client.top.terminal import Terminal  # rich is an extra, and --json needs none
-        from vecd.client.top.view import Scene
+        from vecd.client.top.view import Scene, Terminal  # rich is an extra, and --json needs none
 
-        self._source = options.source()
+        self._options = options
         self._history = History()
         self._latest: Figures | None = None
         """As `figures` of the scene, which stay while it is paused."""
@@ -171,7 +172,7 @@ class Watch:
         loop, happen = asyncio.get_running_loop(), self._events.put_nowait
         for signal_number, event in _SIGNALS.items():
             loop.add_signal_handler(signal_number, happen, event)
-        with closing(self._source), self._terminal, suppress(OSError):  # OSError: the terminal has gone
+        with self._terminal, suppress(OSError):  # OSError: the terminal has gone
             if self._terminal.keyboard is not None:
                 loop.add_reader(self._terminal.keyboard, self._read_keys)
             reading = self._start_reading()
@@ -224,7 +225,7 @@ class Watch:
     async def _read(self) -> float:
         """Returns when the answer came, by the clock of the event loop. Raises StatsRefused."""
         try:
-            self._latest = self._history.add(await self._source.read())
+            self._latest = self._history.add(await self._options.fetch())
             self._scene.trouble = None
         except StatsUnavailable as error:
             self._scene.trouble = f"no answer, trying again: {error}"
@@ -232,7 +233,6 @@ class Watch:
         return asyncio.get_running_loop().time()
 
     def _show_latest(self) -> None:
-        """Put the latest figures into the picture, unless it is paused."""
         scene = self._scene
         if not scene.is_paused or scene.figures is None:
             scene.figures = self._latest

@@ -2,15 +2,22 @@
 
 Owns what is shown where, what a narrow or low terminal does without, and how figures are written: short, with their
 unit, and of one width where they stand below one another. Needs rich, which is an extra. Figures are those of
-`vecd.client.top.figures`. Called by `vecd.client.top.command`.
+`vecd.client.top.figures`.
 """
 
 import math
+import os
+import signal
+import sys
+import termios
+import tty
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +25,7 @@ from rich.text import Text
 from vecd.client.top.figures import Figures
 
 NOTHING = "–"
-"""Stands for a figure that is not known."""
+"""For a figure that is not known."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _TO_ASCII = str.maketrans("–·×…" + _BLOCKS + _EIGHTHS[1:], "-|x~" + "_.-=+*%#" + "...+###")
@@ -43,25 +50,10 @@ _FAULT_WORDS = {
 _WARN_BUSY, _WARN_ARENA = 0.95, 0.9
 
 _LEAST_IMPORTANT_FIRST = (
-    *(
-        "blank",
-        "stages",
-        "keys",
-        "arena",
-        "cache",
-        "memory",
-        "gateways",
-        "batches",
-        "inputs",
-        "tokens",
-        "latency",
-        "workers",
-        "models",
-    ),
-    *("levels", "errors", "queue", "requests"),
-)
+    "blank", "stages", "keys", "arena", "cache", "memory", "gateways", "batches", "inputs", "tokens", "latency",
+    "workers", "models", "levels", "errors", "queue", "requests",
+)  # fmt: skip
 """The sections that a low terminal does without, in this order. "stages" are the latencies of all but the total."""
-
 
 _Part: TypeAlias = str | tuple[str, str] | Text
 """Of a line; a tuple has the style second."""
@@ -74,8 +66,6 @@ class _Section(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """One column of a table of workers, gateways or stages."""
-
     title: str
     cell: Callable[[Any], str | Text]
     shown_from: int = 0
@@ -111,7 +101,6 @@ class Scene:
         return _as_ascii(segments, console.encoding) if options.ascii_only else segments
 
     def _sections(self, width: int, height: int | None, hidden: Sequence[str]) -> Iterator[_Section]:
-        """From top to bottom."""
         title = [*self._title_lines()]
         yield _Section("title", Group(*title), len(title))
         if self.figures is not None:
@@ -156,7 +145,6 @@ class Scene:
 
 
 def _as_ascii(segments: Iterable[Segment], encoding: str) -> Iterator[Segment]:
-    """For a terminal that cannot show the rest."""
     for text, style, control in segments:
         yield Segment(text.translate(_TO_ASCII).encode(encoding, "replace").decode(encoding), style, control)
 
@@ -188,7 +176,6 @@ def _describe_model(figures: Figures) -> str:
 
 
 def _middle_sections(figures: Figures, width: int, *, has_stages: bool) -> Iterator[_Section]:
-    """Latency, and the lines below or beside it."""
     stages, lines = figures["latencies"], _level_sections(figures)
     if width >= _WIDE:
         columns = Table.grid(padding=(0, 4))
@@ -200,12 +187,13 @@ def _middle_sections(figures: Figures, width: int, *, has_stages: bool) -> Itera
 
 
 def _level_sections(figures: Figures) -> list[_Section]:
-    """A line each for queue, errors, batches, arena, the vector cache if there is one, and memory."""
     queue, batches = figures["queue"], figures["batches"]
     fill = f" · fill {share(batches['mean_fill'])}" if batches["mean_fill"] is not None else ""
     rows, in_use = figures["arena"]["rows"], figures["arena"]["rows_in_use"]
     used = in_use / rows if rows else None
     cores = f"{figures['cpu_cores']:.2f}" if figures["cpu_cores"] is not None else NOTHING
+    cache = figures["vector_cache"]
+    found = f"{share(cache['hit_share'])} found · {size(cache['bytes'])} of {size(cache['max_bytes'])} in use"
     lines: dict[str, _Part] = {
         "queue": f"oldest {duration(queue['age_s'])} · {number(queue['requests'])} requests · "
         f"{number(queue['sequences'])} sequences · {number(queue['tokens'])} tokens",
@@ -216,20 +204,13 @@ def _level_sections(figures: Figures) -> list[_Section]:
             f"{number(in_use)} of {number(rows)} rows in use ({share(used)})",
             "yellow" if (used or 0) > _WARN_ARENA else "",
         ),
-        **_cache_line(figures["vector_cache"]),
+        "cache": found if cache["max_bytes"] else "",
         "memory": f"{size(figures['memory_bytes'])} in {figures['num_processes']} processes, which take {cores} cores",
     }
-    return [_Section(label, _labelled(label, text)) for label, text in lines.items()]
-
-
-def _cache_line(cache: Figures) -> dict[str, _Part]:
-    if not cache["max_bytes"]:
-        return {}
-    return {"cache": f"{share(cache['hit_share'])} found · {size(cache['bytes'])} of {size(cache['max_bytes'])} in use"}
+    return [_Section(label, _labelled(label, text)) for label, text in lines.items() if text]
 
 
 def _errors(figures: Figures) -> Text:
-    """The rate of each status and its count, then what went wrong inside the server."""
     parts = [
         Text(f"{error['status']} {rate(error['per_s'])} ({number(error['num'])})", _error_style(error))
         for error in figures["errors"]
@@ -255,7 +236,6 @@ def _busy(worker: Figures) -> Text:
 
 
 def _loads(model: Figures) -> Text:
-    """The number, and that of the loads that failed."""
     failed = model["failed_loads"]
     return Text.assemble(number(model["loads"]), (f" ({number(failed)} failed)" if failed else "", "yellow"))
 
@@ -369,7 +349,6 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long a process has run."""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -406,3 +385,55 @@ def sparkline(values: Iterable[float], width: int) -> str:
     highest, last = max(shown, default=0.0), len(_BLOCKS) - 1
     levels = (math.ceil(value / highest * last) if highest > 0 else 0 for value in shown)
     return "".join(_BLOCKS[level] for level in levels).rjust(max(0, width))
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------
+
+_MAX_KEYS = 64
+
+
+class Terminal:
+    """A context: inside it, the terminal shows `picture` and keys come without Enter."""
+
+    def __init__(self, picture: RenderableType) -> None:
+        """Standard output is a terminal. Keys come from standard input, if that is one, too."""
+        for name in ("COLUMNS", "LINES"):  # rich would believe them, and they do not change with the terminal
+            os.environ.pop(name, None)
+        console = Console(force_terminal=True, force_interactive=True, highlight=False, markup=False, emoji=False)
+        self._live = Live(
+            picture, console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self.keyboard = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._modes: Any = None
+
+    def __enter__(self) -> Self:
+        if self.keyboard is not None:
+            self._modes = termios.tcgetattr(self.keyboard)
+            tty.setcbreak(self.keyboard)
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError, termios.error):  # a terminal that has gone needs nothing
+            self._live.stop()
+        with suppress(OSError, termios.error):
+            if self.keyboard is not None:
+                termios.tcsetattr(self.keyboard, termios.TCSADRAIN, self._modes)
+
+    def draw(self) -> None:
+        """Raises OSError when the terminal has gone."""
+        self._live.refresh()
+
+    def keys(self) -> str:
+        """What has been typed; "" when the terminal has gone."""
+        assert self.keyboard is not None
+        with suppress(OSError):
+            return os.read(self.keyboard, _MAX_KEYS).decode("latin-1")
+        return ""
+
+    def stop(self) -> None:
+        """Restore the terminal, stop this process as Ctrl-Z does, and take the terminal again when it continues."""
+        self.__exit__()
+        # Not SIGTSTP, which this program handles. The shell sees no difference.
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.__enter__()

@@ -23,16 +23,17 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, FloatType, StructType
 
 import vecd
-from vecd.client.bulk.storage import exists, expand, fetch, is_remote, join, shown, store
+from vecd.client.embed.storage import exists, expand, fetch, is_remote, join, shown, store
 
 
 def embed_batches(
     batches: Iterator[pd.DataFrame], field: str, model: str | None, flags: list[str], identity: str | None
 ) -> Iterator[pd.DataFrame]:
     """One task: the batches with a column `embedding`, null where there is no text. Spark repeats a task that fails."""
-    from vecd.client.shared_server import shared_server
+    from vecd.client.local_server import local_server
 
-    with shared_server(model, flags, lambda _: None) as (url, _), vecd.Client(url, identity=identity) as client:
+    arguments = [*([model] if model else []), *flags]
+    with local_server(arguments, shared=True) as (url, _), vecd.Client(url, identity=identity) as client:
         for batch in batches:
             texts = batch[field]
             has_text = texts.notna() & (texts.str.strip() != "")

@@ -1,19 +1,57 @@
 """The fields of a request's body as data: the values that each may have, its reader, and its documentation.
 
-Owns `Field` and `Fields`, and the readers of the usual kinds of values. Every dialect declares its fields with them,
-and `vecd.gateway.api.openapi` writes the document from the same declarations. Null is the same as absent. Unknown
-fields are ignored, because clients send dozens. Every error names the field, the limit and the value, but never quotes
-a text. Pure.
+Every dialect declares its fields with these types, and the OpenAPI document is written from the same declarations. Null
+is the same as absent. Unknown fields are ignored, because clients send dozens. Every error names the field, the limit
+and the value, but never quotes a text. Pure.
 """
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from math import isfinite
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
-from vecd.gateway.api.schemas import Schema, described, nullable
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.quoting import quoted
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.gateway.errors import BadRequest, quoted
+
+Schema: TypeAlias = JsonObject
+"""A JSON Schema, as OpenAPI 3.1 has them."""
+
+STRING: Schema = {"type": "string"}
+BOOLEAN: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+NUMBER: Schema = {"type": "number"}
+
+
+def described(schema: Schema, description: str) -> Schema:
+    return {**schema, "description": description}
+
+
+def nullable(kind: str, **more: Any) -> Schema:
+    """A value of one of JSON's types, or null, which in a request is the same as absent."""
+    return {"type": [kind, "null"], **more}
+
+
+def any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def list_of(items: Schema, *, at_least: int = 0) -> Schema:
+    return {"type": "array", "items": items, **({"minItems": at_least} if at_least else {})}
+
+
+def record(*optional: str, **properties: Schema) -> Schema:
+    """An object with these properties. All but the `optional` ones are always present."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "required": required, "properties": properties}
+
+
+TIME = described(COUNT, "seconds since 1970")
+USAGE = record(prompt_tokens=COUNT, total_tokens=COUNT)
+TEXTS = list_of(STRING, at_least=1)
+VECTOR = list_of(NUMBER)
+TOKEN_IDS = list_of(COUNT, at_least=1)
 
 T = TypeVar("T")
 
@@ -30,15 +68,15 @@ class Field(Generic[T]):
     is_required: bool = False
     """For the documentation; `Values.require` raises the error."""
     is_large: bool = False
-    """May hold megabytes of texts or ids; see `vecd.gateway.api.bodies`."""
+    """May hold megabytes of texts or ids; see `vecd.gateway.api.body`."""
 
 
 class Values:
-    """The values of a body's fields, without absent and null ones."""
+    """Those of a body's fields, without absent and null ones."""
 
     __slots__ = ("_values",)
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: JsonMapping) -> None:
         self._values = values
 
     def get(self, field: Field[T]) -> T | None:
@@ -46,10 +84,10 @@ class Values:
         return value
 
     def has_any(self, names: frozenset[str]) -> bool:
-        """Whether any field of these names has a value; quicker than one look-up for each."""
+        """Quicker than one look-up for each."""
         return not names.isdisjoint(self._values)
 
-    def changed(self, changes: Mapping[str, Any]) -> "Values":
+    def changed(self, changes: JsonMapping) -> "Values":
         """The same, with other values as their fields read them; without those that are None."""
         merged = {**self._values, **changes}
         return Values({name: value for name, value in merged.items() if value is not None})
@@ -62,9 +100,27 @@ class Values:
         return value
 
 
-class Fields:
-    """The fields of one operation."""
+class Given(Protocol):
+    """The values of fields, wherever they stand in a body."""
 
+    def get(self, field: Field[T]) -> T | None: ...
+
+
+def agreed(values: Given, *synonyms: Field[T]) -> tuple[T, str] | None:
+    """The value of fields for one option, and the name of the first that has it. Raises BadRequest if two differ."""
+    found: tuple[T, str] | None = None
+    for field in synonyms:
+        value = values.get(field)
+        if value is None:
+            continue
+        if found is None:
+            found = value, field.name
+        elif value != found[0]:
+            raise contradiction(found[1], field.name)
+    return found
+
+
+class Fields:
     def __init__(self, *fields: Field[Any]) -> None:
         self._by_name = {field.name: field for field in fields}
         self.large = frozenset(field.name for field in fields if field.is_large)
@@ -73,7 +129,7 @@ class Fields:
     def __iter__(self) -> Iterator[Field[Any]]:
         return iter(self._by_name.values())
 
-    def read(self, body: Mapping[str, Any]) -> Values:
+    def read(self, body: JsonMapping) -> Values:
         """Read the fields of a body. Raises BadRequest. Goes by the names in the body, of which most have two."""
         values: dict[str, Any] = {}
         for name, value in body.items():
@@ -83,8 +139,8 @@ class Fields:
 
     def schema(self) -> Schema:
         """The schema of the whole body."""
-        properties = {field.name: described(field.schema, field.description) for field in self._by_name.values()}
-        required = [field.name for field in self._by_name.values() if field.is_required]
+        properties = {field.name: described(field.schema, field.description) for field in self}
+        required = [field.name for field in self if field.is_required]
         return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 
 
@@ -96,16 +152,14 @@ def text(name: str, description: str, **schema: Any) -> Field[str]:
 
 
 def read_text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str):  # not by `expect`: most requests have such a field
         raise BadRequest(f"'{name}' must be a string, is {json_type(value)}", param=name)
     return value
 
 
 def read_texts(value: Any, name: str) -> tuple[str, ...]:
-    for index, item in enumerate(expect(list, value, name, "a list of strings")):
-        if not isinstance(item, str):
-            raise BadRequest(f"'{name}[{index}]' must be a string, is {json_type(item)}", param=name)
-    return tuple(value)
+    items = enumerate(expect(list, value, name, "a list of strings"))
+    return tuple([expect(str, item, f"{name}[{index}]", "a string", param=name) for index, item in items])
 
 
 def flag(name: str, description: str, **schema: Any) -> Field[bool]:
@@ -113,9 +167,7 @@ def flag(name: str, description: str, **schema: Any) -> Field[bool]:
 
 
 def read_flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise BadRequest(f"'{name}' must be true or false, is {json_type(value)}", param=name)
-    return value
+    return expect(bool, value, name, "true or false")
 
 
 def whole_number(name: str, description: str, *, minimum: int) -> Field[int]:
@@ -125,6 +177,17 @@ def whole_number(name: str, description: str, *, minimum: int) -> Field[int]:
         return cast(int, value)
 
     return Field(name, description, nullable("integer", minimum=minimum), read)
+
+
+def number(name: str, description: str, *, minimum: float, **schema: Any) -> Field[float]:
+    def read(value: Any, name: str) -> float:
+        if type(value) not in (int, float):
+            raise BadRequest(f"'{name}' must be a number, is {json_type(value)}", param=name)
+        if not value >= minimum or not isfinite(value):
+            raise BadRequest(f"'{name}' must be at least {minimum}, is {value}", param=name)
+        return float(value)
+
+    return Field(name, description, nullable("number", minimum=minimum, **schema), read)
 
 
 def read_whole_number(value: Any, name: str) -> int:
@@ -159,15 +222,13 @@ def anything(
     return Field(name, description, schema, lambda value, _: value, is_required, is_large)
 
 
-def expect(kind: type[T], value: Any, where: str, what: str, *, none: str = "null") -> T:
-    """The value, if it is of that type; never for a number, because a boolean counts as one.
-
-    Raises BadRequest, which says that `where` must be `what`. `none`: the word for None, "missing" for what an object
-    should have.
-    """
+def expect(kind: type[T], value: Any, where: str, what: str, *, none: str = "null", param: str = "") -> T:
+    """The value, if it is of that type; never for a number, because a boolean counts as one. Raises BadRequest, which
+    says that `where`, a part of the field `param`, must be `what`. `none`: the word for None, "missing" for what an
+    object should have."""
     if not isinstance(value, kind):
         is_now = none if value is None else json_type(value)
-        raise BadRequest(f"'{where}' must be {what}, is {is_now}", param=where)
+        raise BadRequest(f"'{where}' must be {what}, is {is_now}", param=param or where)
     return value
 
 
@@ -181,20 +242,17 @@ def contradiction(first: str, second: str) -> BadRequest:
     return BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
 
 
+_JSON_TYPES: dict[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a number with a fraction, or too large",
+    str: "a string",
+    list: "a list",
+    array: "a list",  # the token ids of a large body
+}
+
+
 def json_type(value: Any) -> str:
     """The name of a value's type in JSON, for an error message."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int():
-            return "a whole number"
-        case float():
-            return "a number with a fraction, or too large"
-        case str():
-            return "a string"
-        case list() | array():  # the token ids of a large body
-            return "a list"
-        case _:
-            return "an object"
+    return _JSON_TYPES.get(type(value), "an object")

@@ -1,8 +1,7 @@
-"""Hands the rows of answered batches to the pending results of their requests.
+"""Hands the rows of answered batches to the pending results of their requests, batch by batch and row by row.
 
-Owns the queue of answered batches, the order in which their rows are handed out (batch by batch, row by row), the check
-that a row is finite, and how much is encoded in one turn of the event loop. A slot belongs to this module from
-`Delivery.add` until `on_delivered`. Knows no worker and no socket. Called by `vecd.gateway.dispatch.dispatcher`.
+Owns the check that a row is finite, and how much is encoded in one turn of the event loop. A slot belongs to this
+module from `Delivery.add` until `on_delivered`.
 """
 
 import asyncio
@@ -14,15 +13,15 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
+from vecd.gateway.dispatch.workers import InFlight, WorkerLink
+from vecd.gateway.errors import EngineFailed, ServerError
 from vecd.gateway.scheduling.queue import QueuedSequence
-from vecd.gateway.types.errors import EngineFailed, ServerError
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 
 log = logging.getLogger("vecd.dispatch")
 
-_FLOATS_PER_TURN = 32 * 1024
+FLOATS_PER_TURN = 32 * 1024
 """Floats encoded in one turn of the event loop, over all batches: 1.4 ms as JSON numbers, 0.03 ms as base64. Exceeded
 by a part of a row at most, or by a part of a sequence whose output spans rows: of 30,522 floats, 0.05 ms."""
 
@@ -35,10 +34,9 @@ class Delivery:
         on_delivered: Callable[[WorkerLink, InFlight], None],
         keep: Callable[[list[QueuedSequence], Rows], None] | None = None,
     ) -> None:
-        """`widths`: the number of floats that are each output's own, the first ones of a row, or of all rows that a
-        sequence spans; all where there is no number. `on_delivered` is called once for each batch, when none of its
-        rows is needed any more; `keep`, with sequences that have one row each, and these rows, if all of them are
-        finite."""
+        """`widths`: how many of the first floats of a row, or of all rows that a sequence spans, are each output's own;
+        all where there is no number. `on_delivered` is called when none of a batch's rows is needed any more; `keep`,
+        with sequences that have one row each, and these rows, if all of them are finite."""
         self._widths = widths
         self._dim = widths.get(Output.VECTORS)
         self._on_delivered = on_delivered
@@ -47,20 +45,17 @@ class Delivery:
         self._floats_left = 0
         """What may still be encoded in this turn."""
         self._is_turn_due = False
-        """The next turn's budget has been asked for."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batches that are being encoded, or wait for it."""
+        """Of the batches that are not encoded yet."""
         return sum(batch.num_rows for _, batch in self._to_encode)
 
     def clear(self) -> None:
-        """Forget all batches. Their requests stay unanswered."""
         self._to_encode.clear()
 
     def add(self, link: WorkerLink, batch: InFlight) -> None:
-        """Take a batch whose rows stand in its slot, and encode what this turn of the event loop has room for. Call on
-        the running event loop."""
+        """Encode what this turn of the event loop has room for, and the rest later. Call on the running event loop."""
         self._to_encode.append((link, batch))
         self._encode_some()
 
@@ -69,10 +64,9 @@ class Delivery:
         self._encode_some()
 
     def _encode_some(self) -> None:
-        """Encode rows, oldest batch first, until this turn's budget is used up; the next turn goes on with the rest."""
         if not self._is_turn_due and self._to_encode:  # nothing has been encoded in this turn
             self._is_turn_due = True
-            self._floats_left = _FLOATS_PER_TURN
+            self._floats_left = FLOATS_PER_TURN
             asyncio.get_running_loop().call_soon(self._begin_turn)
         while self._to_encode and self._floats_left > 0:
             link, batch = self._to_encode[0]
@@ -93,8 +87,7 @@ class Delivery:
                 self._on_delivered(link, batch)
 
     def _deliver(self, batch: InFlight, rows: Rows, end: int) -> None:
-        """Hand the rows from `batch.num_encoded` to `end` to their requests. Behind the batch's own rows come the
-        copies."""
+        """Hand the rows from `batch.num_encoded` to `end` to their requests: the batch's own, and then the copies."""
         start, ends = batch.num_encoded, batch.row_ends
         if end > batch.num_rows:
             self._deliver_copies(batch, rows, max(0, start - batch.num_rows), end - batch.num_rows)
@@ -122,7 +115,6 @@ class Delivery:
             start, at = stop, behind
 
     def _deliver_copies(self, batch: InFlight, rows: Rows, start: int, end: int) -> None:
-        """Hand the copies from `start` to `end` to their requests."""
         sequences = [follower for follower, _ in batch.copies[start:end]]
         copied = rows[[batch.row_ends[position] - 1 for _, position in batch.copies[start:end]]]
         at = 0
@@ -143,15 +135,11 @@ def _end_of_span(batch: InFlight, end: int) -> int:
 
 def _end_of_output(sequences: list[QueuedSequence], start: int, stop: int) -> int:
     """The first index behind `start` whose sequence has another output; `stop`, or the end, if none has."""
-    output = sequences[start].output
-    for index in range(start + 1, min(stop, len(sequences))):
-        if sequences[index].output is not output:
-            return index
-    return min(stop, len(sequences))
+    output, stop = sequences[start].output, min(stop, len(sequences))
+    return next((index for index in range(start + 1, stop) if sequences[index].output is not output), stop)
 
 
 def _deliver_tokens(sequence: QueuedSequence, rows: Rows, *, num_left: int) -> None:
-    """Hand some rows of a sequence's tokens to its request; one that is not finite fails it."""
     if not _are_finite(rows):
         _fail_not_finite(sequence)
     try:
@@ -163,8 +151,8 @@ def _deliver_tokens(sequence: QueuedSequence, rows: Rows, *, num_left: int) -> N
 def deliver_vectors(
     sequences: list[QueuedSequence], rows: Rows, keep: Callable[[list[QueuedSequence], Rows], None] | None = None
 ) -> None:
-    """Hand the rows, one of each, to their requests; a row that is not finite fails its own request and no other.
-    `keep`: as in `Delivery`."""
+    """Hand the rows, one of each, to their requests; a row that is not finite fails its own request alone. `keep`: as
+    in `Delivery`."""
     if _are_finite(rows):
         if keep is not None:
             keep(sequences, rows)
@@ -194,7 +182,7 @@ def _follows(sequence: QueuedSequence, other: QueuedSequence) -> bool:
 
 
 def _are_finite(rows: Rows) -> bool:
-    """Whether all are. Their sum is finite then, but for huge values, and takes a third of the time."""
+    """The sum of finite values is finite, but for huge ones, and takes a third of the time."""
     with np.errstate(all="ignore"):
         return math.isfinite(rows.sum()) or bool(np.isfinite(rows).all())
 
@@ -207,7 +195,7 @@ def _fail_not_finite(sequence: QueuedSequence) -> None:
 
 
 def _fail_encoding(sequence: QueuedSequence, error: Exception) -> None:
-    """Fail one request by a fault of the server's. The log has it once: a request that is over takes no more rows."""
+    """The log has it once: a request that is over takes no more rows."""
     log.error("the rows of a request cannot be encoded: %s", type(error).__name__, exc_info=error)
     sequence.pending.fail(_server_error())
 

@@ -1,23 +1,15 @@
 """Decides when a batch goes to which worker, and what becomes of batches that are answered, failed or lost.
 
-Owns the gateway's record of each incarnation (`vecd.gateway.dispatch.worker_link`: its slots, its batches in flight),
-the views of every arena, and the deadlines of batches. Frames are `vecd.gateway.dispatch.transport`'s, rows
-`vecd.gateway.dispatch.delivery`'s. That a worker lives is known from the supervisor alone (`worker_up`, `worker_down`),
-that a batch arrived from its reply alone. A reply is checked against the record before a row is read; a worker that
-breaks the protocol, or says nothing for too long, is ignored from then on and reported.
+Owns the record of each incarnation (`vecd.gateway.dispatch.workers`) and the deadlines of batches. That a worker lives
+is known from the supervisor alone, that a batch arrived from its reply alone. A reply is checked against the record
+before a row is read; a worker that breaks the protocol, or says nothing for too long, is ignored and reported.
 
-Life of a slot: free → `_send` → in flight → `Done` → being encoded → free. A lost batch's sequences go back to the
-scheduler, as far as `vecd.gateway.dispatch.retry_budget` pays for it. A poison input, found by
-`vecd.gateway.dispatch.crash_attribution`, is failed, and rejected from then on by `vecd.gateway.dispatch.quarantine`.
-
-Several may live in one process and on one event loop. While they serve several models, which share the cores,
-`vecd.gateway.scheduling.model_shares` says which of them sends next. Called by `vecd.gateway.service` (control
-messages) and `vecd.gateway.pipeline` (new sequences).
+Life of a slot: free → `_send` → in flight → `Done` → being encoded → free. While several models share the cores,
+`vecd.gateway.scheduling.model_shares` says which dispatcher sends next.
 """
 
 import asyncio
 import logging
-import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -28,24 +20,18 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from vecd.gateway.dispatch.crash_attribution import count_death
 from vecd.gateway.dispatch.delivery import Delivery
-from vecd.gateway.dispatch.known_inputs import KnownInputs
-from vecd.gateway.dispatch.quarantine import Quarantine, poisonous
-from vecd.gateway.dispatch.retry_budget import RetryBudget
-from vecd.gateway.dispatch.single_flight import SingleFlight
-from vecd.gateway.dispatch.transport import Transport
+from vecd.gateway.dispatch.known import KnownInputs, Quarantine, RetryBudget, SingleFlight, count_death, poisonous
 from vecd.gateway.dispatch.vector_cache import VectorCache
-from vecd.gateway.dispatch.worker_link import InFlight, WorkerLink
+from vecd.gateway.dispatch.workers import InFlight, Transport, WorkerLink
+from vecd.gateway.errors import ApiError, DeadlinePassed, EngineFailed, Unavailable
+from vecd.gateway.request import BatchShare
 from vecd.gateway.scheduling.cores import Cores
-from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.scheduling.cost import CostModel, ThreadModel
 from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare, worker_order
 from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
-from vecd.gateway.scheduling.thread_model import ThreadModel
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.errors import ApiError, DeadlinePassed, EngineFailed, Unavailable
-from vecd.gateway.types.timeline import BatchShare
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.control import (
     LOAD_TOKENS_PER_S,
     THREAD_CHOICES,
@@ -57,7 +43,6 @@ from vecd.shm.control import (
     WorkerConnected,
     WorkerStuck,
 )
-from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import NOT_PLAIN, Output
 from vecd.shm.shared_metrics import Counter, ServiceKey
 from vecd.shm.views import SlotViews
@@ -69,6 +54,7 @@ from vecd.shm.wire import (
     Batch,
     Done,
     Failed,
+    FailureCode,
     Incarnation,
     ToGateway,
     WireError,
@@ -82,7 +68,6 @@ _LATE_S = 1.0
 """A sweep that is later than this shows that this process has stood still; the time does not count against workers."""
 
 _BROKEN_RETRY_AFTER_S, _KEEP_DYING_RETRY_AFTER_S = 30, 5
-_QUARANTINE_KEY_BYTES = 32
 
 _LONG_BATCH_S = 2.0
 """A batch that one thread needs this long for leaves a core free for the next one."""
@@ -90,7 +75,6 @@ _LONG_BATCH_S = 2.0
 _VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an enumeration
 
 _MAX_BATCHES_NOTED = 64
-"""Batches that are noted for one request that is traced."""
 
 _MAX_INPUTS_WITH_DEATHS = 4096
 """Inputs whose deaths are remembered; a worker that dies leaves a batch of them, some hundreds at most."""
@@ -100,13 +84,11 @@ _MAX_FAILURES = 10
 
 
 class _Flow(Enum):
-    """Whether batches are sent."""
-
     OPEN = 0
     HELD = 1
-    """No worker of the model has been connected since it was loaded, or before. What waits is sent when one is."""
+    """What waits is sent when a worker is connected."""
     DRAINING = 2
-    """The model's workers are to end: nothing is sent, and it is reported when they have nothing any more."""
+    """Nothing is sent, and it is reported when the workers have nothing any more."""
     DRAINED = 3
 
 
@@ -120,63 +102,54 @@ class Dispatcher:
         max_batch_tokens: int,
         batch_timeout_s: float,
         report: Callable[[Message], None],
-        model: str = "",
-        on_sending: Callable[[int, int], None] | None = None,
-        quarantine_key: bytes | None = None,
-        num_gateways: int = 1,
-        widths: Mapping[Output, int] | None = None,
-        is_shared_by_tenants: bool = False,
-        shared_metrics: SharedMetrics | None = None,
-        cores: Cores | None = None,
-        vector_cache: VectorCache | None = None,
-        weight: float | None = 1.0,
+        model: str,
+        quarantine_key: bytes,
+        num_gateways: int,
+        widths: Mapping[Output, int],
+        is_shared_by_tenants: bool,
+        shared_metrics: SharedMetrics,
+        cores: Cores,
+        vector_cache: VectorCache | None,
+        weight: float | None,
     ) -> None:
-        """`service` names what the workers serve, among all services of this gateway; `model` is in what is reported
-        of inputs.
-
-        Callbacks, both on the event loop: `report` gets the messages for the supervisor, WorkerConnected, WorkerStuck,
-        InputDeaths, InputsCleared, Quarantined and ModelDrained; `on_sending`, a batch goes to a worker (its numbers of
-        sequences and tokens). Digests of inputs are made with `quarantine_key`; None: a random key.
+        """`report` gets, on the event loop, the messages for the supervisor. `model` is in what is reported of inputs,
+        whose digests are made with `quarantine_key`.
 
         `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
         `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
-        computed once, too, and what a worker keeps of them serves all. `cores`: the budget of this process; None: one
-        core, so that none is lent. `vector_cache` is filled with computed rows. `weight`: the model's share of the
-        cores while other models need them, above 0; None: its workers compute on a GPU.
+        computed once, and what a worker keeps of them serves all. `weight`: the model's share of the cores while other
+        models need them, above 0; None: its workers compute on a GPU.
         """
         self._policy = policy
         self._epoch = epoch
         self.service = service
-        """What this dispatcher's workers serve."""
         self._batch_timeout_s = batch_timeout_s
         self._num_gateways = num_gateways
         self._report = report
         self._model = model
-        self._on_sending = on_sending
-        self._transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
+        self.transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._vector_cache = vector_cache
         self._delivery = Delivery(
-            widths=widths or {},
+            widths=widths,
             on_delivered=self._on_delivered,
             keep=None if vector_cache is None else vector_cache.keep,
         )
-        key = quarantine_key or secrets.token_bytes(_QUARANTINE_KEY_BYTES)
-        self.quarantine = Quarantine(key)
-        self._scope_key = None if is_shared_by_tenants else key
-        self._deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
-        """The deaths of workers with each input that has not been computed since."""
+        self.quarantine = Quarantine(quarantine_key)
+        self._scope_key = None if is_shared_by_tenants else quarantine_key
+        self.deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
+        """With each input that has not been computed since."""
         self._flights = SingleFlight(is_shared_by_tenants=is_shared_by_tenants)
         policy.on_dropped = self._on_dropped
-        self._retries = RetryBudget(max_batch_tokens)
+        self.retries = RetryBudget(max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._newest_cost_model = CostModel(max_batch_tokens)
         """Of the worker that has answered last; a new worker begins with a copy."""
-        self._shared_metrics = shared_metrics or SharedMetrics.private()
-        self._cores = cores or Cores(1)
-        self._models = self._cores.models
+        self._shared_metrics = shared_metrics
+        self._cores = cores
+        self._models = cores.models
         self._share = ModelShare(service.model, weight, policy)
         self._idle: list[WorkerLink] = []
-        """Beside other models: the workers that may get a batch, while batches are being sent."""
+        """The workers that may get a batch, while batches are being sent; the last one is next."""
         self.thread_model = ThreadModel()
         self._links: dict[bytes, WorkerLink] = {}
         self._is_dispatch_due = False
@@ -186,17 +159,15 @@ class Dispatcher:
         """Seconds × cores of all batches that were computed."""
         self.on_sweep: Callable[[], None] | None = None
         """Called four times a second."""
-        self._num_deaths = 0
-        """Of workers, in this dispatcher's life."""
+        self.num_deaths = 0
         self.broken: str | None = None
-        """Why no worker stays alive, once the supervisor has said so; None again as soon as one is up."""
+        """Why no worker stays alive; None again as soon as one is up."""
         self.changed_files = ""
-        """Which files of the model are no longer those that were loaded, in words, as the supervisor has said last.
-        While there are any, a death may be theirs: it blames no input, and no other gateway hears of it."""
+        """Which files of the model are no longer those that were loaded, in words. While there are any, a death blames
+        no input, and no other gateway hears of it."""
         self._tokens_per_s = self._newest_cost_model.tokens_per_s
         """Of all workers together, with full batches and a core each. While there is none, as before."""
         self.in_flight_tokens = 0
-        """Sent to workers and not answered."""
         self._last_death = "workers are loading"
         self.start_stage: str | None = None
         """What the server's start is doing. None once a worker is connected, and for a server that has been ready."""
@@ -204,9 +175,9 @@ class Dispatcher:
     # --- life -----------------------------------------------------------------------------------------------
 
     def start(self, listening_fd: int) -> None:
-        """Take over the ZeroMQ listening socket. Call on the running event loop."""
+        """As `Transport.start`."""
         self._loop = asyncio.get_running_loop()
-        self._transport.start(listening_fd)
+        self.transport.start(listening_fd)
         self._place = self._shared_metrics.open_service(self.service)
         self._sweep_soon()
         self._models.join(self._share, self)
@@ -218,11 +189,12 @@ class Dispatcher:
             link.in_flight.clear()
             self._end_lease(link)
         self._links.clear()
+        self._idle.clear()
         self._models.leave(self._share)
         self._policy.on_dropped = None
         self._delivery.clear()
         self._sweeper.cancel()
-        self._transport.stop()
+        self.transport.stop()
         self._shared_metrics.close_service(self.service)
 
     def activate(self) -> None:
@@ -234,8 +206,7 @@ class Dispatcher:
     # --- a model that is not ready --------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """The model is not ready: nothing is sent until a worker is connected. What waits does not count among the
-        models that share the cores."""
+        """Send nothing until a worker is connected; what waits does not count among the models that share the cores."""
         self._flow = _Flow.HELD
         self.broken = self.start_stage = None
         self._models.leave(self._share)
@@ -247,9 +218,12 @@ class Dispatcher:
         self._report_if_drained()
 
     @property
+    def num_usable_workers(self) -> int:
+        return sum(link.is_usable for link in self._links.values())
+
+    @property
     def is_sending(self) -> bool:
-        """Batches are sent, and a worker can take them."""
-        return self._flow is _Flow.OPEN and any(link.is_usable for link in self._links.values())
+        return self._flow is _Flow.OPEN and self.num_usable_workers > 0
 
     @property
     def awaits_workers(self) -> bool:
@@ -257,11 +231,11 @@ class Dispatcher:
         return self._flow is _Flow.HELD and self.broken is None
 
     def resume(self) -> None:
-        """The model is ready: send what waits once a worker is connected."""
+        """Send what waits once a worker is connected."""
         if self._flow is _Flow.OPEN:
             return
         self._flow = _Flow.HELD
-        if any(link.is_usable for link in self._links.values()):
+        if self.num_usable_workers:
             self._flow = _Flow.OPEN
             self._models.join(self._share, self)
             self.schedule_dispatch()
@@ -276,8 +250,8 @@ class Dispatcher:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all workers together, with full batches, and with the cores that other models leave. While there is no
-        worker, as before."""
+        """Of all workers together, with full batches and the cores that other models leave; as before while there is no
+        worker."""
         if not self._models.are_several or not self._links or not self._share.needs_cores:
             return self._tokens_per_s
         num_cores = self._models.part(self._share) * self._cores.num_cores
@@ -285,12 +259,10 @@ class Dispatcher:
 
     @property
     def num_rows(self) -> int:
-        """Of all workers' slots."""
         return sum(len(rows) for link in self._links.values() for rows in link.slots.rows)
 
     @property
     def num_rows_in_use(self) -> int:
-        """Of batches that workers have, or that are being encoded."""
         in_flight = sum(batch.num_rows for link in self._links.values() for batch in link.in_flight.values())
         return in_flight + self._delivery.num_rows
 
@@ -302,7 +274,7 @@ class Dispatcher:
         """None when some worker can serve; else the reason, for `/health`."""
         if self.broken is not None:
             return self.broken
-        if any(link.is_usable for link in self._links.values()):
+        if self.num_usable_workers:
             return None
         if not self._links:
             return self.start_stage or self._last_death
@@ -316,7 +288,6 @@ class Dispatcher:
             raise self.broken_error()
 
     def broken_error(self) -> Unavailable:
-        """The error of a request while no worker stays alive."""
         return Unavailable(
             f"The model cannot be served: {self.broken}", retry_after_s=_BROKEN_RETRY_AFTER_S, code="model_broken"
         )
@@ -325,9 +296,9 @@ class Dispatcher:
         """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
         can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
         self.quarantine.check(sequences)
-        if self._deaths:
+        if self.deaths:
             for sequence in sequences:
-                sequence.deaths = self._deaths.find(self.quarantine.digest(sequence.token_ids))
+                sequence.deaths = self.deaths.find(self.quarantine.digest(sequence.token_ids))
         now = time.monotonic()
         queued, followers = self._flights.join(request_queue.tenant, sequences)
         if followers:
@@ -336,7 +307,6 @@ class Dispatcher:
         self.schedule_dispatch()
 
     def _on_dropped(self, sequences: list[QueuedSequence]) -> None:
-        """Sequences of a request that is over no longer wait."""
         self._flights.drop(sequences)
         if self._flights.has_unseated:
             self.schedule_dispatch()
@@ -350,14 +320,13 @@ class Dispatcher:
     # --- what other gateways say, through the supervisor ----------------------------------------------------
 
     def note_deaths(self, message: InputDeaths) -> None:
-        """Workers have died with these inputs at another gateway, which also decides whether it rejects them."""
+        """The gateway that these deaths come from decides whether the inputs are rejected."""
         for digest in message.digests:
-            self._count_input_death(digest, self._deaths.find(digest) or Deaths(), message)
+            self._count_input_death(digest, self.deaths.find(digest) or Deaths(), message)
 
     def note_cleared(self, digests: list[str]) -> None:
-        """Another gateway's workers have computed these inputs."""
         for digest in digests:
-            self._deaths.forget(digest)
+            self.deaths.forget(digest)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
@@ -379,28 +348,30 @@ class Dispatcher:
         )
         self._links[incarnation.identity] = link
         self._shared_metrics.worker_up(link.key)
-        self._retries.make_room_for(len(self._links))
-        self._transport.probe(incarnation.identity, lambda: self._is_awaited(link))
+        self.retries.make_room_for(len(self._links))
+        self.transport.probe(
+            incarnation.identity, lambda: not link.is_connected and self._links.get(incarnation.identity) is link
+        )
 
     def set_broken(self, reason: str) -> None:
-        """No worker stays alive: new requests fail at once until a worker is up. The caller fails those there are."""
+        """Fail new requests until a worker is up. The caller fails those there are."""
         log.error("no worker stays alive, requests fail until one is up: %s", reason)
         self.broken = reason
 
     def worker_down(
-        self, incarnation: Incarnation, reason: str, *, has_crashed: bool = False, is_planned: bool = False
+        self, incarnation: Incarnation, reason: str, *, has_crashed: bool | None = False, is_planned: bool = False
     ) -> None:
-        """An incarnation is dead: queue its batches again and drop its arena. `has_crashed`: by a signal that a process
-        brings upon itself. `is_planned`: the supervisor has ended it, which counts as no death."""
+        """Queue the batches of a dead incarnation again. `has_crashed`: by a signal that a process brings upon itself;
+        None: it had been stopped. `is_planned`: the supervisor has ended it, which counts as no death."""
         link = self._links.pop(incarnation.identity, None)
         if link is None:
             return  # it is another dispatcher's
+        self._idle.clear()  # which may keep its arena
         if not is_planned:
             self._last_death = f"{incarnation} {reason}"
-        self._num_deaths += not is_planned
-        # Answered batches are still encoded: their rows were complete before the worker died, and the view keeps
-        # the arena. A death counts for inputs that were being computed, and not for a batch that was sent ahead, or
-        # waited for another gateway's.
+            self.num_deaths += 1
+        # Answered batches are still encoded: their rows are complete, and the view keeps the arena. A death counts for
+        # inputs that were being computed, and not for a batch that was sent ahead, or waited for another gateway's.
         lost = list(link.in_flight.values())
         link.in_flight.clear()
         self._end_lease(link)
@@ -416,7 +387,6 @@ class Dispatcher:
     # --- sending --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Send the batches that the policy plans for idle workers, and then those for busy ones."""
         self._is_dispatch_due = False
         if self._is_stopped:
             return
@@ -428,30 +398,37 @@ class Dispatcher:
             return
         if self._flow is not _Flow.OPEN:
             return
-        idle = [link for link in self._links.values() if link.is_idle]
-        if len(idle) > 1:
-            idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
-        while self._policy.queued_sequences and (num_places := self._cores.places(len(idle))):
-            if self._is_one_batch_better(idle[-1], num_places, now):
-                num_places = 1
-            batch = self._next_batch(now, idle[-1].cost_model, num_places)
-            if not batch.sequences:
+        self._idle = [link for link in self._links.values() if link.is_idle]
+        if len(self._idle) > 1:
+            self._idle.sort(key=_num_thread_choices)  # a batch that is alone goes to the worker that can use most cores
+        while self._policy.queued_sequences and (num_places := self._cores.places(len(self._idle))):
+            if not self._send_to_idle(now, CoreTurn(num_places, 0, None)):
                 return
-            link = idle.pop()
-            num_threads = self._num_threads(link, batch.num_tokens, num_places - 1, now)
-            link.leased = max(1, num_threads)
-            self._cores.lease(link.leased)
-            self._send(link, batch, now, num_threads)
         if not self._policy.queued_sequences:
             return
-        if idle:
-            self._cores.note_contention(now, idle[-1].cost_model.batch_s(self._policy.queued_tokens))
-            return
-        for link in self._links.values():
-            if link.is_usable and link.free_slots:
-                batch = self._next_batch(now, link.cost_model, 0)
-                if batch.sequences:
-                    self._send(link, batch, now, link.fewest_threads)
+        if self._idle:
+            self._cores.note_contention(now, self._idle[-1].cost_model.batch_s(self._policy.queued_tokens))
+        else:
+            self.send_ahead(now, is_short=None)
+
+    def _send_to_idle(self, now: float, turn: CoreTurn) -> bool:
+        """Send one batch to the last of the idle workers. Returns False if nothing could be sent."""
+        link, num_places = self._idle[-1], turn.num_places
+        if not turn.num_beside and self._is_one_batch_better(link, num_places, now):
+            num_places = 1
+        planned = self._next_batch(now, link.cost_model, num_places, turn.is_short)
+        if not planned.sequences:
+            return False
+        self._idle.pop()
+        num_threads = self._num_threads(link, planned.num_tokens, num_places - 1, now, turn.num_beside)
+        if not self._models.are_several:
+            link.leased = max(1, num_threads)
+        elif self._share.needs_cores:
+            link.leased = max(1, num_threads, *link.thread_choices[:1])
+        if link.leased:
+            self._cores.lease(link.leased)
+        self._charge(link, self._send(link, planned, now, num_threads), now)
+        return True
 
     def _is_one_batch_better(self, link: WorkerLink, num_places: int, now: float) -> bool:
         """Whether all cores compute what waits sooner in one batch than in several, each with its part of the cores."""
@@ -468,37 +445,20 @@ class Dispatcher:
     # --- sending beside other models ------------------------------------------------------------------------
 
     def find_idle(self) -> int:
-        """Workers that could get a batch now; 0 if nothing waits."""
-        self._idle = [link for link in self._in_order() if link.is_idle] if self._policy.queued_sequences else []
-        if self._cores.spare > 0:
-            self._idle.sort(key=_num_thread_choices)
+        self._idle = []
+        if self._policy.queued_sequences:
+            links = sorted(self._links.values(), key=lambda link: link.incarnation.worker)
+            order = worker_order(len(links), self._shared_metrics.gateway, self._num_gateways)
+            self._idle = [links[place] for place in reversed(order) if links[place].is_idle]
+            if self._cores.spare > 0:
+                self._idle.sort(key=_num_thread_choices)
         return len(self._idle)
 
-    def _in_order(self) -> list[WorkerLink]:
-        """All workers, the one last that gets the next batch if it is idle."""
-        links = sorted(self._links.values(), key=lambda link: link.incarnation.worker)
-        order = worker_order(len(links), self._shared_metrics.gateway, self._num_gateways)
-        return [links[place] for place in reversed(order)]
-
     def send_in_turn(self, now: float, turn: CoreTurn) -> int:
-        """Send one batch to an idle worker. Returns how many workers could get the next one; 0 if nothing could be
-        sent, or nothing is left."""
-        link, num_places = self._idle[-1], turn.num_places
-        if not turn.num_beside and self._is_one_batch_better(link, num_places, now):
-            num_places = 1
-        planned = self._next_batch(now, link.cost_model, num_places, turn.is_short)
-        if not planned.sequences:
-            return 0
-        self._idle.pop()
-        num_threads = self._num_threads(link, planned.num_tokens, num_places - 1, now, turn.num_beside)
-        if self._share.needs_cores:
-            link.leased = max(1, num_threads, *link.thread_choices[:1])
-            self._cores.lease(link.leased)
-        self._charge(link, self._send(link, planned, now, num_threads), now)
-        return len(self._idle) if self._policy.queued_sequences else 0
+        is_sent = self._send_to_idle(now, turn)
+        return len(self._idle) if is_sent and self._policy.queued_sequences else 0
 
     def send_ahead(self, now: float, *, is_short: bool | None) -> None:
-        """Send busy workers their next batches."""
         for link in self._links.values():
             if link.is_usable and link.free_slots:
                 planned = self._next_batch(now, link.cost_model, 0, is_short)
@@ -506,23 +466,19 @@ class Dispatcher:
                     self._charge(link, self._send(link, planned, now, link.fewest_threads), now)
 
     def note_waiting(self, now: float) -> None:
-        """Something waits for a core; if one is lent, none is for a while."""
         if self._cores.num_lent:
             self._cores.note_contention(now, self._idle[-1].cost_model.batch_s(self._policy.queued_tokens))
 
     def _charge(self, link: WorkerLink, batch: InFlight, now: float) -> None:
-        if self._share.needs_cores:
+        if self._share.needs_cores and self._models.are_several:
             batch.charged_s = link.cost_model.batch_s(batch.num_tokens)
             self._models.charge(self._share, batch.charged_s, now)
 
     # --- one batch ------------------------------------------------------------------------------------------
 
     def _num_threads(self, link: WorkerLink, num_tokens: int, num_places: int, now: float, num_beside: int = 0) -> int:
-        """Threads for a batch, which leaves `num_places` other workers idle; 0 where the worker's are fixed. Other
-        models have `num_beside` batches.
-
-        Free cores are divided among the batches that can be sent now.
-        """
+        """Threads for a batch that leaves `num_places` other workers idle, while other models have `num_beside`
+        batches; 0 where the worker's are fixed. Free cores are divided among the batches that can be sent now."""
         choices = link.thread_choices
         if len(choices) < 2:
             return link.fewest_threads
@@ -539,8 +495,8 @@ class Dispatcher:
     def _next_batch(
         self, now: float, cost_model: CostModel, num_idle_workers: int, is_short: bool | None = None
     ) -> PlannedBatch:
-        """The policy's next batch of which something may be sent: without inputs that were quarantined after they had
-        been queued. Requests that can only be late are failed."""
+        """The policy's next batch, without inputs that were quarantined after they had been queued. Requests that can
+        only be late are failed."""
         while True:
             batch = self._policy.next_batch(now, cost_model, num_idle_workers, is_short)
             for request_queue in batch.too_late:
@@ -564,8 +520,12 @@ class Dispatcher:
             _note_sent(followers, now)
         lengths = [sequence.num_tokens for sequence in sequences]
         num_tokens = sum(lengths)
-        outputs = _outputs_bytes(sequences)
-        row_ends = _row_ends(sequences, outputs)
+        outputs = [sequence.output for sequence in sequences]
+        outputs_bytes = b"" if outputs.count(_VECTORS) == len(outputs) else bytes(outputs)
+        borders = [sequence.border for sequence in sequences]
+        row_ends: list[int] | range = range(1, len(sequences) + 1)
+        if any(code in outputs_bytes for code in NOT_PLAIN):
+            row_ends = list(accumulate([sequence.num_rows for sequence in sequences]))
         batch = InFlight(
             number=self._shared_metrics.next_batch_number(),
             slot=link.free_slots.pop(),
@@ -584,8 +544,6 @@ class Dispatcher:
         self._shared_metrics.batch_sent(
             batch.number, link.incarnation.worker, len(sequences), num_tokens, planned.budget_tokens
         )
-        if self._on_sending is not None:
-            self._on_sending(len(sequences), num_tokens)
         message = Batch(
             epoch=self._epoch,
             number=batch.number,
@@ -594,22 +552,18 @@ class Dispatcher:
             num_tokens=num_tokens,
             lengths_bytes=array("i", lengths).tobytes(),
             token_ids_bytes=b"".join([sequence.token_ids for sequence in sequences]),
-            outputs_bytes=outputs,
+            outputs_bytes=outputs_bytes,
             num_threads=num_threads,
-            borders_bytes=_borders_bytes(sequences),
+            borders_bytes=array("i", borders).tobytes() if any(borders) else b"",
             scope=_scope_of(sequences, self._scope_key),
         )
-        if not self._transport.send(link.incarnation.identity, message):
+        if not self.transport.send(link.incarnation.identity, message):
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
             log.warning("%s cannot be reached; its batch goes to another", link.incarnation)
             self._report_stuck(link)
         return batch
 
     # --- receiving ------------------------------------------------------------------------------------------
-
-    def _is_awaited(self, link: WorkerLink) -> bool:
-        """Whether the worker still has to answer its first probe."""
-        return not link.is_connected and self._links.get(link.incarnation.identity) is link
 
     def _on_message(self, identity: bytes, message: ToGateway) -> None:
         link = self._links.get(identity)
@@ -653,14 +607,21 @@ class Dispatcher:
             self._put_back(batch.sequences)
             return
         link.has_answered = True
-        self._learn(link, batch, done)
-        core_s = done.compute_us / 1e6 * max(1, done.num_threads)
+        compute_s = done.compute_us / 1e6
+        if batch.num_threads:
+            is_quiet = self._cores.is_quiet(batch.answered_at)
+            self.thread_model.observe(
+                batch.num_tokens, batch.num_threads, done.num_threads, compute_s, is_quiet=is_quiet
+            )
+        if done.num_threads <= 1:
+            link.cost_model.observe(batch.num_tokens, compute_s)
+        core_s = compute_s * max(1, done.num_threads)
         self.core_s += core_s
         if batch.charged_s:
             self._models.correct(self._share, batch.charged_s, core_s)
         self._newest_cost_model = link.cost_model
         self._sum_speeds()
-        self._retries.earn(batch.num_tokens)
+        self.retries.earn(batch.num_tokens)
         worker = link.incarnation.worker
         self._shared_metrics.batch_done(
             batch.number,
@@ -677,20 +638,10 @@ class Dispatcher:
             self._shared_metrics.add(Counter.COALESCED, len(batch.copies))
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
-        if self._deaths:
+        if self.deaths:
             self._clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
-
-    def _learn(self, link: WorkerLink, batch: InFlight, done: Done) -> None:
-        compute_s = done.compute_us / 1e6
-        if batch.num_threads:
-            is_quiet = self._cores.is_quiet(batch.answered_at)
-            self.thread_model.observe(
-                batch.num_tokens, batch.num_threads, done.num_threads, compute_s, is_quiet=is_quiet
-            )
-        if done.num_threads <= 1:
-            link.cost_model.observe(batch.num_tokens, compute_s)
 
     def _sum_speeds(self) -> None:
         self._tokens_per_s = sum(link.cost_model.tokens_per_s for link in self._links.values() if link.is_usable)
@@ -704,7 +655,10 @@ class Dispatcher:
         self._note_lost(batch)
         if len(batch.sequences) == 1:
             self._fail_identical(batch.sequences[0], partial(_engine_failed, failed.code))
-            self._count_failure(link)
+            link.num_failures += 1
+            if link.num_failures >= _MAX_FAILURES:  # it would always be idle, and get every batch
+                log.error("%s has failed %d times in a row", link.incarnation, link.num_failures)
+                self._report_stuck(link)
         else:
             # Most often one sequence is the cause: halves find it in a few batches, and the others are computed.
             middle = len(batch.sequences) // 2
@@ -718,8 +672,7 @@ class Dispatcher:
             self.schedule_dispatch()
 
     def _take_answered(self, link: WorkerLink, number: int, slot: int) -> InFlight | None:
-        """The record of the batch that a worker answers. None, when there is none; then the worker is ignored from now
-        on, and reported."""
+        """The record of the batch that a worker answers; None if there is none, and the worker is reported as stuck."""
         batch = link.in_flight.get(number)
         if batch is None or batch.slot != slot:
             log.error("%s answered batch %d in slot %d, which it does not have", link.incarnation, number, slot)
@@ -736,7 +689,6 @@ class Dispatcher:
         return batch
 
     def _end_lease(self, link: WorkerLink) -> None:
-        """Give the worker's cores back, but for one if it has another batch."""
         num_kept = 1 if link.in_flight and link.leased else 0  # beside other models, a GPU's worker has no core
         self._cores.give_back(link.leased, num_kept)
         link.leased = num_kept
@@ -744,35 +696,33 @@ class Dispatcher:
     # --- when things go wrong -------------------------------------------------------------------------------
 
     def _note_lost(self, batch: InFlight) -> None:
-        """A worker had the batch and has not computed it."""
         self._shared_metrics.batch_lost(batch.number)
         for sequence in batch.sequences:
             for lost in (sequence, *self._flights.followers(sequence)):
                 lost.request_queue.num_sent_tokens -= lost.num_tokens
 
     def _fail_identical(self, sequence: QueuedSequence, make_error: Callable[[int], ApiError]) -> None:
-        """Fail the requests of a sequence and of all that are identical to it, each with an error for the index of its
-        input."""
+        """Fail the requests of all identical sequences, each with an error for the index of its input."""
         for each in self._flights.end(sequence):
             each.pending.fail(make_error(each.index))
 
     def _seat(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
         """The sequences that are to be queued again for lost ones, whose rows are still wanted."""
-        seated = [self._flights.seat(sequence) for sequence in sequences]
-        return [sequence for sequence in seated if sequence is not None]
+        return [seated for sequence in sequences if (seated := self._flights.seat(sequence)) is not None]
 
-    def _count_death(self, batch: InFlight, *, has_crashed: bool) -> None:
-        """Count one more for each input in the batch, also for those whose clients have gone."""
+    def _count_death(self, batch: InFlight, *, has_crashed: bool | None) -> None:
+        """Counts also inputs whose clients have gone. The death of a stopped worker counts as one in a batch with
+        others: the input soon runs alone, and is never rejected for such deaths alone."""
         by_digest: dict[str, list[QueuedSequence]] = {}
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
-        is_isolated = len(batch.sequences) == 1
-        message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed)
+        is_isolated = len(batch.sequences) == 1 and has_crashed is not None
+        message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed or False)
         if not self.changed_files:
             self._report(message)
         for digest, sequences in by_digest.items():
             # A request that waits remembers what is forgotten here.
-            known = None if self.changed_files else self._deaths.find(digest)
+            known = None if self.changed_files else self.deaths.find(digest)
             deaths = sequences[0].deaths or known or Deaths()
             for sequence in sequences:
                 sequence.deaths = deaths
@@ -782,52 +732,41 @@ class Dispatcher:
     def _count_input_death(self, digest: str, deaths: Deaths, message: InputDeaths) -> bool:
         """Count and remember one more death of an input; returns whether the input is to be rejected."""
         if not self.changed_files:
-            self._deaths.put(digest, deaths)
+            self.deaths.put(digest, deaths)
         return count_death(
             deaths,
             is_isolated=message.is_isolated,
             has_crashed=message.has_crashed,
-            num_worker_deaths=self._num_deaths,
+            num_worker_deaths=self.num_deaths,
         )
 
     def _clear(self, sequences: list[QueuedSequence]) -> None:
-        """Strike off inputs that have been computed by a worker that lives."""
         cleared = [self.quarantine.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
         for digest in cleared:
-            self._deaths.forget(digest)
+            self.deaths.forget(digest)
         if cleared:
             self._report(InputsCleared(self._model, cleared))
 
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
-        """Fail the request of a poison input, and for a while every other that has the same input. With changed files,
-        fail the request alone."""
+        """Fail the request of a poison input, and for a while, unless files have changed, every other with it."""
         if self.changed_files:
-            error = partial(_files_changed, self.changed_files)
             log.error("%d workers died while the model's files are not as loaded", sequence.num_deaths)
-            self._fail_identical(sequence, error)
+            self._fail_identical(sequence, partial(_files_changed, self.changed_files))
             return
         log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
         self._shared_metrics.add(Counter.POISONED)
         self._fail_identical(sequence, poisonous)
-        self._deaths.forget(digest)
+        self.deaths.forget(digest)
         self.quarantine.add(digest)
         self._report(Quarantined(self._model, digest))
 
-    def _count_failure(self, link: WorkerLink) -> None:
-        """Count a failed batch of one sequence. A worker that only fails is always idle and would get every batch, so
-        it is replaced after some."""
-        link.num_failures += 1
-        if link.num_failures >= _MAX_FAILURES:
-            log.error("%s has failed %d times in a row", link.incarnation, link.num_failures)
-            self._report_stuck(link)
-
     def _put_back(self, sequences: list[QueuedSequence], *, is_free: bool = False) -> None:
-        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch. `is_free`: no
-        worker has died with them."""
+        """Queue lost sequences again, as far as the retry budget pays for those that may share a batch. `is_free`: it
+        need not."""
         seated = self._seat(sequences)
         for sequence in seated:
             needs_none = is_free or sequence.is_abandoned or sequence.must_run_alone
-            if not needs_none and not self._retries.pay(sequence.num_tokens):
+            if not needs_none and not self.retries.pay(sequence.num_tokens):
                 self._fail_identical(sequence, _keep_dying)
         # A failed request may have had other sequences among them, which others follow.
         alive = [sequence for sequence in seated if not sequence.is_abandoned]
@@ -846,16 +785,19 @@ class Dispatcher:
     # --- deadlines ------------------------------------------------------------------------------------------
 
     def _sweep_soon(self) -> None:
-        self._sweep_due_at = time.monotonic() + _SWEEP_INTERVAL_S
-        self._sweeper = self._loop.call_later(_SWEEP_INTERVAL_S, self._sweep)
+        self.sweep_due_at = time.monotonic() + _SWEEP_INTERVAL_S
+        self._sweeper = self._loop.call_later(_SWEEP_INTERVAL_S, self.sweep)
 
-    def _sweep(self) -> None:
-        late_s = time.monotonic() - self._sweep_due_at
+    def sweep(self) -> None:
+        late_s = time.monotonic() - self.sweep_due_at
         self._sweep_soon()
         if late_s > _LATE_S:
             log.warning("this process has stood still for %.1f s", late_s)
-            self._excuse(late_s)
-        self._transport.receive_all()  # an answer that has arrived is in time, however late it is read
+            for link in self._links.values():  # the time does not count against any worker
+                link.up_at += late_s
+                for batch in link.in_flight.values():
+                    batch.started_at += late_s
+        self.transport.receive_all()  # an answer that has arrived is in time, however late it is read
         now = time.monotonic()
         for link in self.links:
             if not link.is_stuck:
@@ -863,52 +805,27 @@ class Dispatcher:
         if self.on_sweep is not None:
             self.on_sweep()
 
-    def _excuse(self, seconds: float) -> None:
-        """Do not count this time against any worker."""
-        for link in self._links.values():
-            link.up_at += seconds
-            for batch in link.in_flight.values():
-                batch.started_at += seconds
-
     def _check_deadlines(self, link: WorkerLink, now: float) -> None:
-        """Report a worker that has not answered its first probe, or its oldest batch, in time."""
         if not link.is_connected and now - link.up_at > self._batch_timeout_s:
             log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
             self._report_stuck(link)
         oldest = next(iter(link.in_flight.values()), None)
-        if oldest is not None and now - oldest.started_at > self._deadline_s(link, oldest.num_tokens):
-            log.error(
-                "%s has had a batch of %d tokens for %.1f s",
-                link.incarnation,
-                oldest.num_tokens,
-                now - oldest.started_at,
-            )
-            self._report_stuck(link)
-
-    def _deadline_s(self, link: WorkerLink, num_tokens: int) -> float:
-        return link.cost_model.deadline_s(
+        if oldest is None:
+            return
+        num_tokens, so_far_s = oldest.num_tokens, now - oldest.started_at
+        if so_far_s > link.cost_model.deadline_s(
             num_tokens,
             limit_s=self._batch_timeout_s,
             has_answered=link.has_answered,
             num_gateways=self._num_gateways,
             max_sequence_tokens=self._policy.quantum,
-        )
+        ):
+            log.error("%s has had a batch of %d tokens for %.1f s", link.incarnation, num_tokens, so_far_s)
+            self._report_stuck(link)
 
 
 def _num_thread_choices(link: WorkerLink) -> int:
     return len(link.thread_choices)
-
-
-def _outputs_bytes(sequences: list[QueuedSequence]) -> bytes:
-    """The outputs of the sequences, as a Batch carries them."""
-    outputs = [sequence.output for sequence in sequences]
-    return b"" if outputs.count(_VECTORS) == len(outputs) else bytes(outputs)
-
-
-def _borders_bytes(sequences: list[QueuedSequence]) -> bytes:
-    """The borders of the sequences, as a Batch carries them."""
-    borders = [sequence.border for sequence in sequences]
-    return array("i", borders).tobytes() if any(borders) else b""
 
 
 def _scope_of(sequences: list[QueuedSequence], key: bytes | None) -> int:
@@ -922,13 +839,6 @@ def _scope_of(sequences: list[QueuedSequence], key: bytes | None) -> int:
     return int.from_bytes(digest) | 2  # neither NO_SCOPE nor SCOPE_OF_ALL
 
 
-def _row_ends(sequences: list[QueuedSequence], outputs: bytes) -> list[int] | range:
-    """The end of each sequence's rows: a range where each sequence has one row, as is usual, else a list."""
-    if not any(code in outputs for code in NOT_PLAIN):
-        return range(1, len(sequences) + 1)
-    return list(accumulate([sequence.num_rows for sequence in sequences]))
-
-
 def _note_sent(sequences: list[QueuedSequence], now: float) -> None:
     for sequence in sequences:
         request_queue = sequence.request_queue
@@ -939,8 +849,7 @@ def _note_sent(sequences: list[QueuedSequence], now: float) -> None:
 
 def _note_done(batch: InFlight, worker: int, compute_us: int) -> None:
     request_queue: RequestQueue | None = None
-    followers = [follower for follower, _ in batch.copies]
-    for sequence in batch.sequences + followers if followers else batch.sequences:
+    for sequence in (*batch.sequences, *(follower for follower, _ in batch.copies)):
         if sequence.request_queue is request_queue:
             continue
         request_queue = sequence.request_queue

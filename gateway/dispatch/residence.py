@@ -1,19 +1,16 @@
 """What a gateway knows of the state of one generation's model, which the supervisor loads and unloads.
 
 Owns the last `vecd.shm.control.ModelIs`, what the supervisor was told since, and those who wait for another state.
-Decides whether a request may wait for a model that is not ready; it then waits in the model's queue as any other.
-Knows no queue and no worker: `vecd.gateway.service` passes each change on to those. Called by `vecd.gateway.pipeline`
-and the handlers of operators' commands.
+Decides whether a request may wait for a model that is not ready. Knows no queue and no worker.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
-from vecd.gateway.types.errors import ApiError, Unavailable
-from vecd.shm.control import KeepAlive, Message, ModelAsked, ModelIs, ModelUsed, ModelWanted
-from vecd.shm.residence import ModelState
+from vecd.gateway.errors import ApiError, Unavailable
+from vecd.shm.control import KeepAlive, Message, ModelAsked, ModelIs, ModelState, ModelUsed, ModelWanted
 
 MAX_WAITING = 1000
 """Requests that may wait for one model that is not ready, at all gateways."""
@@ -24,28 +21,20 @@ _UNREPORTED = -1
 ENDS = {
     "load": frozenset({ModelState.READY, ModelState.FAILED}),
     "unload": frozenset({ModelState.UNLOADED, ModelState.FAILED}),
-    "park": frozenset({ModelState.PARKED, ModelState.UNLOADED, ModelState.FAILED}),
 }
-"""The states that end what an operator has asked for. A model without weights cannot be parked."""
-_RESIDENT = frozenset({ModelState.READY, ModelState.PARKED, ModelState.DRAINING})
+"""The states that end what an operator has asked for."""
 
 
 class _Goal(NamedTuple):
-    """What someone waits for: one of some states, or that it was reached, because the next state may follow at once."""
-
     is_client_s: bool
     """A request waits, and not an operator."""
-    ends: Collection[ModelState]
-    count: Callable[[ModelIs], int]
+    action: str
     num_before: int
+    """`_num_ended` when it began to wait: the state may be over before it is seen."""
 
 
-def _num_loads(status: ModelIs) -> int:
-    return status.num_loads + status.num_failed_loads
-
-
-def _num_unloads(status: ModelIs) -> int:
-    return sum(status.num_unloads.values())
+def _num_ended(status: ModelIs, action: str) -> int:
+    return status.num_loads + status.num_failed_loads if action == "load" else sum(status.num_unloads.values())
 
 
 class Residence:
@@ -58,14 +47,12 @@ class Residence:
         send: Callable[[Message], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keep_alive_s`: as configured. `send` gets the messages for the supervisor: ModelWanted, ModelAsked,
-        ModelUsed and KeepAlive."""
+        """`keep_alive_s`: as configured. `send` gets the messages for the supervisor."""
         self.is_awaited = False
         """Requests wait for the model, or are refused. The only thing that a request for a ready model looks at."""
         self.status = ModelIs(generation, ModelState.READY)
         """What the supervisor has said last; before, the model is ready or becomes so with the server's start."""
         self.is_told = False
-        """The supervisor has said something."""
         self.keep_alive_s = keep_alive_s
         """Seconds that the model stays after its last request; None: for ever."""
         self._configured_s = keep_alive_s
@@ -76,7 +63,7 @@ class Residence:
         self._is_wanted = False
         """The supervisor knows that requests wait in this state."""
         self._kept_at: float | None = None
-        """When the last KeepAlive was sent; None: none since the model was loaded."""
+        """When the last KeepAlive was sent since the model was loaded."""
         self._watchers: dict[asyncio.Future[ModelIs], _Goal] = {}
         self._make_end: Callable[[], ApiError] | None = None
         self._seen_use = self._reported_use = (0, 0, 0.0)
@@ -89,8 +76,8 @@ class Residence:
         return ModelState(self.status.state)
 
     def change(self, status: ModelIs) -> bool:
-        """Take what the supervisor says. Returns whether it is news: another state, or another load that has failed.
-        Side effect: those who wait for this state go on."""
+        """Returns whether it is news: another state, or another load that has failed. Side effect: those who wait for
+        this state go on."""
         is_news = status.state != self.status.state or (status.state == ModelState.FAILED and status.wait_s > 0)
         self._is_wanted &= not is_news
         self.status, self.is_told, self._changed_at = status, True, self._clock()
@@ -104,7 +91,8 @@ class Residence:
         elif state is ModelState.UNLOADED:
             self.keep_alive_s, self._kept_at = self._configured_s, None
         for watcher, goal in self._watchers.items():
-            if ((is_news and state in goal.ends) or goal.count(status) > goal.num_before) and not watcher.done():
+            is_reached = is_news and state in ENDS[goal.action]
+            if (is_reached or _num_ended(status, goal.action) > goal.num_before) and not watcher.done():
                 watcher.set_result(status)
         return is_news
 
@@ -124,9 +112,9 @@ class Residence:
         self.want()
         most = -(-MAX_WAITING // self._num_gateways)
         if num_waiting >= most:
-            raise self._loading_error(f"{num_waiting} requests wait for the model to be loaded, at most {most} may")
+            raise self._unavailable(f"{num_waiting} requests wait for the model to be loaded, at most {most} may")
         if (rest_s := self._rest_s(now)) > deadline - now:
-            raise self._loading_error(
+            raise self._unavailable(
                 f"The model is being loaded, which is expected to take {rest_s:.0f} s more: the request's deadline is "
                 "earlier"
             )
@@ -143,23 +131,20 @@ class Residence:
             self._send(ModelWanted(self.status.generation))
 
     def failed_error(self) -> Unavailable:
-        """The error of a request after a load that has failed."""
-        rest_s = self._rest_s(self._clock())
-        message = f"The model could not be loaded: {self.status.reason}"
-        return Unavailable(message, retry_after_s=rest_s, code="model_failed")
+        return self._unavailable(f"The model could not be loaded: {self.status.reason}", "model_failed")
 
     def late_error(self) -> Unavailable:
         """The error of a request whose deadline has passed while it waited for the model."""
         if self.state is ModelState.FAILED:
             return self.failed_error()
-        return self._loading_error("The model was not loaded before the request's deadline")
+        return self._unavailable("The model was not loaded before the request's deadline")
 
     def why_failed(self) -> str | None:
-        """Why the model cannot be loaded; None in all other states."""
+        """None in all other states."""
         return f"the model could not be loaded: {self.status.reason}" if self.state is ModelState.FAILED else None
 
-    def _loading_error(self, message: str) -> Unavailable:
-        return Unavailable(message, retry_after_s=self._rest_s(self._clock()), code="model_loading")
+    def _unavailable(self, message: str, code: str = "model_loading") -> Unavailable:
+        return Unavailable(message, retry_after_s=self._rest_s(self._clock()), code=code)
 
     def _rest_s(self, now: float) -> float:
         """Expected seconds until the model is ready, or until the next try; 0 if that is not known."""
@@ -198,8 +183,7 @@ class Residence:
         if self._make_end is not None:
             raise self._make_end()
         watcher: asyncio.Future[ModelIs] = asyncio.get_running_loop().create_future()
-        count = _num_loads if action == "load" else _num_unloads
-        self._watchers[watcher] = _Goal(is_client_s, ENDS[action], count, count(self.status))
+        self._watchers[watcher] = _Goal(is_client_s, action, _num_ended(self.status, action))
         try:
             async with asyncio.timeout(timeout_s):
                 return await watcher
@@ -211,9 +195,9 @@ class Residence:
     # --- how long it stays ----------------------------------------------------------------------------------
 
     def keep_alive(self, seconds: float | None) -> None:
-        """A client has set how long the model stays after its last request; None: for ever. The supervisor is told when
-        it has changed, and where other gateways may have said otherwise, once a second. 0 s mean nothing for a model
-        that is not loaded, and would count for its next load."""
+        """A client has set how long the model stays after its last request; None: for ever. The supervisor is told of
+        a change, and where other gateways may have said otherwise, once a second. 0 s mean nothing for a model that is
+        not loaded, and would count for its next load."""
         if seconds == 0 and not self.is_resident:
             return
         now = self._clock()
@@ -223,10 +207,8 @@ class Residence:
             self._send(KeepAlive(self.status.generation, seconds))
 
     def note_use(self, num_admitted: int, num_requests: int, core_s: float) -> None:
-        """Report the use since the last report, if there is any, at most once a second. Called some times a second.
-
-        `num_admitted`: requests so far. `num_requests`: those that are unanswered. `core_s`: seconds × cores so far.
-        """
+        """Report the use since the last report, at most once a second. `num_admitted` requests and `core_s` seconds ×
+        cores are those so far, `num_requests` those that are unanswered."""
         now, use = self._clock(), (num_admitted, num_requests, core_s)
         if num_requests or use != self._seen_use:
             self._seen_use, self._last_used_at = use, now
@@ -236,8 +218,8 @@ class Residence:
 
     @property
     def is_resident(self) -> bool:
-        """Whether it has weights in memory that requests can be served from."""
-        return self.state in _RESIDENT
+        """It has weights in memory."""
+        return self.state in (ModelState.READY, ModelState.DRAINING)
 
     @property
     def expires_in_s(self) -> float | None:

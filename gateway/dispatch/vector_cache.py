@@ -1,10 +1,7 @@
-"""The rows that one generation of the configuration has computed, kept for whoever sends the same input again.
+"""The rows that one generation of the configuration has computed, kept for the next request with the same input.
 
 Owns what a row is found by (a digest of generation, model, output, tenant, token ids and border), and the counts of
-hits and misses. The table is `vecd.shm.vector_cache`'s, where the argument stands why it never returns a wrong row.
-Made by `vecd.gateway.service`; asked by `vecd.gateway.pipeline` before a sequence is queued, and filled by
-`vecd.gateway.dispatch.delivery` with rows that workers have computed, as they wrote them: pooled, of all dimensions, in
-float32, and finite. An input that ends its worker is never computed, so it is never here.
+hits and misses. `vecd.shm.vector_cache` has the table, and the argument why it never returns a wrong row.
 """
 
 import struct
@@ -14,7 +11,7 @@ import numpy as np
 
 from vecd.gateway.dispatch.delivery import deliver_vectors
 from vecd.gateway.scheduling.queue import QueuedSequence
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
 from vecd.shm.vector_cache import DIGEST_BYTES, VectorCacheMemory
@@ -24,8 +21,6 @@ _PURPOSE = b"vecd input"
 """Keeps these digests apart from whatever else is made with the same key."""
 _SCOPE = struct.Struct("<qqBI")
 """Generation, model, output, and the length of the tenant's name, so that no two scopes begin alike."""
-
-
 _BORDER = struct.Struct("<Bi")
 """Behind the token ids of a sequence of two parts. Not a whole number of token ids, so that it is not taken for one."""
 
@@ -43,33 +38,32 @@ class VectorCache:
         shared_metrics: SharedMetrics,
     ) -> None:
         """`dim`: floats of a row. `is_shared_by_tenants`: a tenant gets what another one's input was computed to."""
-        self._shared = shared
+        self.shared = shared
         self._service = service
         self._dim = dim
-        self._row_nbytes = dim * np.dtype(np.float32).itemsize
+        self._row_nbytes = 4 * dim
         self._is_shared_by_tenants = is_shared_by_tenants
         self._shared_metrics = shared_metrics
 
     @property
     def is_active(self) -> bool:
-        """Whether new requests for its model are for its service."""
-        return self._shared.is_active(self._service.model, self)
+        return self.shared.is_active(self._service.model, self)
 
     def activate(self) -> None:
-        """Begin without a row. The cache of the model's service before is neither asked nor filled any more. Its rows
-        are forgotten where no other model has any; else they stay until others replace them."""
-        if self._shared.activate(self._service.model, self, self._dim):
+        """Begin without a row, in place of the model's service before. The rows of that one are forgotten where no
+        other model has any; else they stay until others replace them."""
+        if self.shared.activate(self._service.model, self, self._dim):
             self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, 0)
 
     def deliver_known(self, sequences: list[QueuedSequence], output: Output, tenant: str) -> list[QueuedSequence]:
-        """Deliver the rows that are known of sequences of one request, none of which is queued; returns the sequences
-        that are to be computed. Side effect: these have a digest from now on, under which `keep` keeps their rows."""
-        table = self._shared.table
+        """Deliver the rows that are known of sequences of one request; returns the sequences that are to be computed.
+        Side effect: these have a digest from now on, under which `keep` keeps their rows."""
+        table = self.shared.table
         if table is None or not self.is_active:
             return sequences
         name = b"" if self._is_shared_by_tenants else tenant.encode()
         scope = _SCOPE.pack(self._service.generation, self._service.model, output, len(name)) + name
-        empty = blake2b(scope, digest_size=DIGEST_BYTES, key=self._shared.key, person=_PURPOSE)
+        empty = blake2b(scope, digest_size=DIGEST_BYTES, key=self.shared.key, person=_PURPOSE)
         unknown: list[QueuedSequence] = []
         known: list[QueuedSequence] = []
         rows: list[bytes] = []
@@ -94,7 +88,7 @@ class VectorCache:
 
     def keep(self, sequences: list[QueuedSequence], rows: Rows) -> None:
         """Store the rows (float32 [n, dim], C-contiguous, finite) of sequences, one of each, that have a digest."""
-        table = self._shared.table
+        table = self.shared.table
         if table is None or not self.is_active:
             return
         num_stored = num_evicted = 0

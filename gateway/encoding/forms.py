@@ -1,12 +1,19 @@
-"""Check, before anything is computed, that a request's vectors can be returned in the forms it requests.
+"""The forms in which rows are returned: what may be combined, the formulas of each conversion, and the reading of a
+file of ranges. Pure except for that file."""
 
-Owns those rules and their messages. Converts nothing. Called by dialects, and by `vecd.gateway.encoding.fragments`.
-"""
-
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.gateway.encoding.result import FloatRows, RowsOfTokens, TokenParts, TokenRows
+from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.errors import BadRequest
+from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.model.card import ModelError
+from vecd.shm.arena import original_of
 from vecd.shm.output import ModelSizes, Output
 
 WHOLE = frozenset({Dtype.INT8, Dtype.UINT8})
@@ -28,90 +35,221 @@ DEFAULT_NAMES = Names()
 
 def check_forms(request: EmbedRequest, model: ModelSizes, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
     """Raise BadRequest, which names the field by `names`, for a form that the request's vectors cannot have.
-
-    `has_ranges`: the server has ranges for integer types (`--quantization-ranges`).
-    """
-    dimensions = request.dimensions
-    width = request.output.width_of(model)
-    if request.output.is_per_token and dimensions is not None and dimensions > width:
-        raise BadRequest(
-            f"'{names.dimensions}' must be 1 to {width} for vectors of tokens, is {dimensions}",
-            param=names.dimensions,
-        )
+    `has_ranges`: the server has ranges for integer types (`--quantization-ranges`)."""
     for form in request.forms:
-        _check_form(form, request, model, has_ranges, names)
+        if fault := _fault_of(form, request, model, names, has_ranges):
+            field, what = fault
+            raise BadRequest(f"'{field}'{what}", param=field)
 
 
-def _check_form(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:
-    if request.output in _SCORES:
-        _check_scores(form, names)
-    elif request.output.is_per_token and form.encoding in (Encoding.BYTES, Encoding.NPY):
-        raise BadRequest(
-            f"'{names.encoding}' must be 'float' or 'base64' for vectors of tokens, is '{form.encoding.value}': inputs "
-            "have not the same number of them",
-            param=names.encoding,
-        )
+def _fault_of(
+    form: Form, request: EmbedRequest, model: ModelSizes, names: Names, has_ranges: bool
+) -> tuple[str, str] | None:
+    """The name of the wrong field, and what is said of it."""
+    output, dimensions, dtype, encoding = request.output, request.dimensions, form.dtype.value, form.encoding.value
+    is_json, width = form.encoding in (Encoding.FLOAT, Encoding.BASE64), output.width_of(model)
+    if output.is_per_token and dimensions is not None and dimensions > width:
+        return names.dimensions, f" must be 1 to {width} for vectors of tokens, is {dimensions}"
+    if output in _SCORES and not is_json:
+        return names.encoding, f" must be 'float' or 'base64' for scores, is '{encoding}'"
+    if output in _SCORES and form.dtype in WHOLE | PACKED:
+        return names.dtype, f": {dtype} is for vectors; scores are float32, float16 or bfloat16"
+    if output.is_per_token and not is_json:
+        why = "inputs have not the same number of them"
+        return names.encoding, f" must be 'float' or 'base64' for vectors of tokens, is '{encoding}': {why}"
     if form.encoding is Encoding.NPY and form.dtype is Dtype.BFLOAT16:
-        raise BadRequest(
-            f"'{names.encoding}' is 'npy', but NumPy has no bfloat16; ask for bytes, or for float16 or float32",
-            param=names.encoding,
-        )
+        return names.encoding, " is 'npy', but NumPy has no bfloat16; ask for bytes, or for float16 or float32"
     if form.dtype in PACKED and (num_dims := width_of(request, model)) % DIMS_PER_BYTE:
-        param = names.dtype if request.dimensions is None else names.dimensions
-        raise BadRequest(
-            f"'{param}': {form.dtype.value} needs a number of dimensions that is a multiple of {DIMS_PER_BYTE}; there "
-            f"are {num_dims}",
-            param=param,
-        )
-    if form.dtype in WHOLE:
-        _check_scale(form, request, model, has_ranges, names)
-
-
-def _check_scores(form: Form, names: Names) -> None:
-    if form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
-        raise BadRequest(
-            f"'{names.encoding}' must be 'float' or 'base64' for scores, is '{form.encoding.value}'",
-            param=names.encoding,
-        )
-    if form.dtype in WHOLE | PACKED:
-        raise BadRequest(
-            f"'{names.dtype}': {form.dtype.value} is for vectors; scores are float32, float16 or bfloat16",
-            param=names.dtype,
-        )
-
-
-def _check_scale(form: Form, request: EmbedRequest, model: ModelSizes, has_ranges: bool, names: Names) -> None:
-    """Check that the quantization ranges fit the vectors."""
-    name = form.dtype.value
+        what = f": {dtype} needs a number of dimensions that is a multiple of {DIMS_PER_BYTE}; there are {num_dims}"
+        return names.dtype if dimensions is None else names.dimensions, what
+    if form.dtype not in WHOLE:
+        return None
     if not has_ranges:
-        if not are_normalized(request, model):
-            raise BadRequest(
-                f"'{names.dtype}': {name} is for vectors of length 1, and these are not, unless the request asks for "
-                "it, or the server was started with --quantization-ranges",
-                param=names.dtype,
-            )
-        return
-    if request.dimensions is not None:
-        raise BadRequest(
-            f"'{names.dimensions}' is {request.dimensions}, but for {name} this server has ranges of whole vectors, "
-            f"which have {model.dim} (--quantization-ranges)",
-            param=names.dimensions,
+        if are_normalized(request, model):
+            return None
+        return names.dtype, (
+            f": {dtype} is for vectors of length 1, and these are not, unless the request asks for it, or the server "
+            "was started with --quantization-ranges"
         )
-    if request.output.is_per_token or are_normalized(request, model) != model.is_normalized:
-        raise BadRequest(
-            f"'{names.dtype}': for {name} this server has ranges of the model's own vectors, as sentence-transformers "
-            "gives them, and others were asked for (--quantization-ranges)",
-            param=names.dtype,
+    if dimensions is not None:
+        return names.dimensions, (
+            f" is {dimensions}, but for {dtype} this server has ranges of whole vectors, which have {model.dim} "
+            "(--quantization-ranges)"
         )
+    if output.is_per_token or are_normalized(request, model) != model.is_normalized:
+        return names.dtype, (
+            f": for {dtype} this server has ranges of the model's own vectors, as sentence-transformers gives them, "
+            "and others were asked for (--quantization-ranges)"
+        )
+    return None
 
 
 def width_of(request: EmbedRequest, model: ModelSizes) -> int:
     """The dimensions of each returned row."""
-    if request.dimensions is not None:
-        return request.dimensions
-    return request.output.width_of(model)
+    return request.output.width_of(model) if request.dimensions is None else request.dimensions
 
 
 def are_normalized(request: EmbedRequest, model: ModelSizes) -> bool:
     """Whether the returned rows, as float32, have length 1."""
     return request.normalize or request.output.is_normalized_by(model)
+
+
+# Conversions of float32 [n, D], finite, to a new array. docs/output-types.md describes the loss of accuracy of each.
+
+_NUM_STEPS = 255
+_FLOAT16_INFINITY, _BFLOAT16_INFINITY = 0x7C00, 0x7F80
+_SHORTEST, _LONGEST = 1e-30, 1e30
+"""Between these, a length is as exact as float32 as its elements are."""
+
+_WIDEST = 32
+"""Roots of the mean square at which the default ranges end. No element of a vector of length 1 is greater than
+sqrt(D) of them, so that nothing at all is clipped up to 1,024 dimensions; all-MiniLM-L6-v2 has elements of 5.7; one
+dimension that has half of the length in 1,536 has elements of 27. Half as many would halve the error, and clip those:
+`benchmarks/quantization.py`."""
+
+
+def shorten(rows: FloatRows, dimensions: int) -> FloatRows:
+    return rows[:, :dimensions].copy()
+
+
+def normalize(rows: FloatRows) -> FloatRows:
+    """Each row divided by its length; a row of zeros stays unchanged. Lengths are float64, because squares of small
+    float32s would vanish, and those of large ones would be infinite."""
+    exact = rows.astype(np.float64)
+    lengths: NDArray[np.float64] = np.sqrt(np.vecdot(exact, exact))[:, None]
+    lengths[lengths == 0] = 1
+    if lengths.min() > _SHORTEST and lengths.max() < _LONGEST:
+        return np.divide(rows, lengths.astype(np.float32))
+    return np.divide(rows, lengths).astype(np.float32)
+
+
+def to_float16(rows: FloatRows) -> NDArray[np.float16]:
+    """The nearest float16s. Raises BadRequest for an element beyond the range, whose nearest would be infinity."""
+    with np.errstate(over="ignore", under="ignore"):
+        halves = rows.astype(np.float16)
+    # By its bits: an eighth of the time of np.isinf.
+    if (halves.view(np.uint16) & _FLOAT16_INFINITY).max() == _FLOAT16_INFINITY:
+        raise BadRequest("float16 ends at 65504, and a vector has an element beyond that; ask for float32 or bfloat16")
+    return halves
+
+
+def to_bfloat16(rows: FloatRows) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16s, and of the even one where two are equally near: the upper half of a float32,
+    to which just less than half of the last bit is added before, and one more where that bit is set. Raises BadRequest
+    for an element whose nearest would be infinity."""
+    bits = rows.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    if (rounded & _BFLOAT16_INFINITY).max() == _BFLOAT16_INFINITY:
+        raise BadRequest("a vector has an element that is greater than any bfloat16; ask for float32")
+    return rounded
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> FloatRows:
+    """The float32s with the same values."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class Ranges(NamedTuple):
+    """For each element, where its 256 steps begin, and their width: float32 [D] each. Source of the formula:
+    sentence-transformers' `quantize_embeddings`, to the bit."""
+
+    starts: FloatRows
+    widths: FloatRows
+
+    @classmethod
+    def between(cls, least: FloatRows, greatest: FloatRows) -> "Ranges":
+        return cls(least, (greatest - least) / np.float32(_NUM_STEPS))
+
+    def to_uint8(self, rows: FloatRows) -> NDArray[np.uint8]:
+        steps = np.subtract(rows, self.starts)
+        with np.errstate(over="ignore"):  # infinity is clipped
+            steps /= self.widths
+        np.floor(steps, out=steps)
+        return np.clip(steps, 0, _NUM_STEPS, out=steps).astype(np.uint8)
+
+    def to_int8(self, rows: FloatRows) -> NDArray[np.int8]:
+        return _less_128(self.to_uint8(rows))
+
+
+@lru_cache(maxsize=8)
+def default_ranges(dim: int) -> Ranges:
+    """Of vectors of length 1, whatever the model: -c to c, c = min(1, 32 / sqrt(dim)). An int8 is its element times
+    127 / c, rounded, and zero is zero. sentence-transformers gives the same codes with them: it rounds down, so the
+    steps begin half a step lower."""
+    width = np.float32(min(1.0, _WIDEST / dim**0.5) / 127)
+    least = np.full(dim, np.float32(-128.5) * width, dtype=np.float32)
+    greatest = np.full(dim, np.float32(126.5) * width, dtype=np.float32)
+    return Ranges.between(least, greatest)
+
+
+class RangesError(ModelError):
+    """The file of --quantization-ranges cannot be used. The message is one line."""
+
+    def __init__(self, path: str, fault: str) -> None:
+        super().__init__(f"--quantization-ranges: {original_of(path)}: {fault}")
+
+
+def read_ranges(path: str, dim: int) -> Ranges:
+    """The ranges in a NumPy file: float32 or float64 [2, dim], the least of each element and the greatest. Raises
+    RangesError. Source of the layout: sentence-transformers' `ranges`."""
+    if not Path(path).is_file():
+        raise RangesError(path, "no such file")
+    try:
+        # Mapped, so that only the header is read of a file that has no ranges.
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError):
+        raise RangesError(path, "is no NumPy file (.npy), or is cut off") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise RangesError(path, "must be a .npy file with one array, is an .npz")
+    if array.dtype.newbyteorder("=") not in (np.float32, np.float64):
+        raise RangesError(path, f"must be float32, is {array.dtype}")
+    if array.shape != (2, dim):
+        raise RangesError(path, f"must have the shape (2, {dim}), has {array.shape}")
+    with np.errstate(over="ignore"):
+        least, greatest = np.array(array, dtype=np.float32, order="C")
+        ranges = Ranges.between(least, greatest)
+    if not np.isfinite(least).all() or not np.isfinite(greatest).all():
+        raise RangesError(path, "has values that are not finite")
+    # Two numbers that are too near to each other, or too far apart, cannot be divided into 255 steps.
+    bad = np.flatnonzero(~((least < greatest) & (ranges.widths > 0) & np.isfinite(ranges.widths)))
+    if bad.size:
+        fault = f"the least value must be below the greatest, is not at {bad.size} of {dim} dimensions"
+        raise RangesError(path, f"{fault}, first at {bad[0]}")
+    return ranges
+
+
+def to_ubinary(rows: FloatRows) -> NDArray[np.uint8]:
+    """A bit for each element, set where it is above zero, eight to a byte, the first in the highest: [n, D / 8]."""
+    return np.packbits(rows > 0, axis=1)
+
+
+def to_binary(rows: FloatRows) -> NDArray[np.int8]:
+    """The bytes of `to_ubinary` less 128. Source: sentence-transformers' `quantize_embeddings`, and Cohere's and
+    Voyage's."""
+    return _less_128(to_ubinary(rows))
+
+
+def _less_128(codes: NDArray[np.uint8]) -> NDArray[np.int8]:
+    return np.bitwise_xor(codes, np.uint8(128), out=codes).view(np.int8)
+
+
+class HybridRows(RowsOfTokens):
+    """What BGE-M3 makes of each input in one pass: a dense vector, a sparse one, and one for each token."""
+
+    __slots__ = ("_parts", "dense", "sparse", "tokens")
+
+    def __init__(self, num_inputs: int, dim: int, sparse: SparseRows, tokens: TokenRows) -> None:
+        self.dense: FloatRows = np.empty((num_inputs, dim), dtype=np.float32)
+        """The model's vectors, shape [num_inputs, dim], in input order."""
+        self.sparse = sparse
+        self.tokens = tokens
+        self._parts = TokenParts()
+
+    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
+        """`rows` are [n, token_dim + 1], and the first one of an input has the model's vector in its token's place."""
+        matrix = self._parts.add(index, rows, num_left)
+        if matrix is not None:
+            self.dense[index] = matrix[0, : self.dense.shape[1]]
+            self.sparse.put_weights(index, matrix[:, -1])
+            self.tokens.put_matrix(index, matrix[:, :-1])

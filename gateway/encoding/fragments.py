@@ -1,16 +1,11 @@
-"""Collect a request's rows in the forms of its response.
+"""Collect a request's rows in the forms of its response, and write rows that were collected as arrays.
 
-Owns the copies: a row is borrowed from the arena during a `put`, and what is kept does not refer to it. Knows no
-dialect: the dialect writes the rest of the response. Made by `vecd.gateway.pipeline`, filled by
-`vecd.gateway.encoding.pending.PendingResult` as batches finish. The formulas are
-`vecd.gateway.encoding.quantization`'s.
-
-Measured for 128 × 1024 floats (`benchmarks/answers.py`): raw 0.02 ms, base64 0.13 ms, float JSON 3.1 ms. That is why
-base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at a time
-(`vecd.gateway.dispatch.dispatcher`).
+A row is borrowed from the arena during a `put`, and what is kept does not refer to it. The dialect writes the rest of
+the response. Measured for 128 × 1024 floats (`benchmarks/answers.py`): raw 0.02 ms, base64 0.13 ms, float JSON 3.1 ms.
+That is why base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from typing import Any, TypeAlias
@@ -21,12 +16,14 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from pybase64 import b64encode
 
-from vecd.gateway.encoding.forms import DIMS_PER_BYTE, PACKED, are_normalized, check_forms, width_of
-from vecd.gateway.encoding.hybrid import HybridRows
-from vecd.gateway.encoding.late_rows import LateChunkRows
-from vecd.gateway.encoding.max_sim import MaxSimRows
-from vecd.gateway.encoding.quantization import (
+from vecd.gateway.encoding.forms import (
+    DIMS_PER_BYTE,
+    PACKED,
+    WHOLE,
+    HybridRows,
     Ranges,
+    are_normalized,
+    check_forms,
     default_ranges,
     from_bfloat16,
     normalize,
@@ -36,19 +33,20 @@ from vecd.gateway.encoding.quantization import (
     to_binary,
     to_float16,
     to_ubinary,
+    width_of,
 )
-from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding.labels import TOKENS_PER_STEP
+from vecd.gateway.encoding.result import DroppedTokens, FloatRows, Ints, LateChunkRows, MaxSimRows, ScoreRows, TokenRows
 from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.encoding.token_rows import DroppedTokens, TokenRows
+from vecd.gateway.request import Collector, Dtype, EmbedRequest, Encoding, Form
 from vecd.gateway.tokenization.late_chunks import LateChunks
-from vecd.gateway.types.request import Collector, Dtype, EmbedRequest, Encoding, Form
-from vecd.shm.card import ModelCard
+from vecd.model.card import ModelCard
 from vecd.shm.output import Output
 
 Rows: TypeAlias = NDArray[Any]
+Pieces: TypeAlias = list[bytes | memoryview]
 Convert: TypeAlias = Callable[[Any], Rows]
 """Rows [n, D] to other rows, C-contiguous and new."""
-
 
 _STORED = {
     Dtype.FLOAT32: "f4",
@@ -60,15 +58,15 @@ _STORED = {
     Dtype.UBINARY: "u1",
 }
 """NumPy's type of the same bytes."""
-
-
 _FLOAT32, _VECTORS = Dtype.FLOAT32, Output.VECTORS  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 _FLOAT, _JSON = Encoding.FLOAT, (Encoding.FLOAT, Encoding.BASE64)
 
-_FORMLESS = frozenset(
-    (Output.SCORES, Output.TOKEN_SCORES, Output.SPARSE, Output.TOKEN_VECTORS, Output.LEXICAL, Output.HYBRID)
-)
-"""Outputs whose rows are kept as arrays, from which dialects write them."""
+_CONVERT: dict[Dtype, Convert] = {
+    Dtype.FLOAT16: to_float16,
+    Dtype.BFLOAT16: to_bfloat16,
+    Dtype.BINARY: to_binary,
+    Dtype.UBINARY: to_ubinary,
+}
 
 
 def stored_dtype(form: Form) -> np.dtype[Any]:
@@ -98,7 +96,7 @@ class JsonRows:
 
     def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, steps: Sequence[Convert] = ()) -> None:
         """`encoding` is FLOAT or BASE64. `steps`: from float32 rows to the returned rows."""
-        self.fragments: list[bytes | memoryview] = [b""] * num_inputs
+        self.fragments: Pieces = [b""] * num_inputs
         """In input order."""
         self._encode = encode_float if encoding is _FLOAT else encode_base64
         self._steps = steps
@@ -106,13 +104,13 @@ class JsonRows:
         """By input, for those with some of their tokens delivered: what is written, which is megabytes for a long text
         and never copied, and bytes that make no 4 characters of base64 yet."""
 
-    def put(self, index: int, rows: NDArray[np.float32]) -> None:
+    def put(self, index: int, rows: FloatRows) -> None:
         """`rows` are C-contiguous."""
         for convert in self._steps:
             rows = convert(rows)
         self.fragments[index : index + len(rows)] = self._encode(rows)
 
-    def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
         """`rows` are C-contiguous, and the next ones of input `index`; `num_left` more will follow."""
         for convert in self._steps:
             rows = convert(rows)
@@ -134,8 +132,6 @@ _FLOAT32_BYTES = Form(Encoding.BYTES)
 
 
 class Matrix:
-    """The rows themselves."""
-
     __slots__ = ("_steps", "dim", "form", "rows")
 
     def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, steps: Sequence[Convert] = ()) -> None:
@@ -152,16 +148,16 @@ class Matrix:
     def row_bytes(self) -> int:
         return int(self.rows.shape[1]) * self.rows.itemsize
 
-    def put(self, index: int, rows: NDArray[np.float32]) -> None:
+    def put(self, index: int, rows: FloatRows) -> None:
         for convert in self._steps:
             rows = convert(rows)
         self.rows[index : index + len(rows)] = rows
 
-    def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
         raise ValueError("rows of tokens make no matrix")  # check_forms has accepted it
 
     def view(self) -> memoryview:
-        """The bytes of all rows, borrowed."""
+        """Borrowed."""
         return self.rows.view(np.uint8).data.cast("B")
 
     def npy_header(self) -> bytes:
@@ -178,7 +174,7 @@ class Encoder:
     """Makes the collectors of requests for one model."""
 
     def __init__(self, card: ModelCard, ranges_path: str | None = None) -> None:
-        """`ranges_path`: see `vecd.gateway.types.config.GatewayConfig.quantization_ranges`. Raises RangesError for a
+        """`ranges_path`: see `vecd.gateway.config.GatewayConfig.quantization_ranges`. Raises RangesError for a
         file that has no ranges for this model."""
         self._card = card
         self._is_normalized = card.is_normalized
@@ -187,47 +183,30 @@ class Encoder:
     def make_collectors(
         self,
         request: EmbedRequest,
-        token_ids: Sequence[NDArray[np.int32]] = (),
+        token_ids: Sequence[Ints] = (),
         late_chunks: Sequence[LateChunks] = (),
     ) -> tuple[Collector, ...]:
-        """A collector for each of the request's forms; of an output whose rows are kept as arrays, one. `token_ids` of
-        each input, shape [T], are read when its rows have come; only for outputs that have a row for each token. So are
-        `late_chunks`, if the request is for them: then rows of TOKENS are collected, for vectors of its output. Raises
-        BadRequest where `check_forms` would."""
+        """A collector for each of the request's forms; of an output whose rows are kept as arrays, one. `token_ids`
+        (shape [T]) and `late_chunks` of each input, where the output or the request needs them, are read when its rows
+        have come. Raises BadRequest where `check_forms` would."""
         if self._card.truncate_dim and request.dimensions is None and request.output.is_plain:
             request = request._replace(dimensions=self._card.truncate_dim)
         if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
             return (_collector(request.forms[0], len(request.inputs), self._card.dim),)
-        if request.output in _FORMLESS:
-            return (self._make_formless(request, token_ids),)
+        if (formless := self._make_formless(request, token_ids)) is not None:
+            return (formless,)
         check_forms(request, self._card, has_ranges=self._ranges is not None)
+        prepare, width = self._preparation(request), width_of(request, self._card)
+        forms = [(form, (*prepare, *conversion(form, width, self._ranges))) for form in request.forms]
         if request.late is not None:
-            return (self._make_late(request, late_chunks),)
-        prepare = self._preparation(request)
-        width = width_of(request, self._card)
-        return tuple(
-            _collector(form, len(request.inputs), width, (*prepare, *conversion(form, width, self._ranges)))
-            for form in request.forms
-        )
+            [(form, steps)] = forms
+            encode = partial(_fragments, encoding=form.encoding, steps=steps)
+            return (LateChunkRows(late_chunks, self._card.hidden_size, encode),)
+        return tuple(_collector(form, len(request.inputs), width, steps) for form, steps in forms)
 
-    def _make_late(self, request: EmbedRequest, late_chunks: Sequence[LateChunks]) -> LateChunkRows:
-        [form] = request.forms
-        steps: list[Convert] = []
-        if request.dimensions is not None:
-            steps.append(partial(shorten, dimensions=request.dimensions))
-        if are_normalized(request, self._card):
-            steps.append(normalize)
-        steps += conversion(form, width_of(request, self._card), self._ranges)
-
-        def encode(vectors: NDArray[np.float32]) -> list[bytes]:
-            rows = JsonRows(len(vectors), form.encoding, steps)
-            rows.put(0, vectors)
-            return list(map(bytes, rows.fragments))
-
-        return LateChunkRows(late_chunks, self._card.hidden_size, encode)
-
-    def _make_formless(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> Collector:
-        num_inputs, card = len(request.inputs), self._card
+    def _make_formless(self, request: EmbedRequest, token_ids: Sequence[Ints]) -> Collector | None:
+        """The collector of an output whose rows are kept as arrays, from which dialects write them; None of others."""
+        num_inputs, card, is_hybrid = len(request.inputs), self._card, request.output is Output.HYBRID
         match request.output:
             case Output.SCORES:
                 return ScoreRows(num_inputs, card.num_labels)
@@ -237,39 +216,22 @@ class Encoder:
                 return SparseRows(num_inputs, request.sparse)
             case Output.LEXICAL:
                 return self._lexical_rows(request, token_ids)
-            case Output.TOKEN_VECTORS if request.is_max_sim:
-                return self._max_sims(request, token_ids)
-            case Output.TOKEN_VECTORS:
-                return self._token_vectors(request, token_ids)
-            case output:
-                assert output is Output.HYBRID
-                tokens = self._token_vectors(request, token_ids, drops_first=True)
+            case Output.TOKEN_VECTORS | Output.HYBRID:
+                assert card.tokens is not None
+                dropped = DroppedTokens(card.tokens, request, token_ids, drops_first=is_hybrid)
+                if request.is_max_sim and not is_hybrid:
+                    num_queries = request.tokenizing.num_queries
+                    return MaxSimRows(num_inputs, num_queries, dropped, is_mean=card.tokens.is_mean)
+                tokens = TokenRows(num_inputs, card.token_dim, dropped)
+                if not is_hybrid:
+                    return tokens
                 return HybridRows(num_inputs, card.dim, self._lexical_rows(request, token_ids), tokens)
+            case _:
+                return None
 
-    def _lexical_rows(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> SparseRows:
+    def _lexical_rows(self, request: EmbedRequest, token_ids: Sequence[Ints]) -> SparseRows:
         assert self._card.sparse is not None
         return SparseRows(len(request.inputs), request.sparse, token_ids, self._card.sparse.ignored_ids)
-
-    def _token_vectors(
-        self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]], *, drops_first: bool = False
-    ) -> TokenRows:
-        dropped = self._dropped_tokens(request, token_ids, drops_first=drops_first)
-        return TokenRows(len(request.inputs), self._card.token_dim, dropped)
-
-    def _max_sims(self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]]) -> MaxSimRows:
-        assert self._card.tokens is not None
-        return MaxSimRows(
-            len(request.inputs),
-            request.tokenizing.num_queries,
-            self._dropped_tokens(request, token_ids),
-            is_mean=self._card.tokens.is_mean,
-        )
-
-    def _dropped_tokens(
-        self, request: EmbedRequest, token_ids: Sequence[NDArray[np.int32]], *, drops_first: bool = False
-    ) -> DroppedTokens:
-        assert self._card.tokens is not None
-        return DroppedTokens(self._card.tokens, request, token_ids, drops_first=drops_first)
 
     def _takes_rows_unchanged(self, request: EmbedRequest) -> bool:
         """Whether it requests one form of the model's own vectors, as float32."""
@@ -288,7 +250,8 @@ class Encoder:
         steps: list[Convert] = []
         if request.dimensions is not None:
             steps.append(partial(shorten, dimensions=request.dimensions))
-        has_length_1 = request.output.is_normalized_by(self._card) and not steps
+        # The means of late chunks never have it.
+        has_length_1 = request.output.is_normalized_by(self._card) and not steps and request.late is None
         if are_normalized(request, self._card) and not has_length_1:
             steps.append(normalize)
         return steps
@@ -297,26 +260,19 @@ class Encoder:
 def conversion(form: Form, width: int, ranges: Ranges | None = None) -> list[Convert]:
     """The steps from float32 rows [n, width] to rows of the form. `ranges` None: those of vectors of length 1."""
     steps: list[Convert] = []
-    match form.dtype:
-        case Dtype.FLOAT16:
-            steps.append(to_float16)
-        case Dtype.BFLOAT16:
-            steps.append(to_bfloat16)
-        case Dtype.INT8:
-            steps.append((ranges or default_ranges(width)).to_int8)
-        case Dtype.UINT8:
-            steps.append((ranges or default_ranges(width)).to_uint8)
-        case Dtype.BINARY:
-            steps.append(to_binary)
-        case Dtype.UBINARY:
-            steps.append(to_ubinary)
+    if form.dtype in WHOLE:
+        ranges = ranges or default_ranges(width)
+        steps.append(ranges.to_int8 if form.dtype is Dtype.INT8 else ranges.to_uint8)
+    elif form.dtype in _CONVERT:
+        steps.append(_CONVERT[form.dtype])
     match form.encoding:
         case Encoding.FLOAT if form.dtype is Dtype.FLOAT16:
-            steps.append(_as_float32)  # orjson writes its shortest number
+            steps.append(lambda rows: rows.astype(np.float32))  # orjson writes its shortest number
         case Encoding.FLOAT if form.dtype is Dtype.BFLOAT16:
             steps.append(from_bfloat16)
         case Encoding.BASE64 if form.is_big_endian:
-            steps.append(partial(_as_bytes, dtype=stored_dtype(form)))
+            in_order = stored_dtype(form)
+            steps.append(lambda rows: rows.astype(in_order).view(np.uint8))
     return steps
 
 
@@ -326,10 +282,49 @@ def _collector(form: Form, num_inputs: int, dim: int, steps: Sequence[Convert] =
     return Matrix(num_inputs, dim, form, steps)
 
 
-def _as_bytes(rows: Rows, dtype: np.dtype[Any]) -> Rows:
-    """The bytes of the rows, as uint8, in the byte order of `dtype`."""
-    return rows.astype(dtype).view(np.uint8)
+def _fragments(rows: FloatRows, encoding: Encoding, steps: Sequence[Convert]) -> list[bytes]:
+    made = JsonRows(len(rows), encoding, steps)
+    made.put(0, rows)
+    return list(map(bytes, made.fragments))
 
 
-def _as_float32(rows: NDArray[np.float16]) -> Rows:
-    return rows.astype(np.float32)
+# --- rows that were collected as arrays -------------------------------------------------------------------------
+
+_FLOATS_PER_PIECE = 32 * 1024
+"""Of rows, 0.7 ms as JSON numbers."""
+
+
+def runs_of(values: Any, most: int = TOKENS_PER_STEP) -> Iterator[Any]:
+    """The values of a list or an array, a limited number at a time."""
+    return (values[at : at + most] for at in range(0, len(values), most))
+
+
+def list_pieces(runs: Iterable[Any], empty: bytes = b"[]") -> Iterator[bytes]:
+    """The JSON list of the elements of all runs, a piece for each run; with `empty` b"{}" an object of all entries. A
+    run may be empty."""
+    before = empty[:1]
+    for run in runs:
+        yield before + orjson.dumps(run, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] if len(run) else b""
+        before = b"," if len(run) else before
+    yield empty[1:] if before == b"," else empty
+
+
+def vector_json(vector: FloatRows, form: Form, steps: Sequence[Convert] = ()) -> bytes:
+    """The JSON of a vector, float32 [D]: a list of numbers, or base64. `steps`: what is done to it before that, as one
+    row."""
+    row = np.ascontiguousarray(vector[None])
+    return _fragments(row, form.encoding, (*steps, *conversion(form, len(vector))))[0]
+
+
+def matrix_pieces(matrix: FloatRows, form: Form, steps: Sequence[Convert] = ()) -> Iterator[bytes]:
+    """The JSON of a matrix, float32 [n, D], some rows at a time: a list of lists, or base64 of the rows end to end.
+    `steps`: as in `vector_json`, for all rows."""
+    before, between, end = (b"[", b",", b"]") if form.encoding is Encoding.FLOAT else (b'"', b"", b'"')
+    width = matrix.shape[1]
+    most = min(TOKENS_PER_STEP, _FLOATS_PER_PIECE // width)
+    for some in runs_of(matrix, most // 3 * 3 or 3):  # base64 has no padding behind a multiple of 3 bytes
+        rows = JsonRows(1, form.encoding, (*steps, *conversion(form, width)))
+        rows.put_tokens(0, np.ascontiguousarray(some), 0)
+        yield before + bytes(rows.fragments[0][1:-1])
+        before = between
+    yield end if len(matrix) else before + end

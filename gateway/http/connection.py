@@ -1,13 +1,12 @@
 """One client's connection: its requests, one after the other, their responses, and its end.
 
-Owns the order of requests on a connection, and all waiting for its client. Never parses HTTP
-(`vecd.gateway.http.http1`) and never decides on responses (the server's `Application` does); it only refuses to wait
-longer or to hold more. No body is ever logged, nor an exception's message, which may quote one.
-`vecd.gateway.http.server` makes connections, counts them, and checks their deadlines.
+Owns the order of requests on a connection, and all waiting for its client. Never parses HTTP and never decides on
+responses; it only refuses to wait longer or to hold more. No body is ever logged, nor an exception's message, which may
+quote one.
 
 A connection handles one request at a time; what a client sends meanwhile waits as plain bytes. Its life:
 
-    reading (IDLE → HEAD → BODY: `http1.ReadState`)  ⇄  handling (one task per request)
+    reading (IDLE → HEAD → BODY: `ReadState`)  ⇄  handling (one task per request)
         │ refused, timed out, or the last response is written
         ▼
     lingering: its sending half is shut down, input is dropped until the client closes, too
@@ -24,25 +23,85 @@ import struct
 import termios
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
-from vecd.gateway.http.contract import ConnectionHost, Timeouts
+from vecd.gateway.errors import ApiError, PermissionDenied, RequestTimeout, ServerError, TooManyRequests, Unavailable
+from vecd.gateway.http.budgets import BodyBudget, ResponseBudget
 from vecd.gateway.http.forwarded import TrustedProxies, client_of
-from vecd.gateway.http.http1 import CONTINUE, ReadState, RequestReader, RequestReceived, encode_response, new_request_id
-from vecd.gateway.http.proxy_protocol import ProxyHeader
-from vecd.gateway.http.request_line import names_this_machine
-from vecd.gateway.telemetry.shared_metrics import GONE
-from vecd.gateway.types.errors import (
-    ApiError,
-    PermissionDenied,
-    RequestTimeout,
-    ServerError,
-    TooManyRequests,
-    Unavailable,
+from vecd.gateway.http.reader import (
+    CONTINUE,
+    ReadState,
+    RequestReader,
+    RequestReceived,
+    encode_response,
+    names_this_machine,
+    new_request_id,
 )
-from vecd.gateway.types.messages import HttpRequest, Limits, Response
+from vecd.gateway.request import HttpRequest, Limits, Response
+from vecd.gateway.telemetry.measures import GONE
+
+
+class Application(Protocol):
+    """What handles requests: `vecd.gateway.service.Services`. An ApiError that it raises is rendered by `render_error`,
+    anything else as a 500."""
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        """Check a request whose body is still arriving; any other is checked by `handle`. A response, or an ApiError,
+        ends the connection."""
+
+    async def handle(self, request: HttpRequest) -> Response:
+        """Handle a complete request. Cancelled when the client disconnects."""
+
+    def render_error(self, error: ApiError, path: str | None) -> Response:
+        """The response to a failed request; `path` is None when its head could not be parsed."""
+
+    def add_headers(self, response: Response, request: HttpRequest | None) -> None:
+        """Add the headers that every response to `request` has but on the admin listener, errors included; None: its
+        head could not be parsed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long the server waits for a client. Checked once per `sweep_s`, so each may last that much longer."""
+
+    head_s: float = 10.0
+    """From the first byte of a request to the end of its head."""
+    handshake_s: float = 10.0
+    """From a connection's beginning to the end of its TLS handshake."""
+    body_s: float = 60.0
+    """From the end of the head to the end of the body, and a second more for each 256 KiB received of it."""
+    idle_s: float = 120.0
+    """Between requests, and before the first one. Longer than the idle time of the usual clients (openai-python:
+    5 s, Go: 90 s), so that no request meets a closing connection."""
+    write_s: float = 30.0
+    """In this time a client must read 16 KiB of a response, or its 32nd part if that is more, or all the rest."""
+    linger_s: float = 3.0
+    """After the last response, for the client to read it and close."""
+    sweep_s: float = 1.0
+
+
+class ConnectionHost(Protocol):
+    """What a connection uses of its server."""
+
+    app: Application
+    limits: Limits
+    timeouts: Timeouts
+    trusted_proxies: TrustedProxies
+    clock: Callable[[], float]
+    on_finished: Callable[[int, HttpRequest | None], None]
+    arriving: BodyBudget
+    unsent: ResponseBudget
+    is_draining: bool
+    num_requests_in_flight: int
+    num_plain_since_sweep: int
+
+    def http_date(self) -> str: ...
+    def register(self, connection: Any) -> str | None: ...
+    def forget(self, connection: Any) -> None: ...
+
 
 log = logging.getLogger("vecd.gateway")
 
@@ -56,7 +115,7 @@ _MIN_BODY_BYTES_PER_S = 256 * 1024
 """A client that sends a body at this rate or faster has more time for it."""
 _MIN_TAKEN_BYTES = 16 * 1024
 _MAX_WRITE_PERIODS = 32
-"""In each `write_s`, a client must read so many bytes of a response, and enough to have all of it after so many
+"""In each `write_s`, a client must read _MIN_TAKEN_BYTES, and enough to have all of a response after this number of
 periods."""
 _PLAIN_HTTP = b"This port speaks HTTPS. Use https:// instead of http:// in the URL.\n"
 _CLOSED, _IDLE = ReadState.CLOSED, ReadState.IDLE  # Python 3.11 takes 0.1 µs to find a member of an enumeration
@@ -64,8 +123,6 @@ _RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and 
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection. asyncio calls the methods of its Protocol, the server calls those at the end."""
-
     def __init__(
         self,
         server: ConnectionHost,
@@ -73,22 +130,19 @@ class Connection(asyncio.Protocol):
         *,
         is_admin: bool = False,
         is_loopback: bool = False,
-        proxied: ProxyHeader | None = None,
     ) -> None:
-        """`is_loopback`: its listener is on a loopback address. `proxied`: what a trusted proxy has said with the PROXY
-        protocol, if it has."""
+        """`is_loopback`: its listener is on a loopback address."""
         self.is_admin = is_admin
         self.client = ""
-        """The client of the connection, see `client_of`: that of a request whose headers do not say another."""
+        """See `client_of`: that of a request whose headers do not say another."""
         self.address = ""
-        """What limits by address count the connection by; "" if many callers may share it: on a unix socket, and from a
+        """What limits by address count; "" if many callers may share the connection: on a unix socket, and from a
         trusted proxy."""
         self._checks_host = is_admin and is_loopback
-        self._proxied = proxied
         self._proxies: TrustedProxies | None = None  # None: headers do not say whose a request is
         self._server = server
         self._loop = loop
-        self._reader = RequestReader(server.limits)
+        self.reader = RequestReader(server.limits)
         self._since = server.clock()  # when the present wait or request began
         self._awaited: ReadState | None = ReadState.IDLE  # None while a request is handled
         self.task: asyncio.Task[None] | None = None
@@ -104,13 +158,12 @@ class Connection(asyncio.Protocol):
         self._is_advance_due = False  # in the next turn of the event loop
         self._is_write_blocked = False
         self.num_unsent_bytes = 0
-        """Of a response that is being made, or is not all sent, since its pieces are held until it is. Counted in the
-        server's `unsent`."""
+        """Of a response that is being made, or is not all sent. Counted in the server's `unsent`."""
         self.num_silent_checks = 0
-        """The last so many checks of the deadlines found unsent bytes, and that the client has read nothing."""
+        """The last checks of the deadlines that found unsent bytes of which the client has read nothing."""
         self._room: asyncio.Future[None] | None = None  # what the request waited for last, before it was computed
         self._num_input_bytes = 0  # of that request
-        self._num_sent_bytes = 0
+        self.num_sent_bytes = 0
         self._num_taken_bytes = 0  # of those sent, when the client had last read enough
         self._num_taken_at_look: int | None = None  # of those sent; None when nothing was unsent
         self._num_due_bytes = 0  # that the client must read in time; 0 while nothing is unsent
@@ -120,7 +173,7 @@ class Connection(asyncio.Protocol):
     # --- called by the event loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         self.trust(self._server.trusted_proxies)
         self._why_refused = self._server.register(self)
 
@@ -129,10 +182,10 @@ class Connection(asyncio.Protocol):
             self._drop(len(data))
         elif self._why_refused is None:
             is_free = self.task is None and not self._is_write_blocked
-            if is_free and (request := self._reader.read_whole(data)) is not None:
+            if is_free and (request := self.reader.read_whole(data)) is not None:
                 self._start(request)
                 return
-            self._reader.feed(data)
+            self.reader.feed(data)
             if self._is_advance_due:
                 self._count_held()
             else:
@@ -142,7 +195,7 @@ class Connection(asyncio.Protocol):
             self._refuse_connection(self._why_refused, data)
 
     def eof_received(self) -> bool:
-        """The client sends no more. True keeps the connection, for a client that only shut down its sending half."""
+        """True keeps the connection, for a client that only shut down its sending half."""
         self._has_eof = True
         if self._is_ending or not (self.task or self._is_write_blocked or self._is_advance_due):
             return False
@@ -167,11 +220,10 @@ class Connection(asyncio.Protocol):
     # --- reading ---
 
     def _advance(self) -> None:
-        """Process what was received, until a request is being handled, bytes are missing, or it is enough for a turn of
-        the event loop."""
+        """Process what was received, as far as one turn of the event loop should."""
         while self.task is None and not self._is_write_blocked and not self._is_ending:
             try:
-                event = self._reader.next_event()
+                event = self.reader.next_event()
             except ApiError as error:
                 self._refuse(error)
                 break
@@ -186,48 +238,47 @@ class Connection(asyncio.Protocol):
 
     def _advance_again(self) -> None:
         self._is_advance_due = False
-        if not self._transport.is_closing():
+        if not self.transport.is_closing():
             self._advance()
 
     def _count_held(self) -> None:
-        num_held_bytes = self._reader.num_waiting_bytes
+        num_held_bytes = self.reader.num_waiting_bytes
         if self.task is None:
-            num_held_bytes += self._reader.num_body_bytes
+            num_held_bytes += self.reader.num_body_bytes
         elif self._room is not None and not self._room.done():
             num_held_bytes += self._num_input_bytes
         if num_held_bytes or self.num_held_bytes or self._is_reading_paused:
             self._hold(num_held_bytes)
 
     def _await_bytes(self) -> None:
-        if self._reader.has_more:
+        if self.reader.has_more:
             if not self._is_advance_due:
                 self._is_advance_due = True
                 self._loop.call_soon(self._advance_again)
         elif self._has_eof:
-            self._transport.close()
+            self.transport.close()
             return
-        if self._reader.state is not self._awaited:
-            self._awaited, self._since = self._reader.state, self._server.clock()
+        if self.reader.state is not self._awaited:
+            self._awaited, self._since = self.reader.state, self._server.clock()
 
     def _hold(self, num_bytes: int) -> None:
-        """Count what is held of an incomplete body or behind a request, and drop it where it is too much: here, or on
-        a connection that holds more."""
+        """Count what is held, and drop it where it is too much: here, or on a connection that holds more."""
         if num_bytes != self.num_held_bytes:
             arriving = self._server.arriving
             arriving.count(self, num_bytes)
             while (largest := arriving.next_to_drop(self)) is not None:
                 largest.drop_held()
-        is_full = self._reader.num_waiting_bytes > _MAX_WAITING_BYTES
+        is_full = self.reader.num_waiting_bytes > _MAX_WAITING_BYTES
         if is_full == self._is_reading_paused:
             return
         self._is_reading_paused = is_full
         if is_full:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
         else:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def _stop_reading(self) -> None:
-        self._reader.close()
+        self.reader.close()
         if self.num_held_bytes:
             self._server.arriving.count(self, 0)
 
@@ -243,7 +294,7 @@ class Connection(asyncio.Protocol):
         if response is not None:
             self._end_with(response, request.request_id, request)
         elif request.expects_continue:
-            self._send([CONTINUE])
+            self.send([CONTINUE])
 
     def _identify(self, request: HttpRequest) -> None:
         request.client, request.is_admin = self.client, self.is_admin
@@ -252,8 +303,7 @@ class Connection(asyncio.Protocol):
 
     def _check_page(self, request: HttpRequest) -> None:
         """Refuse requests of web pages: a browser lets any page send requests to the machine that it runs on, and read
-        the responses where the name of the page's own server comes to resolve to this machine (DNS rebinding). The
-        names of other listeners are not known; those that other machines reach want a key, which no page has."""
+        the responses where the name of the page's own server comes to resolve to this machine (DNS rebinding)."""
         if "origin" in request.headers:
             raise PermissionDenied(
                 "header Origin: the admin listener answers no requests of web pages", code="origin_not_allowed"
@@ -277,7 +327,7 @@ class Connection(asyncio.Protocol):
         self.task = self._loop.create_task(self._serve(request))
 
     def _take_room(self, num_bytes: int, num_input_bytes: int) -> asyncio.Future[None] | None:
-        """As `ResponseBudget.take`. While the request waits, its inputs count as a body that arrives does."""
+        """As `ResponseBudget.take`. While the request waits, its inputs count as an arriving body does."""
         self._room, self._num_input_bytes = self._server.unsent.take(self, num_bytes), num_input_bytes
         if self._room is not None:
             self._room.add_done_callback(lambda _: self._count_held())
@@ -285,7 +335,7 @@ class Connection(asyncio.Protocol):
         return self._room
 
     async def _serve(self, request: HttpRequest) -> None:
-        """Write exactly one response to a request."""
+        """Write exactly one response."""
         self._server.num_requests_in_flight += 1
         try:
             try:
@@ -300,7 +350,7 @@ class Connection(asyncio.Protocol):
                 is_last = self._write_failure(request, error)
         except BaseException as error:
             # The client has disconnected, or not even an error could be rendered: it must not wait for a response.
-            self._transport.abort()
+            self.transport.abort()
             self._server.on_finished(GONE if isinstance(error, asyncio.CancelledError) else 500, request)
             raise
         finally:
@@ -319,7 +369,9 @@ class Connection(asyncio.Protocol):
 
     def _write_response(self, request: HttpRequest, response: Response) -> bool:
         """Returns whether it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
-        is_last = self._is_last(request)
+        is_leaving = self._has_eof or self._server.is_draining
+        # Closed by the request itself, or because too much was sent behind it.
+        is_last = self.reader.state is _CLOSED or (is_leaving and self.reader.state is _IDLE)
         self._add_headers(response, request)
         pieces = encode_response(
             response,
@@ -329,7 +381,7 @@ class Connection(asyncio.Protocol):
             head_only=request.method == "HEAD",
             date=self._server.http_date(),
         )
-        self._send(pieces)
+        self.send(pieces)
         if self.num_unsent_bytes or self._is_write_blocked:
             self._server.unsent.count(self, sum(map(len, pieces)) if self._is_write_blocked else 0)
         self._server.on_finished(response.status, request)
@@ -339,50 +391,50 @@ class Connection(asyncio.Protocol):
         if not self.is_admin:
             self._server.app.add_headers(response, request)
 
-    def _is_last(self, request: HttpRequest) -> bool:
-        is_leaving = self._has_eof or self._server.is_draining
-        # Closed by the request itself, or because too much was sent behind it.
-        return self._reader.state is _CLOSED or (is_leaving and self._reader.state is _IDLE)
-
     def _render(self, error: BaseException, request_id: str, request: HttpRequest | None) -> Response:
-        """The response to a failure, which is logged here, once. `request`: None if its head could not be parsed."""
+        """The response to a failure, which is logged here. `request`: None if its head could not be parsed."""
         if request is not None:
-            request.timeline.error = _name_of(error)
+            # Nothing of it comes from a client.
+            request.timeline.error = error.code or error.type if isinstance(error, ApiError) else ServerError.type
         if isinstance(error, ApiError):
-            log.log(error.log_level, "request %s: %d, %s", request_id, error.status, _reason(error))
+            # Messages of client errors name the value, which may be a text: only their kind is logged.
+            kind = f"{error.code or error.type} {error.param or ''}".rstrip()
+            reason = error.message if error.log_level > logging.DEBUG else kind
+            log.log(error.log_level, "request %s: %d, %s", request_id, error.status, reason)
         else:
-            log.error("request %s: unexpected %s", request_id, _describe(error))
+            # Without its message, which may quote what a client sent.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("request %s: unexpected %s\n%s", request_id, type(error).__qualname__, where)
             error = ServerError("The server failed on this request. Its log says more under the id of the request.")
         return self._server.app.render_error(error, request.path if request is not None else None)
 
-    def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """uvloop takes pieces as they are, and counts their bytes until the client's kernel has them."""
-        if not self._transport.is_closing():
-            self._num_sent_bytes += sum(map(len, pieces))
-            self._transport.writelines(pieces)
+        if not self.transport.is_closing():
+            self.num_sent_bytes += sum(map(len, pieces))
+            self.transport.writelines(pieces)
 
     # --- ending ---
 
     def refuse_plain_http(self, transport: asyncio.Transport) -> None:
-        """Tell a client that speaks plain HTTP to a TLS listener so, unencrypted. `transport`: that of the socket."""
-        self._transport = transport
+        """Answer a client that speaks plain HTTP to a TLS listener. `transport`: that of the socket."""
+        self.transport = transport
         self._server.num_plain_since_sweep += 1
         response = Response(400, _PLAIN_HTTP, content_type="text/plain; charset=utf-8")
         self._end_with(response, new_request_id())
 
     def _refuse(self, error: ApiError) -> None:
-        """Write an error, stop reading, and end the connection."""
-        request = self._reader.request
+        request = self.reader.request
         request_id = request.request_id if request is not None else new_request_id()
         self._end_with(self._render(error, request_id, request), request_id, request)
 
     def _refuse_connection(self, reason: str, data: bytes = b"") -> None:
-        """Refuse the whole connection. Not logged each time, unlike other refusals: the sweep logs their number.
-        `data`: what the client has sent, of which a head is read for the request's id alone."""
+        """Refuse the whole connection. The sweep logs the number of these. `data`: what the client has sent, of which a
+        head is read for the request's id alone."""
         request_id = new_request_id()
         with suppress(ApiError):
-            self._reader.feed(data)
-            if (event := self._reader.next_event()) is not None:
+            self.reader.feed(data)
+            if (event := self.reader.next_event()) is not None:
                 request_id = event.request.request_id
         error = Unavailable(reason, retry_after_s=1)
         self._end_with(self._server.app.render_error(error, None), request_id)
@@ -391,23 +443,21 @@ class Connection(asyncio.Protocol):
         self._add_headers(response, request)
         date = self._server.http_date()
         is_head = request is not None and request.method == "HEAD"
-        self._send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
+        self.send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
         self._server.on_finished(response.status, request)
         self._linger()
 
     def _linger(self) -> None:
-        """Send no more, and wait for the client to close.
-
-        Closing at once while input is still arriving would reset the connection, and the reset can overtake the
-        response: a client that is still sending a body that is too large would never learn why.
-        """
+        """Send no more, and wait for the client to close. Closing while input is still arriving would reset the
+        connection, and the reset can overtake the response: a client that sends too large a body would never learn
+        why."""
         self._is_ending = True
         self._stop_reading()
         self._since = self._server.clock()
-        if self._has_eof or not self._transport.can_write_eof():
-            self._transport.close()
-        elif not self._transport.is_closing():
-            self._transport.write_eof()
+        if self._has_eof or not self.transport.can_write_eof():
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.transport.write_eof()
 
     def _drop(self, num_bytes: int) -> None:
         """Let a client finish sending and then read the response, unless it sends very slowly."""
@@ -417,59 +467,47 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _is_hung_up(self, events: int = 0) -> bool:
-        """Whether the connection is closed in both directions, rather than only the client's sending half shut down; or
-        has one of the `events` of poll(2)."""
+        """Whether the connection is closed in both directions, or has one of the `events` of poll(2)."""
         poll = select.poll()
         poll.register(self._fileno(), events)
         return bool(poll.poll(0))
 
     def _close_unless_readable(self) -> None:
-        """Close unless there is something to read: a late event loop runs its timers before it reads."""
+        """A late event loop runs its timers before it reads."""
         if not self._is_hung_up(select.POLLIN):
-            self._transport.close()
+            self.transport.close()
 
     def _fileno(self) -> int:
-        return cast(int, self._transport.get_extra_info("socket").fileno())
+        return cast(int, self.transport.get_extra_info("socket").fileno())
 
     def _probe(self) -> None:
-        """Send what an HTTP/1.1 client skips, to learn whether the client has disconnected.
-
-        On TCP, close() and shutdown(SHUT_WR) look alike until a byte is sent: after a close(), the client's kernel
-        replies with a reset, and the next sweep finds the connection hung up.
-        """
+        """Send what an HTTP/1.1 client skips, to learn whether the client has disconnected: on TCP, close() and
+        shutdown(SHUT_WR) look alike until a byte is sent, to which a kernel replies with a reset after a close()."""
         if self._request is not None and self._request.http_minor == 1:
-            self._send([CONTINUE])
+            self.send([CONTINUE])
 
     # --- called by the server ---
 
     @property
     def owes_response(self) -> bool:
-        """Whether a request has begun to arrive whose response is not sent completely."""
-        has_request = self.task is not None or self._reader.state in (ReadState.HEAD, ReadState.BODY)
-        return (has_request and not self._is_ending) or self._transport.get_write_buffer_size() > 0
+        """A request has begun to arrive whose response is not sent completely."""
+        has_request = self.task is not None or self.reader.state in (ReadState.HEAD, ReadState.BODY)
+        return (has_request and not self._is_ending) or self.transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
-    def set_limits(self, limits: Limits) -> None:
-        """Use these limits from the next request on."""
-        self._reader.limits = limits
-
-    def trust(self, proxies: TrustedProxies | None) -> None:
+    def trust(self, proxies: TrustedProxies) -> None:
         """Believe these proxies from the next request on. Side effect: `client` and `address` are set."""
-        peername, is_known = self._transport.get_extra_info("peername"), True
-        if self._proxied is not None and not self._proxied.is_local:
-            is_known = self._proxied.peername is not None
-            peername = self._proxied.peername if is_known else peername
+        peername = self.transport.get_extra_info("peername")
         self.client = client_of(peername)
-        is_proxy = proxies is not None and not self.is_admin and proxies.trusts(peername)
-        self.address = "" if is_proxy or not is_known else self.client
-        # The headers of a client that its proxy does not know are not the proxy's.
-        self._proxies = proxies if is_proxy and is_known else None
+        is_proxy = not self.is_admin and proxies.trusts(peername)
+        self.address = "" if is_proxy else self.client
+        self._proxies = proxies if is_proxy else None
 
     def drop_held(self) -> None:
-        """Drop what is held, because all connections together hold too much: refuse the body that is arriving, or the
-        request that waits for room, or what is behind the one that is being handled."""
+        """Refuse the body that is arriving, or the request that waits for room, or what is behind the one that is being
+        handled."""
         self._stop_reading()
         limit = self._server.arriving.max_bytes
         error = TooManyRequests(
@@ -484,20 +522,19 @@ class Connection(asyncio.Protocol):
         # A response to the task's request says that it is the last.
 
     def reset(self) -> None:
-        """Abort, and have the kernel drop its unsent bytes, which it would otherwise send for as long as it takes."""
+        """Abort, and have the kernel drop its unsent bytes."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._fileno())) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._server.unsent.count(self, 0)
         self.abort()
 
     def close_if_silent(self, since: float) -> None:
-        """Close a connection that has been idle since `since` or longer."""
         if self._awaited is ReadState.IDLE and self._since <= since and not self._is_ending:
             self._close_unless_readable()
 
     def check_deadlines(self, now: float) -> None:
         timeouts = self._server.timeouts
-        num_unsent_bytes = self._transport.get_write_buffer_size()
+        num_unsent_bytes = self.transport.get_write_buffer_size()
         if self.task is None and (num_unsent_bytes or self.num_unsent_bytes):
             num_held_bytes = max(num_unsent_bytes, self.num_unsent_bytes) if num_unsent_bytes else 0
             self._server.unsent.count(self, num_held_bytes)
@@ -506,7 +543,7 @@ class Connection(asyncio.Protocol):
             # A kernel buffers megabytes: what counts is what the client's kernel has acknowledged.
             num_unsent_bytes += self._num_bytes_in_kernel()
             is_stalled = self._is_stalled(now, num_unsent_bytes)
-            num_taken_bytes = self._num_sent_bytes - num_unsent_bytes
+            num_taken_bytes = self.num_sent_bytes - num_unsent_bytes
             takes_nothing = num_taken_bytes == self._num_taken_at_look
             self.num_silent_checks = self.num_silent_checks + 1 if takes_nothing else 0
             self._num_taken_at_look = num_taken_bytes if num_unsent_bytes else None
@@ -525,18 +562,17 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _is_stalled(self, now: float, num_unsent_bytes: int) -> bool:
-        """Whether the client has read too little for too long."""
         if num_unsent_bytes == 0:
             self._num_due_bytes = 0
             return False
-        num_taken_bytes = self._num_sent_bytes - num_unsent_bytes
+        num_taken_bytes = self.num_sent_bytes - num_unsent_bytes
         if self._num_due_bytes == 0 or num_taken_bytes - self._num_taken_bytes >= self._num_due_bytes:
             self._num_taken_bytes, self._last_taken_at = num_taken_bytes, now
         self._num_due_bytes = max(self._num_due_bytes, _MIN_TAKEN_BYTES, num_unsent_bytes // _MAX_WRITE_PERIODS)
         return now - self._last_taken_at >= self._server.timeouts.write_s
 
     def _num_bytes_in_kernel(self) -> int:
-        """Bytes sent, and not acknowledged by the client's kernel; on a unix socket, not read by the client."""
+        """Bytes that the client's kernel has not acknowledged; on a unix socket, that the client has not read."""
         num_bytes = array.array("i", [0])
         try:
             fcntl.ioctl(self._fileno(), termios.TIOCOUTQ, num_bytes)
@@ -564,20 +600,3 @@ def _drop_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
-
-
-def _name_of(error: BaseException) -> str:
-    """A name of a failure that may be counted and logged, because nothing of it comes from a client."""
-    return error.code or error.type if isinstance(error, ApiError) else ServerError.type
-
-
-def _reason(error: ApiError) -> str:
-    """For the log. Messages of client errors name the value, which may be a text: only their kind is logged."""
-    if error.log_level > logging.DEBUG:  # the server's errors
-        return error.message
-    return f"{error.code or error.type} {error.param or ''}".rstrip()
-
-
-def _describe(error: BaseException) -> str:
-    """The exception's type and where it was raised, without its message, which may quote what a client sent."""
-    return f"{type(error).__qualname__}\n{''.join(traceback.format_tb(error.__traceback__))}"

@@ -1,8 +1,6 @@
 """The certificate and key with which the public listener speaks TLS.
 
-Owns the SSLContext, its rules, and the checks of the two files. Never touches a connection
-(`vecd.gateway.http.tls_layer`). `vecd.gateway.main` makes one `ServerTls` at its start and reloads it;
-`vecd.launch.config.plan` checks the files before any gateway starts.
+Owns the SSLContext, its rules, and the checks of the two files. Never touches a connection.
 """
 
 import os
@@ -29,19 +27,16 @@ class ServerTls:
         """`cert`: path of the chain, the server's own certificate first; `key`: path of its key. Both PEM. Raises
         TlsError.
 
-        An expired certificate is accepted: one that was valid at the server's start must not end a gateway later.
+        An expired certificate is accepted: one that was valid at the start must not end a gateway later.
         """
-        self._cert = cert
-        self._key = key
+        self.cert = cert
+        self.key = key
         self.context = _make_context(cert, key)
 
     def reload(self) -> None:
-        """Read both files again. Raises TlsError, and keeps what was read before.
-
-        Makes a new context: a pair that does not match would spoil the one in use, and one of another algorithm would
-        be added to it. Handshakes that have begun keep their context.
-        """
-        self.context = _make_context(self._cert, self._key)
+        """Read both files again. Raises TlsError, and keeps what was read before. A new context, because a pair that
+        does not match would spoil the one in use, and one of another algorithm would be added to it."""
+        self.context = _make_context(self.cert, self.key)
 
 
 def find_problems(cert: str, key: str) -> list[str]:
@@ -69,7 +64,6 @@ def _make_context(cert: str, key: str) -> ssl.SSLContext:
 
 
 def why_unreadable(path: str) -> str | None:
-    """Why a file cannot be read, or None."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return "is not a regular file"

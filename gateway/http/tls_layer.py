@@ -1,15 +1,11 @@
 """TLS between a socket's transport and a connection, which does not notice it.
 
 Owns one connection's encryption: the handshake and its deadline, the data that waits to be encrypted, and how TLS
-begins and ends. Never reads what it carries, and makes no context (`vecd.gateway.http.tls` does).
-`vecd.gateway.http.server` makes a layer for each connection of a listener that speaks TLS.
+begins and ends. Never reads what it carries.
 
 Why not the event loop's own TLS: uvloop encrypts a whole response at once, and then counts none of it as unsent, so
 neither flow control nor a deadline would notice a client that reads nothing; and it cannot shut down one half of a
-connection. Here only as much is encrypted as the socket takes, and all the rest counts as unsent.
-
-    socket's transport  ─data_received→  TlsLayer  ─data_received→  Connection
-                        ←write──────────           ←writelines────
+connection. Here only as much is encrypted as the socket takes.
 """
 
 import asyncio
@@ -50,11 +46,9 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._has_begun = False  # the client has sent something
         self._is_open = False  # the handshake is done, and the connection has not been lost
         self._unencrypted: deque[memoryview] = deque()
-        self._num_unencrypted_bytes = 0
-        self._is_socket_blocked = False
+        self.is_socket_blocked = False
         self._is_connection_blocked = False
-        self._has_closed = False  # called by the connection
-        self._has_written_eof = False  # called by the connection
+        self._has_closed = self._has_written_eof = False  # called by the connection
         self._has_close_notify = False  # the client has sent its close_notify
         self._is_shut_down = False  # this side has sent its close_notify
 
@@ -62,7 +56,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._connection is not None
-        self._socket = cast(asyncio.Transport, transport)
+        self.socket = cast(asyncio.Transport, transport)
         self._timer = self._loop.call_later(self._handshake_timeout_s, self._give_up)
         self._connection.connection_made(self)
 
@@ -87,7 +81,6 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
             self._break_off(error)
 
     def eof_received(self) -> bool:
-        """The client sends no more, whether it has sent close_notify or not."""
         if not self._is_open or self._connection is None:
             return False
         if not self._connection.eof_received():
@@ -95,16 +88,16 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         return True
 
     def pause_writing(self) -> None:
-        self._is_socket_blocked = True
+        self.is_socket_blocked = True
 
     def resume_writing(self) -> None:
-        self._is_socket_blocked = False
+        self.is_socket_blocked = False
         self._encrypt()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._is_open = False
-        self._forget_unencrypted()
+        self._unencrypted.clear()
         # The connection refers to this layer as its transport: only garbage collection would free the cycle.
         connection, self._connection, self._tls = self._connection, None, None
         if connection is not None:
@@ -117,8 +110,8 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._timer.cancel()
         connection, self._connection, self._tls = self._connection, None, None
         assert connection is not None
-        self._socket.set_protocol(connection)
-        connection.refuse_plain_http(self._socket)
+        self.socket.set_protocol(connection)
+        connection.refuse_plain_http(self.socket)
 
     def _shake_hands(self, tls: ssl.SSLObject) -> None:
         try:
@@ -143,35 +136,33 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
             self._connection.data_received(data)
         if self._outgoing.pending:
             self._flush()
-            if self._socket.get_write_buffer_size() > _MAX_UNASKED_BYTES + _ENCRYPTED_AT_ONCE_BYTES:
+            if self.socket.get_write_buffer_size() > _MAX_UNASKED_BYTES + _ENCRYPTED_AT_ONCE_BYTES:
                 self.abort()
 
     def _break_off(self, error: ssl.SSLError) -> None:
         """Abort: the bytes are not TLS, or an unsupported version of it, or were tampered with."""
         log.debug("a TLS connection is aborted: %s", error.reason)
         self._is_open = False
-        self._forget_unencrypted()
+        self._unencrypted.clear()
         self._flush()  # the alert with the reason
-        self._socket.close()
+        self.socket.close()
 
     def _give_up(self) -> None:
         log.debug("a TLS handshake was not done after %g s", self._handshake_timeout_s)
-        self._socket.abort()
+        self.socket.abort()
 
     # --- writing ---
 
     def _encrypt(self) -> None:
-        """Encrypt as much as the socket takes now."""
         tls = self._tls
         if tls is None:
             return
         try:
-            while self._unencrypted and not self._is_socket_blocked:
+            while self._unencrypted and not self.is_socket_blocked:
                 piece = self._next_unencrypted()
                 num_written_bytes = tls.write(piece)
                 if num_written_bytes < len(piece):
                     self._unencrypted.appendleft(memoryview(piece)[num_written_bytes:])
-                    self._num_unencrypted_bytes += len(piece) - num_written_bytes
                 self._flush()
         except ssl.SSLError as error:
             self._break_off(error)
@@ -190,19 +181,14 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
                 piece = piece[:room]
             room -= len(piece)
             taken.append(piece)
-        self._num_unencrypted_bytes -= _ENCRYPTED_AT_ONCE_BYTES - room
         return taken[0] if len(taken) == 1 else b"".join(taken)
 
-    def _forget_unencrypted(self) -> None:
-        self._unencrypted.clear()
-        self._num_unencrypted_bytes = 0
-
     def _flush(self) -> None:
-        if self._outgoing.pending and not self._socket.is_closing():
-            self._socket.write(self._outgoing.read())
+        if self._outgoing.pending and not self.socket.is_closing():
+            self.socket.write(self._outgoing.read())
 
     def _update_flow_control(self) -> None:
-        is_blocked = self._is_socket_blocked or bool(self._unencrypted)
+        is_blocked = self.is_socket_blocked or bool(self._unencrypted)
         if is_blocked == self._is_connection_blocked or self._connection is None:
             return
         self._is_connection_blocked = is_blocked
@@ -220,10 +206,10 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
                 with suppress(ssl.SSLError):  # it wants to read the client's close_notify
                     self._tls.unwrap()
                 self._flush()
-            if self._has_written_eof and not self._socket.is_closing():
-                self._socket.write_eof()
+            if self._has_written_eof and not self.socket.is_closing():
+                self.socket.write_eof()
         if self._has_closed:
-            self._socket.close()
+            self.socket.close()
 
     # --- called by the connection ---
 
@@ -232,17 +218,14 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         client could not read them."""
         if not self._is_open or self.is_closing() or self._has_written_eof:
             return
-        for piece in list_of_data:
-            if len(piece):
-                self._unencrypted.append(memoryview(piece))
-                self._num_unencrypted_bytes += len(piece)
+        self._unencrypted.extend(memoryview(piece) for piece in list_of_data if len(piece))
         self._encrypt()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.writelines([data])
 
     def get_write_buffer_size(self) -> int:
-        return self._num_unencrypted_bytes + self._socket.get_write_buffer_size()
+        return sum(map(len, self._unencrypted)) + self.socket.get_write_buffer_size()
 
     def can_write_eof(self) -> bool:
         return True
@@ -250,27 +233,26 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     def write_eof(self) -> None:
         """Shut down this half once everything is sent; without a handshake, close at once."""
         if not self._is_open:
-            self._socket.abort()
+            self.socket.abort()
             return
         self._has_written_eof = True
         self._encrypt()
 
     def close(self) -> None:
-        """Close once everything is sent."""
         self._has_closed = True
         self._encrypt()
 
     def abort(self) -> None:
-        self._socket.abort()
+        self.socket.abort()
 
     def is_closing(self) -> bool:
-        return self._has_closed or self._socket.is_closing()
+        return self._has_closed or self.socket.is_closing()
 
     def pause_reading(self) -> None:
-        self._socket.pause_reading()
+        self.socket.pause_reading()
 
     def resume_reading(self) -> None:
-        self._socket.resume_reading()
+        self.socket.resume_reading()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._socket.get_extra_info(name, default)
+        return self.socket.get_extra_info(name, default)

@@ -1,8 +1,7 @@
 """Which model's batch leaves next, where the models of a gateway share its cores.
 
-Owns the clocks of the models. Pure: it is given the time and never asks for it. One for each gateway process, in
-`vecd.gateway.scheduling.cores`. Dispatchers join it, and call it in place of their own loop while there are several
-models. With one model it decides nothing.
+Owns the clocks of the models. Pure: it is given the time and never asks for it. Dispatchers call it in place of their
+own loop while there are several models.
 
 A batch needs a free core to leave, so workers of all models together never compute more batches than there are cores.
 Workers on a GPU need none. When a core is free:
@@ -15,15 +14,14 @@ Workers on a GPU need none. When a core is free:
                weight when the batch leaves, and is corrected by what was measured
 
 Priorities come before models, because a client that waits for an answer must not wait for the bulk of another model.
-The price is that a model with many interactive requests takes what it needs; `--max-priority` and the keys say who may
-send them.
 
 A model that comes back is not owed the time in which nothing of it waited: its clock is at least that of the batch that
-left last. One that was passed over for a higher priority is owed _MAX_LAG_S at most. Without that bound, it would have
-all cores for as long as the other one had them.
+left last. One that was passed over for a higher priority is owed _MAX_LAG_S at most, or it would have all cores for as
+long as the other one had them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy
@@ -35,25 +33,21 @@ _MAX_TIMES_PREDICTED = 8.0
 """A batch counts for at most this many times the predicted time, because a worker may have been stopped for a while."""
 
 
+@dataclass
 class _Clock:
     """Of one model: what its generations have in common while it is reloaded."""
 
-    __slots__ = ("virtual_s", "weight")
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.virtual_s = 0.0
-        """Seconds × cores of its batches / weight, and what it was not owed."""
+    weight: float
+    virtual_s: float = 0.0
+    """Seconds × cores of its batches / weight, and what it was not owed."""
 
 
 class ModelShare:
     """What one dispatcher has of the cores. Owned by `ModelShares` from `join` to `leave`."""
 
-    __slots__ = ("clock", "is_waiting", "model", "needs_cores", "num_idle", "policy", "served_at")
-
     def __init__(self, model: int, weight: float | None, policy: BatchingPolicy) -> None:
-        """`model`: its index, the same in each of its generations. `weight`: its share while other models need the
-        cores, above 0; None: its workers need no core. `policy` has what waits."""
+        """`model`: its index, the same in each of its generations. `weight`: above 0; None: its workers need no
+        core."""
         self.model = model
         self.needs_cores = weight is not None
         self.policy = policy
@@ -63,18 +57,13 @@ class ModelShare:
         self.is_waiting = False
         """There were any when it was looked at last."""
         self.served_at = 0.0
-        """When it got its last batch; since when it has waited, if that is later."""
-
-    @property
-    def num_sendable(self) -> int:
-        """Batches that it could send now, if each had a core."""
-        return min(self.num_idle, self.policy.queued_sequences)
+        """When it got its last batch, or has begun to wait."""
 
 
 def worker_order(num_workers: int, gateway: int, num_gateways: int) -> list[int]:
-    """In which order a gateway takes idle workers, by their places: each gateway begins with others, because two that
-    send to one worker leave a core idle. Pairs of gateways come from opposite ends, so that two never meet while they
-    have no more cores than there are workers."""
+    """The places of idle workers in the order in which a gateway takes them: each gateway begins with others, because
+    two that send to one worker leave a core idle. Pairs of gateways come from opposite ends, so that two never meet
+    while they have no more cores than there are workers."""
     if gateway % 2:
         end = (gateway + 1) * num_workers // num_gateways
         return [(end - 1 - place) % num_workers for place in range(num_workers)]
@@ -83,8 +72,6 @@ def worker_order(num_workers: int, gateway: int, num_gateways: int) -> list[int]
 
 
 class CoreTurn(NamedTuple):
-    """What a dispatcher may send when it is its turn."""
-
     num_places: int
     """Workers among which what waits is divided, 1 or more."""
     num_beside: int
@@ -102,13 +89,14 @@ class CoreUser(Protocol):
         """Workers that could get a batch now; 0 if nothing waits."""
 
     def send_in_turn(self, now: float, turn: CoreTurn) -> int:
-        """Send one batch. Returns how many workers could get the next one; 0 if nothing could be sent."""
+        """Send one batch. Returns how many workers could get the next one; 0 if nothing could be sent, or nothing is
+        left."""
 
     def send_ahead(self, now: float, *, is_short: bool | None) -> None:
         """Send busy workers their next batches."""
 
     def note_waiting(self, now: float) -> None:
-        """Something waits for cores."""
+        """Something waits for cores: none is lent for a while."""
 
     def schedule_dispatch(self) -> None: ...
 
@@ -121,12 +109,12 @@ class ModelShares:
         self._virtual_s = 0.0
         """The clock of the batch that left last, before it was charged; never runs back."""
         self.are_several = False
-        """Whether there are several models. The generations of one are not."""
+        """The generations of one model are not."""
 
     # --- who shares -----------------------------------------------------------------------------------------
 
     def join(self, share: ModelShare, member: CoreUser) -> None:
-        """Side effect: a generation of a model that is there shares its clock, and sets its weight."""
+        """A generation of a model that is there shares its clock, and sets its weight."""
         for other in self._members:
             if other.model == share.model:
                 other.clock.weight = share.clock.weight
@@ -135,7 +123,7 @@ class ModelShares:
         self._count_models()
 
     def leave(self, share: ModelShare) -> None:
-        """What waits for the cores of this one is sent soon. `share` need not have joined."""
+        """`share` need not have joined."""
         if self._members.pop(share, None) is not None:
             self._count_models()
             for member in self._members.values():
@@ -147,11 +135,8 @@ class ModelShares:
     # --- whose turn it is -----------------------------------------------------------------------------------
 
     def dispatch(self, now: float) -> None:
-        """Send what can be sent, of all models, each batch when it is its model's turn.
-
-        Batches are sent ahead only while none waits for a core, and no more cores are leased than granted, because a
-        worker keeps its core for them.
-        """
+        """Send what can be sent, each batch when it is its model's turn. Batches are sent ahead only while none waits
+        for a core, and no more cores are leased than granted, because a worker keeps its core for them."""
         for share, member in self._members.items():
             self._look(share, member.find_idle(), now)
         is_short = self.wants_short_batches(now)
@@ -177,7 +162,7 @@ class ModelShares:
         share.is_waiting = num_idle > 0
 
     def _first(self, now: float) -> list[ModelShare]:
-        """Those of which one sends the next batch, equal in priority; empty if none can."""
+        """Those that are equal in priority, of which one sends the next batch."""
         waiting = [share for share in self._members if share.num_idle]
         needing_none = [share for share in waiting if not share.needs_cores]
         if needing_none or not waiting or self._num_open() <= 0:
@@ -191,28 +176,29 @@ class ModelShares:
         if not share.needs_cores:
             return CoreTurn(share.num_idle, 0, None)
         num_places = max(1, min(share.num_idle, self._num_open() // num_equal))
-        num_beside = sum([other.num_sendable for other in self._members if other.needs_cores and other is not share])
+        others = [other for other in self._members if other.needs_cores and other is not share]
+        num_beside = sum([min(other.num_idle, other.policy.queued_sequences) for other in others])
         return CoreTurn(num_places, num_beside, is_short)
 
     # --- clocks ---------------------------------------------------------------------------------------------
 
     def charge(self, share: ModelShare, core_s: float, now: float) -> None:
-        """A batch leaves, which is predicted to take so many seconds × cores."""
+        """A batch leaves, which is predicted to take `core_s` seconds × cores."""
         clock = share.clock
         self._virtual_s = max(self._virtual_s, clock.virtual_s)
         clock.virtual_s += core_s / clock.weight
         share.served_at = now
 
     def correct(self, share: ModelShare, charged_s: float, core_s: float) -> None:
-        """A batch that was charged for so many seconds × cores has taken `core_s`."""
+        """A batch that was charged for `charged_s` seconds × cores has taken `core_s`."""
         core_s = min(core_s, _MAX_TIMES_PREDICTED * charged_s)
         share.clock.virtual_s += (core_s - charged_s) / share.clock.weight
 
     # --- what the others mean for one -----------------------------------------------------------------------
 
     def wants_short_batches(self, now: float) -> bool:
-        """Whether others wait for each batch, of whichever model: one of them wants short ones; or short requests come
-        for one while another has a backlog, or has many turns waiting and the first has not."""
+        """Whether others wait for each batch: a model wants short ones; or short requests come for one while another
+        has a backlog, or has many turns waiting and the first has not."""
         # What waits without a worker, because its model loads or its workers are dead, waits for no batch.
         policies = [
             share.policy

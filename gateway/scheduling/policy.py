@@ -1,13 +1,11 @@
 """The batching policy: how large the next batch is, when it is sent, which sequences it has, and in what turn.
 
 Owns what waits, in request queues (`vecd.gateway.scheduling.queue`), and the estimate of how long a new request would
-wait for its turn. Pure: it is given the time and never asks for it; no socket, no task. Called by
-`vecd.gateway.dispatch.dispatcher` whenever a worker can take a batch, by `vecd.gateway.pipeline` as requests come and
-go, and by `vecd.gateway.admission.admission` for the estimate.
+wait for its turn. Pure: it is given the time and never asks for it.
 
-When: every idle worker gets a batch at once. There is no timer and no batching window: batches grow with the load, and
-a lone sequence leaves at once. A busy worker gets a second batch only when what waits fills it: to send ahead
-regardless only splits batches (measured: 546 instead of 695 requests/s, float32, 64 clients).
+When: every idle worker gets a batch at once, without a timer or a batching window. A busy worker gets a second batch
+only when what waits fills it: to send ahead regardless only splits batches (measured: 546 instead of 695 requests/s,
+float32, 64 clients).
 
 How large: what waits is divided among the idle workers, up to the tokens that the worker computes in FULL_BATCH_S; in
 SHORT_BATCH_S while short requests come that would wait for the batches of a backlog, of whichever model.
@@ -27,7 +25,7 @@ and then among the requests of each, with newcomers before the rest, as fq_codel
 
 A turn is worth `quantum` tokens, at least the longest sequence: each turn sends something, and picking is O(1). Two
 tenants that both have something waiting at a priority never differ by more than three turns in what they have got of
-it. Lost batches are not counted twice, and a batch of isolated sequences costs no tenant a turn.
+it. Lost batches are not counted twice, nor are isolated ones.
 """
 
 import math
@@ -35,7 +33,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.request import Priority
+from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import (
     PriorityClass,
     QueuedSequence,
@@ -46,8 +45,7 @@ from vecd.gateway.scheduling.queue import (
     kept,
     num_rows_of,
 )
-from vecd.gateway.types.request import Priority
-from vecd.shm.batch_limits import FULL_BATCH_S
+from vecd.shm.output import FULL_BATCH_S
 
 MIN_QUANTUM_TOKENS = 256
 AGING_S = 2.0
@@ -57,31 +55,27 @@ SHORT_BATCH_S = 0.06
 speed."""
 
 _SHORT_EXPECTED_S = 2.0
-"""After a short request, others like it are expected for this long."""
+"""So long after a short request, others are expected."""
 
 
 class Unqueued(NamedTuple):
     """Requests that were admitted and have not been queued yet, beside the one that an estimate is for."""
 
     own_tokens: int = 0
-    """Tokens of the same tenant, estimated."""
+    """Of the same tenant, estimated."""
     own_requests: int = 0
     others_tokens: int = 0
-    """Tokens of other tenants, estimated."""
+    """Of other tenants, estimated."""
     num_others: int = 0
     """Other tenants."""
 
 
 class Workers(Protocol):
-    """What an estimate needs to know of the workers."""
-
     @property
     def tokens_per_s(self) -> float:
-        """Speed of all workers together with full batches, above 0; beside other models, with the cores that these
-        leave."""
+        """Of all workers together with full batches, above 0; beside other models, with the cores that these leave."""
 
     in_flight_tokens: int
-    """Tokens that they have and have not answered."""
 
 
 class BatchingPolicy:
@@ -94,40 +88,34 @@ class BatchingPolicy:
         num_gateways: int = 1,
         queued_elsewhere: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """A batch holds at most `max_batch_tokens` (a longer sequence makes a batch of its own) and asks for at most
-        `max_batch_rows` rows, of which no sequence has more.
-
-        `num_gateways` take turns at the same workers; `queued_elsewhere` returns the tokens that wait at each other
-        one.
-        """
+        """A batch holds at most `max_batch_tokens` (a longer sequence makes a batch of its own) and `max_batch_rows`
+        rows, of which no sequence has more. `num_gateways` take turns at the same workers; `queued_elsewhere` returns
+        the tokens that wait at each other one."""
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_rows = max_batch_rows
         self._num_gateways = num_gateways
         self._queued_elsewhere = queued_elsewhere
         self.quantum = max(MIN_QUANTUM_TOKENS, max_sequence_tokens)
         """Tokens of one turn. A request of no more is a short one."""
-        self._classes = [PriorityClass(self.quantum) for _ in Priority]
+        self.classes = [PriorityClass(self.quantum) for _ in Priority]
         self._passed_over: dict[RequestRotation, None] = {}
         """Those whose next sequence was too long for the rest of a batch, in the order in which that happened."""
         self._isolated: deque[list[QueuedSequence]] = deque()
         self._kinds = (self._isolated_batch, self._fresh_batch, self._mixed_batch)
         self._next_kind = 0
-        """The kinds of batch take turns too. One that would be empty is skipped."""
         self._short_seen_at = -math.inf
         self._newcomer: TenantQueue | None = None
         self._newcomer_seen_at = -math.inf
         self.queued_tokens = 0
         self.queued_sequences = 0
         self.queued_rows = 0
-        """Rows that these take in slots."""
         self.on_dropped: Callable[[list[QueuedSequence]], None] | None = None
         """Called with the sequences of a request that is over, if any still waited. May queue nothing."""
 
     # --- requests come and go -------------------------------------------------------------------------------
 
     def add(self, request_queue: RequestQueue, sequences: list[QueuedSequence], now: float) -> None:
-        """Queue sequences of a request that is not over behind those that it has; each that `must_run_alone` is
-        isolated."""
+        """Queue sequences of an open request behind those that it has; each that `must_run_alone` is isolated."""
         waiting, num_tokens = request_queue.sequences, 0
         num_before = len(waiting)
         for sequence in sequences:
@@ -151,7 +139,7 @@ class BatchingPolicy:
         request_queue.is_new = False
 
     def _enter(self, request_queue: RequestQueue, now: float, *, is_short: bool) -> None:
-        priority_class = self._classes[request_queue.priority]
+        priority_class = self.classes[request_queue.priority]
         tenant_queue = priority_class.tenant_queue(request_queue.tenant)
         if not priority_class.num_tokens:
             priority_class.served_at = now  # it has not been kept waiting
@@ -161,8 +149,8 @@ class BatchingPolicy:
         (tenant_queue.fresh if request_queue.is_new else tenant_queue.backlog).append(request_queue)
 
     def put_back(self, sequences: list[QueuedSequence]) -> None:
-        """Queue sequences of a lost batch again, before all others of their priority and in their old order; each that
-        `must_run_alone` is isolated. None of a closed request may be among them."""
+        """Queue sequences of a lost batch again, all of open requests, before all others of their priority and in their
+        old order; each that `must_run_alone` is isolated."""
         by_request: dict[RequestQueue, list[QueuedSequence]] = {}
         for sequence in sequences:
             if sequence.must_run_alone:
@@ -177,22 +165,20 @@ class BatchingPolicy:
             request_queue.sequences.extendleft(reversed(lost))
             request_queue.num_tokens += num_tokens
             request_queue.deficit += num_tokens
-            priority_class = self._classes[request_queue.priority]
+            priority_class = self.classes[request_queue.priority]
             tenant_queue = priority_class.tenant_queue(request_queue.tenant)
             tenant_queue.fresh.append(request_queue, at_front=True)
             priority_class.owed[tenant_queue] = priority_class.owed.get(tenant_queue, 0) + num_tokens
 
     def isolate(self, batch: list[QueuedSequence]) -> None:
-        """Queue sequences, none of a closed request, as a batch of their own, which takes turns with all others.
-
-        The newest goes first, so that a search by halves comes to its end.
-        """
+        """Queue sequences of open requests as a batch of their own. The newest such batch goes first, so that a search
+        by halves comes to its end."""
         if batch:
             self._count_isolated(batch, 1)
             self._isolated.appendleft(batch)
 
     def close(self, request_queue: RequestQueue) -> None:
-        """The request is over: its sequences that still wait are dropped at once."""
+        """The request is over: drop its sequences that still wait."""
         if request_queue.sequences:
             self._count(-request_queue.num_tokens, -len(request_queue.sequences), -request_queue.num_rows)
             if self.on_dropped is not None:
@@ -208,8 +194,7 @@ class BatchingPolicy:
                 self.on_dropped(isolated)
 
     def withdraw(self, sequences: list[QueuedSequence]) -> None:
-        """Drop sequences that need no batch any more, and that take one row each; those that do not wait are
-        ignored. Looks at all that waits of their requests."""
+        """Drop sequences of one row each that need no batch any more; those that do not wait are ignored."""
         dropped = set(sequences)
         for request_queue in dict.fromkeys([sequence.request_queue for sequence in sequences]):
             left = [sequence for sequence in request_queue.sequences if sequence not in dropped]
@@ -250,21 +235,20 @@ class BatchingPolicy:
 
     @property
     def waiting_priority(self) -> int:
-        """The highest that something waits at; the lowest if nothing does."""
+        """The highest that something waits at; else the lowest."""
         isolated = [batch[0].request_queue.priority for batch in self._isolated]
-        classes = [priority for priority in Priority if self._classes[priority].num_tokens]
+        classes = [priority for priority in Priority if self.classes[priority].num_tokens]
         return min((*isolated, *classes), default=max(Priority))
 
     def queued_tokens_of(self, tenant: str) -> int:
-        """Tokens of a tenant that wait for their turn, at all priorities."""
-        queues = (priority_class.tenant_queues.get(tenant) for priority_class in self._classes)
+        queues = (priority_class.tenant_queues.get(tenant) for priority_class in self.classes)
         return sum(queue.num_tokens for queue in queues if queue is not None)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Seconds that the oldest queued sequence has waited; 0 if nothing waits. Looks at every request that waits."""
+        """Seconds that the oldest queued sequence has waited; 0 if nothing waits. Looks at every waiting request."""
         since = [
             request_queue.waits_since
-            for priority_class in self._classes
+            for priority_class in self.classes
             for tenant_queue in priority_class.tenant_queues.values()
             for rotation in (tenant_queue.fresh, tenant_queue.backlog)
             for request_queue in rotation.queues
@@ -273,8 +257,7 @@ class BatchingPolicy:
         return max(0.0, now - min(since, default=now))
 
     def wait_s(self, num_tokens: int, priority: Priority, tenant: str, unqueued: Unqueued, workers: Workers) -> float:
-        """Estimated seconds until a tenant's new request of `num_tokens` would have had its turn, if it were queued
-        now."""
+        """Estimated seconds until a new request of `num_tokens` would have had its turn, if it were queued now."""
         before = self.tokens_ahead(num_tokens, priority, workers.tokens_per_s, tenant) + workers.in_flight_tokens
         before += sum([min(before, tokens) for tokens in self._queued_elsewhere()])  # gateways take turns
         own = min(unqueued.own_tokens, num_tokens * unqueued.own_requests)
@@ -283,26 +266,23 @@ class BatchingPolicy:
 
     def place_s(self, num_requests: int, least_tokens: int, num_unqueued_tokens: int, workers: Workers) -> float:
         """Estimated seconds until one of `num_requests` is over, of which the shortest has `least_tokens` left that no
-        worker has got. They take turns, so each of the others is served as much before. `num_unqueued_tokens`: those of
-        all requests that were admitted and have not been queued yet."""
+        worker has got. They take turns, so each of the others is served as much before. `num_unqueued_tokens`: as in
+        `max_wait_s`."""
         before = (num_requests * least_tokens + workers.in_flight_tokens) * self._num_gateways
         return min(before / workers.tokens_per_s, self.max_wait_s(num_unqueued_tokens, workers))
 
     def max_wait_s(self, num_unqueued_tokens: int, workers: Workers) -> float:
-        """Seconds that no `wait_s` is above, for a tenth of its price: all that waits and that is in flight, of all
-        gateways. `num_unqueued_tokens`: those of all requests that were admitted and have not been queued yet."""
+        """Seconds that no `wait_s` is above, for a tenth of its price. `num_unqueued_tokens`: of all requests that were
+        admitted and have not been queued yet."""
         waiting = (self.queued_tokens + workers.in_flight_tokens) * self._num_gateways
         return (waiting + num_unqueued_tokens) / workers.tokens_per_s
 
     def tokens_ahead(self, num_tokens: int, priority: Priority, tokens_per_s: float, tenant: str = "") -> int:
-        """Estimated tokens of those queued that are served before a new request of `num_tokens` has been.
-
-        A priority gets what the higher ones leave, and beside them one part each AGING_S, as the lower ones do beside
-        it.
-        """
-        ahead = self._classes[priority].tokens_ahead(tenant, num_tokens)
-        higher = sum([priority_class.num_tokens for priority_class in self._classes[:priority]])
-        lower = [priority_class.num_tokens for priority_class in self._classes[priority + 1 :]]
+        """Estimated tokens of those queued that are served before a new request of `num_tokens` has been. A priority
+        gets what the higher ones leave, and one part each AGING_S, as the lower ones do beside it."""
+        ahead = self.classes[priority].tokens_ahead(tenant, num_tokens)
+        higher = sum([priority_class.num_tokens for priority_class in self.classes[:priority]])
+        lower = [priority_class.num_tokens for priority_class in self.classes[priority + 1 :]]
         if not higher and not any(lower):
             return ahead
         between_parts = max(int(AGING_S * tokens_per_s), 1)
@@ -316,11 +296,9 @@ class BatchingPolicy:
     def next_batch(
         self, now: float, cost_model: CostModel, num_idle_workers: int, is_short: bool | None = None
     ) -> "PlannedBatch":
-        """Take the next batch for a worker that is as fast as `cost_model` says.
-
-        `num_idle_workers`: idle workers, this one included; 0 if it is busy, and the batch is to be sent ahead.
-        `is_short`: whether others wait for it; None: as `wants_short_batches` says.
-        """
+        """Take the next batch for a worker that is as fast as `cost_model` says. `num_idle_workers`: this one included;
+        0 if it is busy, and the batch is to be sent ahead. `is_short`: whether others wait for it; None: as
+        `wants_short_batches` says."""
         if not self.queued_sequences:
             return PlannedBatch(0, 0, 0)
         if is_short is None:
@@ -335,7 +313,7 @@ class BatchingPolicy:
 
     def share(self, budget_tokens: int, num_idle_workers: int) -> int:
         """The tokens of a worker's next batch: what waits is divided among the idle workers, so that a small queue
-        keeps all of them busy instead of filling one."""
+        keeps all of them busy."""
         return min(budget_tokens, self._max_batch_tokens, -(-self.queued_tokens // max(1, num_idle_workers)))
 
     def fills(self, max_tokens: int) -> bool:
@@ -343,26 +321,23 @@ class BatchingPolicy:
         return self.queued_tokens >= max_tokens or self.queued_rows >= self._max_batch_rows
 
     def expects_short(self, now: float) -> bool:
-        """Whether short requests come."""
         return now - self._short_seen_at < _SHORT_EXPECTED_S
 
     @property
     def has_backlog(self) -> bool:
-        """Whether a request waits that one turn was not enough for."""
-        return any(priority_class.num_backlog_tokens for priority_class in self._classes)
+        """A request waits that one turn was not enough for."""
+        return any(priority_class.num_backlog_tokens for priority_class in self.classes)
 
     @property
     def has_many_turns(self) -> bool:
-        """Whether tenants have more than a turn waiting, on average, at any priority."""
-        return any(priority_class.has_many_turns for priority_class in self._classes)
+        """Tenants have more than a turn waiting, on average, at any priority."""
+        return any(priority_class.has_many_turns for priority_class in self.classes)
 
     def wants_short_batches(self, now: float) -> bool:
         """Whether others wait for each batch: short requests come while a backlog is worked on, or a tenant with little
         comes with them beside others that have much."""
-        if now - self._short_seen_at < _SHORT_EXPECTED_S:
-            for priority_class in self._classes:
-                if priority_class.num_backlog_tokens:
-                    return True
+        if self.expects_short(now) and self.has_backlog:
+            return True
         if self._newcomer is None:
             return False
         if now - self._newcomer_seen_at >= _SHORT_EXPECTED_S or self._newcomer.num_tokens > self.quantum:
@@ -375,11 +350,11 @@ class BatchingPolicy:
     def take(
         self, now: float, max_tokens: int, *, done_by: float = -math.inf, is_short: bool = False
     ) -> "PlannedBatch":
-        """Take a batch of about `max_tokens`: isolated sequences, fresh requests alone, or all by their turns.
+        """Take a batch of about `max_tokens`: isolated sequences, fresh requests alone, or all by their turns. These
+        kinds take turns; one that would be empty is skipped.
 
         `done_by`: when the batch will be done; requests whose deadline is earlier are passed over. `is_short`: others
-        wait for it. Every other such batch has fresh requests alone, if there are any: they need not wait for the part
-        of the backlog that goes with them.
+        wait for it. Only such batches have fresh requests alone, which need not wait for a part of the backlog.
         """
         batch = PlannedBatch(max_tokens, self._max_batch_tokens, self._max_batch_rows, done_by, is_short=is_short)
         for _ in self._kinds:
@@ -392,14 +367,16 @@ class BatchingPolicy:
 
     def _isolated_batch(self, batch: "PlannedBatch", now: float) -> None:
         if self._isolated:
-            batch.fill_with(self._isolated.popleft())
+            batch.sequences = self._isolated.popleft()
+            batch.num_tokens = sum(sequence.num_tokens for sequence in batch.sequences)
+            batch.num_rows = sum(sequence.num_rows for sequence in batch.sequences)
 
     def _fresh_batch(self, batch: "PlannedBatch", now: float) -> None:
         if not batch.is_short:
             return
-        for priority_class in self._classes:
+        for priority_class in self.classes:
             self._serve_owed(priority_class, batch, batch.whole)
-            for tenant_queue in priority_class.in_turn():
+            for tenant_queue in (*priority_class.new.tenant_queues, *priority_class.old.tenant_queues):
                 if tenant_queue.fresh.num_tokens and self._serve_turn(tenant_queue.fresh, batch, batch.whole):
                     break
 
@@ -408,7 +385,7 @@ class BatchingPolicy:
         passed_over, self._passed_over = self._passed_over, {}
         for rotation in passed_over:
             self._serve_turn(rotation, batch, batch.part())
-        waiting = [priority_class for priority_class in self._classes if priority_class.num_tokens]
+        waiting = [priority_class for priority_class in self.classes if priority_class.num_tokens]
         for priority_class in waiting:
             if now - priority_class.served_at >= AGING_S:
                 priority_class.served_at = now
@@ -437,7 +414,7 @@ class BatchingPolicy:
             self._serve_tenants(priority_class, priority_class.new, batch, limit)
 
     def _serve_owed(self, priority_class: PriorityClass, batch: "PlannedBatch", limit: "_Limit") -> None:
-        """Send again what was lost, out of turn: its turns have been taken."""
+        """What was lost has had its turns."""
         for tenant_queue, owed in tuple(priority_class.owed.items()):
             num_before = batch.num_tokens
             if self._serve(tenant_queue.fresh, batch, limit, owed):
@@ -458,7 +435,7 @@ class BatchingPolicy:
             priority_class.end_turn(tenant_queue)
 
     def _serve_turn(self, rotation: RequestRotation, batch: "PlannedBatch", limit: "_Limit") -> bool:
-        """The same as `_serve`, in the turn of its tenant, which has no end while the tenant is alone."""
+        """As `_serve`, in the turn of its tenant, which has no end while the tenant is alone."""
         if rotation.tenant_queue.priority_class.only_tenant is not None:
             return self._serve(rotation, batch, limit)
         return self._serve_on_deficit(rotation, batch, limit)
@@ -472,10 +449,7 @@ class BatchingPolicy:
     def _serve(
         self, rotation: RequestRotation, batch: "PlannedBatch", limit: "_Limit", max_tokens: float = math.inf
     ) -> bool:
-        """Give request queues their turns, of `max_tokens` in all.
-
-        Returns whether the batch ended it, because it took no more within the limit.
-        """
+        """Give request queues their turns, of `max_tokens` in all. Returns whether the limit ended it."""
         num_before, is_full = len(batch.sequences), False
         while not is_full and rotation.queues and (request_queue := self._next_request(rotation, batch)) is not None:
             sent, is_full = batch.fill(request_queue.sequences, min(request_queue.deficit, max_tokens), limit)
@@ -515,26 +489,21 @@ class _Limit(NamedTuple):
 
 
 class PlannedBatch:
-    """What a worker gets next, as it is built and then as it is sent."""
-
     def __init__(
         self, tokens: int, max_tokens: int, max_rows: int, done_by: float = -math.inf, *, is_short: bool = False
     ) -> None:
-        """`tokens`: those that it should have; up to `max_tokens` if one sequence more comes nearer to that than
-        none."""
+        """`tokens`: how many it should have; up to `max_tokens` if one sequence more comes nearer to that."""
         self.whole = _Limit(tokens, max_rows)
         self.done_by = done_by
         self.is_short = is_short
         self._max_tokens = max_tokens
         self._max_rows = max_rows
         self.sequences: list[QueuedSequence] = []
-        """Empty when nothing waits, or a busy worker is to get nothing."""
         self.num_tokens = 0
         self.num_rows = 0
         self.too_late: list[RequestQueue] = []
         """Requests that were closed because no batch would be done before their deadline; the caller fails them."""
         self.budget_tokens = 0
-        """Tokens that the worker could have got."""
 
     def part(self) -> _Limit:
         """The kept part of the whole, beyond what is in it."""
@@ -561,8 +530,7 @@ class PlannedBatch:
         return total <= self._max_tokens and total - num_tokens // 2 <= limit.tokens
 
     def fill(self, waiting: deque[QueuedSequence], max_tokens: float, limit: _Limit) -> tuple[int, bool]:
-        """Take sequences of a request, of at most `max_tokens`. Returns their tokens, and whether the limit ended
-        it."""
+        """Take sequences of at most `max_tokens`. Returns their tokens, and whether the limit ended it."""
         sent = 0
         while waiting and (num_tokens := waiting[0].num_tokens) <= max_tokens - sent:
             num_rows = waiting[0].num_rows
@@ -573,9 +541,3 @@ class PlannedBatch:
             self.num_rows += num_rows
             sent += num_tokens
         return sent, False
-
-    def fill_with(self, sequences: list[QueuedSequence]) -> None:
-        """Take these as they are."""
-        self.sequences = sequences
-        self.num_tokens = sum(sequence.num_tokens for sequence in sequences)
-        self.num_rows = sum(sequence.num_rows for sequence in sequences)

@@ -1,8 +1,7 @@
 """What waits for a batch, and whose turn it is.
 
 Owns the sequences of every request until a batch takes them, the order of turns among requests and among tenants, and
-all totals of what waits. Pure. What one turn sends, and into which batch, is decided by
-`vecd.gateway.scheduling.policy`, the only module that changes anything here but what the comments name.
+all totals of what waits. Pure. `vecd.gateway.scheduling.policy` decides what one turn sends, and into which batch.
 
     PriorityClass
       new   a tenant that comes with nothing waiting has its first turn here, before the others, ──┐
@@ -21,9 +20,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
-from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
-from vecd.gateway.types.timeline import BatchShare
+from vecd.gateway.encoding.result import ChunkedInput, PendingResult
+from vecd.gateway.request import BatchShare, Chunk, Priority, TokenizedInput
 from vecd.shm.output import Output
 
 _KEPT_PART = 4
@@ -35,9 +33,8 @@ _ALONE_FROM = 2
 _MIN_TENANTS_LOOKED_THROUGH = 64
 
 _MAX_TENANTS_ESTIMATED = 64
-"""Other tenants that are looked at one by one for an estimate; the rest are estimated together, because thousands may
-wait at once and each of their requests asks. Those looked at have waited for the longest, and so most often have most
-waiting."""
+"""Other tenants that are looked at one by one for an estimate, those that have waited for the longest. The rest are
+estimated together: thousands may wait at once, and each of their requests asks."""
 
 
 def kept(amount: int) -> int:
@@ -52,8 +49,7 @@ def kept_beside(amount: int) -> int:
 
 @dataclass(slots=True)
 class Deaths:
-    """The deaths of workers while they computed one input. Counted by `vecd.gateway.dispatch.crash_attribution`, which
-    also has the rule on when an input is rejected."""
+    """The deaths of workers while they computed one input. Counted by `vecd.gateway.dispatch.known`."""
 
     num: int = 0
     num_alone: int = 0
@@ -69,8 +65,7 @@ class Deaths:
 
 
 class Flight:
-    """Identical sequences, of which one is computed for all. Owned by `vecd.gateway.dispatch.single_flight`, which has
-    the rules."""
+    """Identical sequences, of which one is computed for all. Owned by `vecd.gateway.dispatch.known`."""
 
     __slots__ = ("followers", "key", "leader", "waiting")
 
@@ -80,9 +75,9 @@ class Flight:
         self.leader: QueuedSequence | None = None
         """The one that a worker has."""
         self.waiting: dict[QueuedSequence, None] = {first: None}
-        """Those that wait for a batch, each in its own request; empty while there is a leader."""
+        """For a batch, each in its own request; empty while there is a leader."""
         self.followers: list[QueuedSequence] = []
-        """Those that wait for the row of another, and for no batch."""
+        """They wait for the row of another."""
 
 
 class QueuedSequence:
@@ -102,11 +97,10 @@ class QueuedSequence:
         chunked: ChunkedInput | None = None,
         span: int = 1,
     ) -> None:
-        """`chunked`: the input that the sequence is a chunk of, if it is one. `span`: rows of an output that spans
-        several (`vecd.shm.output.span_of`)."""
+        """`index`: of its input in the request. `chunked`: the input that the sequence is a chunk of. `span`: rows of
+        an output that spans several (`vecd.shm.output.span_of`)."""
         self.request_queue = request_queue
         self.index = index
-        """Position of its input in the request."""
         self.token_ids = tokenized.token_ids
         self.num_tokens = tokenized.num_tokens
         self.output = output
@@ -117,27 +111,19 @@ class QueuedSequence:
             self.weight, self.border = 0, tokenized.border
         """The weight of a chunk's row in the mean, and where the second part of the sequence begins; 0: it has none."""
         self.num_rows = output.num_rows(tokenized.num_tokens, span)
-        """Rows that it takes in a slot."""
         self.deaths: Deaths | None = None
-        """Deaths of workers that were computing it; None while there are none."""
         self.flight: Flight | None = None
-        """It and those that are identical. Written by `vecd.gateway.dispatch.single_flight`."""
+        """It and those that are identical."""
         self.digest: bytes | None = None
         """What its row is to be kept under in the vector cache; None: it is not."""
 
     @property
-    def is_plain(self) -> bool:
-        """Its one row is its input's."""
-        return self.chunked is None and self.output.is_plain
-
-    @property
     def num_deaths(self) -> int:
-        """Batches with it that died with their worker."""
         return 0 if self.deaths is None else self.deaths.num
 
     @property
     def must_run_alone(self) -> bool:
-        """Whether it may not share a batch, because of workers that died of it."""
+        """It may not share a batch, because of workers that died of it."""
         return self.deaths is not None and self.deaths.must_run_alone
 
     @property
@@ -151,11 +137,8 @@ class QueuedSequence:
 
 @dataclass(slots=True, eq=False)
 class RequestQueue:
-    """The sequences of one request that wait for a batch, in the order of its inputs.
-
-    Owned by the batching policy, but for `pending` and the fields that `vecd.gateway.dispatch` writes. Given to
-    `BatchingPolicy.close` when the request is over.
-    """
+    """The sequences of one request that wait for a batch, in the order of its inputs. Given to `BatchingPolicy.close`
+    when the request is over."""
 
     pending: PendingResult
     priority: Priority
@@ -164,43 +147,39 @@ class RequestQueue:
     tenant: str = ""
     sequences: deque[QueuedSequence] = field(default_factory=deque)
     num_tokens: int = 0
-    """Tokens of `sequences`."""
     rotation: "RequestRotation | None" = None
     """Where it waits for its turn; None while `sequences` is empty."""
     deficit: int = 0
     """Tokens that it may still send in this turn."""
     is_new: bool = True
-    """Nothing of it has been queued yet."""
     waits_since: float = 0.0
-    """Time at which sequences were queued and none of it waited before."""
+    # Written by the dispatcher.
     num_sent_tokens: int = 0
-    """Tokens that workers have or have embedded, without those of lost batches. Written by the dispatcher."""
+    """Tokens that workers have or have embedded, without those of lost batches."""
     first_sent_at: float | None = None
-    """Time at which its first sequence went to a worker. Written by the dispatcher."""
     last_done_at: float = 0.0
-    """Time at which its newest batch was answered. Written by the dispatcher."""
+    """When its newest batch was answered."""
     batches: list[BatchShare] | None = None
-    """Its batches, if the request is traced. Written by the dispatcher."""
+    """If the request is traced."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that `sequences` take in slots."""
         return num_rows_of(self.sequences, len(self.sequences), self.num_tokens)
 
     @property
     def is_complete(self) -> bool:
         """Whether all inputs that have no rows yet wait here. Those that the vector cache knew have theirs."""
         num_missing = self.pending.num_missing
-        if len(self.sequences) < num_missing or not self.sequences:
-            return False
-        if len(self.sequences) == 1:
-            return num_missing == 1
-        return len({sequence.index for sequence in self.sequences}) == num_missing
+        if len(self.sequences) <= 1:
+            return len(self.sequences) == num_missing == 1
+        return (
+            len(self.sequences) >= num_missing and len({sequence.index for sequence in self.sequences}) == num_missing
+        )
 
 
 def num_rows_of(sequences: "deque[QueuedSequence] | list[QueuedSequence]", num_sequences: int, num_tokens: int) -> int:
-    """Rows in slots of `num_sequences` sequences of one request, which have `num_tokens` together. `sequences` are any
-    of that request, which all have the same output."""
+    """Rows of `num_sequences` sequences of one request, which have `num_tokens` together. `sequences`: any of that
+    request, which all have the same output."""
     if not sequences:
         return 0
     return num_tokens if sequences[0].output.is_per_token else num_sequences * sequences[0].num_rows
@@ -216,7 +195,6 @@ class RequestRotation:
     num_tokens: int = 0
 
     def append(self, request_queue: RequestQueue, *, at_front: bool = False) -> None:
-        """Let a request queue, which is not empty and in no rotation, wait for its turn."""
         request_queue.rotation = self
         self.queues[request_queue] = None
         if at_front:
@@ -248,8 +226,6 @@ class TenantRotation:
 
 
 class TenantQueue:
-    """What one tenant has waiting in one priority class."""
-
     __slots__ = ("backlog", "deficit", "fresh", "num_turns", "priority_class", "rotation", "tenant")
 
     def __init__(self, tenant: str, priority_class: "PriorityClass") -> None:
@@ -268,10 +244,7 @@ class TenantQueue:
 
     @property
     def rotations_by_turn(self) -> tuple[RequestRotation, RequestRotation]:
-        """Fresh requests go first, and the backlog first in each fourth turn.
-
-        Whole turns, because a part of one may be less than a sequence.
-        """
+        """The backlog is first in each fourth turn. Whole turns, because a part of one may be less than a sequence."""
         if self.num_turns % _KEPT_PART == _KEPT_PART - 1:
             return self.backlog, self.fresh
         return self.fresh, self.backlog
@@ -288,17 +261,14 @@ class TenantQueue:
 
 
 class PriorityClass:
-    """The tenant queues of one priority."""
-
     def __init__(self, quantum: int) -> None:
-        """`quantum`: tokens of a turn, at least those of the longest sequence."""
         self.quantum = quantum
         self.tenant_queues: dict[str, TenantQueue] = {}
-        """By tenant: all that have something waiting, and some that had."""
+        """All that have something waiting, and some that had."""
         self.new = TenantRotation()
         self.old = TenantRotation()
         self.owed: dict[TenantQueue, int] = {}
-        """Tokens of lost batches, which tenants send before all others and out of turn."""
+        """Tokens of lost batches, which go before all others and out of turn."""
         self.num_backlog_tokens = 0
         self.served_at = -math.inf
         self._max_tenants = _MIN_TENANTS_LOOKED_THROUGH
@@ -309,12 +279,10 @@ class PriorityClass:
 
     @property
     def only_tenant(self) -> TenantQueue | None:
-        """The tenant queue, if there is no other to take turns with."""
         return next(iter(self.tenant_queues.values())) if len(self.tenant_queues) == 1 else None
 
     @property
     def has_many_turns(self) -> bool:
-        """Whether tenants have more than a turn waiting, on average."""
         return self.num_tokens > len(self.tenant_queues) * self.quantum
 
     # --- tenants --------------------------------------------------------------------------------------------
@@ -323,20 +291,14 @@ class PriorityClass:
         """The tenant's queue; a new one is the last of those that have their first turn."""
         tenant_queue = self.tenant_queues.get(tenant)
         if tenant_queue is None:
-            if not self.num_tokens:
-                self._forget_all()
+            if not self.num_tokens:  # so no tenant is behind another
+                for tenants in (self.tenant_queues, self.new.tenant_queues, self.old.tenant_queues, self.owed):
+                    tenants.clear()
             elif len(self.tenant_queues) >= self._max_tenants:
                 self._drop_idle()
             tenant_queue = self.tenant_queues[tenant] = TenantQueue(tenant, self)
             self.new.tenant_queues.append(tenant_queue)
         return tenant_queue
-
-    def _forget_all(self) -> None:
-        """Nothing waits, so no tenant is behind another."""
-        self.tenant_queues.clear()
-        self.new.tenant_queues.clear()
-        self.old.tenant_queues.clear()
-        self.owed.clear()
 
     def _drop_idle(self) -> None:
         """Looks through all tenants, but only after as many have come."""
@@ -348,7 +310,7 @@ class PriorityClass:
     # --- turns ----------------------------------------------------------------------------------------------
 
     def next_tenant(self, rotation: TenantRotation) -> TenantQueue | None:
-        """The tenant queue whose turn it is; None if nothing waits in the rotation."""
+        """None if nothing waits in the rotation."""
         while rotation.tenant_queues:
             tenant_queue = rotation.tenant_queues[0]
             if tenant_queue.num_tokens:
@@ -373,10 +335,6 @@ class PriorityClass:
         if tenant_queue.rotation is self.new:
             self.new.tenant_queues.remove(tenant_queue)
             self._append_to_old(tenant_queue)
-
-    def in_turn(self) -> tuple[TenantQueue, ...]:
-        """All tenant queues, the next one first."""
-        return (*self.new.tenant_queues, *self.old.tenant_queues)
 
     def _append_to_old(self, tenant_queue: TenantQueue) -> None:
         tenant_queue.rotation.num_tokens -= tenant_queue.num_tokens

@@ -1,12 +1,10 @@
 """Make the spans of finished requests, and send them to a collector, in the thread of OpenTelemetry's
 BatchSpanProcessor.
 
-Owns what the spans are called and say, the queue of finished requests and the connection to the collector (OTLP over
-HTTP, by OpenTelemetry's exporter). No text, token id, vector or key is in a span, nor the path as the client wrote it.
-Nothing in it waits in the event loop: a request is put on a bounded queue, and what it has too many of is dropped and
-counted. A collector that is slow or missing costs spans, and one line of the log a minute. Imported by
-`vecd.gateway.telemetry.tracing` alone, and only with `--otlp-endpoint`: OpenTelemetry takes 0.2 s to import, and is
-installed by `vecd[otel]` only.
+No text, token id, vector or key is in a span, nor the path as the client wrote it. Nothing waits in the event loop: a
+request is put on a bounded queue, and what it has too many of is dropped and counted. A collector that is slow or
+missing costs spans, and one line of the log a minute. Imported only with `--otlp-endpoint`: OpenTelemetry takes 0.2 s
+to import, and is installed by `vecd[otel]` only.
 """
 
 import logging
@@ -15,7 +13,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
@@ -27,11 +25,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from vecd.gateway.telemetry.shared_metrics import GONE
-from vecd.gateway.types.config import GatewayConfig
-from vecd.gateway.types.endpoints import NO_ROUTE, Endpoint
-from vecd.gateway.types.messages import HttpRequest
-from vecd.gateway.types.timeline import BatchShare, RequestTimeline, Trace
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.gateway.config import GatewayConfig
+from vecd.gateway.request import NO_ROUTE, Endpoint, HttpRequest, RequestTimeline, Trace
+from vecd.gateway.telemetry.measures import GONE
 
 log = logging.getLogger("vecd.spans")
 
@@ -45,15 +42,13 @@ _MAX_SHARE = 0.2
 _COMPLAIN_EVERY_S = 60.0
 _ADMISSION_S = 0.001
 """A request that waited so long for its admission has a span for it."""
-_TRACES_PATH = "/v1/traces"
 _NS = 1_000_000_000
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 def traces_url(url: str) -> str:
     """Where a collector takes traces; `url` as OTEL_EXPORTER_OTLP_ENDPOINT has it, with or without /v1/traces."""
-    url = url.rstrip("/")
-    return url if url.endswith(_TRACES_PATH) else url + _TRACES_PATH
+    return url.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
 
 
 class _Finished(NamedTuple):
@@ -102,7 +97,15 @@ class SpanSender(SpanExporter):
         self._exporter = OTLPSpanExporter(endpoint=url)
         self._scope = InstrumentationScope("vecd", config.version)
         # The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) has precedence.
-        self._resource = Resource.create(_resource(config.version, gateway)).merge(OTELResourceDetector().detect())
+        of_server: JsonObject = {
+            "service.name": "vecd",
+            "service.version": config.version,
+            "service.instance.id": str(uuid4()),
+            "host.name": socket.gethostname(),
+            "process.pid": os.getpid(),
+            "vecd.gateway": gateway,
+        }
+        self._resource = Resource.create(of_server).merge(OTELResourceDetector().detect())
         self._processor = BatchSpanProcessor(
             self, MAX_WAITING, schedule_delay_millis=_SEND_EVERY_MS, max_export_batch_size=_BATCH
         )
@@ -174,7 +177,7 @@ class SpanSender(SpanExporter):
 
         def add(
             own: SpanContext, parent: SpanContext | None, name: str, began_at: float, ended_at: float,
-            attributes: Mapping[str, Any] | None = None, **more: Any,
+            attributes: JsonMapping | None = None, **more: Any,
         ) -> None:  # fmt: skip
             start_time, end_time = int(began_at * _NS) + offset_ns, int(ended_at * _NS) + offset_ns
             spans.append(
@@ -189,9 +192,14 @@ class SpanSender(SpanExporter):
             stage = context()
             if name == "compute":
                 for batch in timeline.batches or ():
-                    add(
-                        context(), stage, f"worker {batch.worker} batch", batch.sent_at, batch.done_at, _of_batch(batch)
-                    )
+                    of_batch = {
+                        "vecd.worker": batch.worker,
+                        "vecd.batch": batch.number,
+                        "vecd.batch.sequences": batch.num_sequences,
+                        "vecd.batch.tokens": batch.num_tokens,
+                        "vecd.batch.compute_ms": batch.compute_us / 1e3,
+                    }
+                    add(context(), stage, f"worker {batch.worker} batch", batch.sent_at, batch.done_at, of_batch)
             add(stage, whole, name, began_at, ended_at)
         parent = None
         if trace.parent_id:
@@ -205,12 +213,12 @@ class SpanSender(SpanExporter):
         add(whole, parent, name, began_at, finished_at, attributes, kind=SpanKind.SERVER, status=status)
         return spans
 
-    def _of_request(self, request: _Finished, endpoint: Endpoint) -> dict[str, Any]:
+    def _of_request(self, request: _Finished, endpoint: Endpoint) -> JsonObject:
         """The attributes of a request's span, by OpenTelemetry's conventions for HTTP servers and generative AI, and
         ours. None of them is what a client sent, but for the request's id."""
         timeline, (host, port) = request.timeline, self._address
         has_tls = self._config.tls_cert is not None and not request.is_admin
-        attributes: dict[str, Any] = {
+        attributes: JsonObject = {
             "http.request.method": request.method,
             "url.scheme": request.scheme or ("https" if has_tls else "http"),
             "network.protocol.version": f"1.{request.http_minor}",
@@ -255,16 +263,6 @@ def _stages(timeline: RequestTimeline, finished_at: float) -> Iterator[tuple[str
         yield "encode", timeline.done_at, finished_at
 
 
-def _of_batch(batch: BatchShare) -> dict[str, Any]:
-    return {
-        "vecd.worker": batch.worker,
-        "vecd.batch": batch.number,
-        "vecd.batch.sequences": batch.num_sequences,
-        "vecd.batch.tokens": batch.num_tokens,
-        "vecd.batch.compute_ms": batch.compute_us / 1e3,
-    }
-
-
 class _Losses(logging.Handler):
     """How many requests have lost their spans, and why: a line at most once a minute."""
 
@@ -289,14 +287,3 @@ class _Losses(logging.Handler):
             self._num_lost, self._url, self.reason or "more than can be sent",
         )  # fmt: skip
         self._logged_at, self._num_lost, self.reason = now, 0, ""
-
-
-def _resource(version: str, gateway: int) -> dict[str, Any]:
-    return {
-        "service.name": "vecd",
-        "service.version": version,
-        "service.instance.id": str(uuid4()),
-        "host.name": socket.gethostname(),
-        "process.pid": os.getpid(),
-        "vecd.gateway": gateway,
-    }

@@ -1,7 +1,7 @@
 """Gives conversations to the process that renders them with the model's chat template.
 
 Owns that process (`vecd.gateway.tokenization.chat_template`): it is started for the first conversation, and again after
-a conversation that took too long. Without conversations there is none. Called by `vecd.gateway.pipeline`.
+a conversation that took too long. Without conversations there is none.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from vecd.gateway.types.config import ChatTemplateSpec
-from vecd.gateway.types.errors import BadRequest, ServerError, Unavailable
-from vecd.shm.tasks import NoTasks, naming_limit
+from vecd.base.tasks import NoTasks, naming_limit
+from vecd.gateway.config import ChatTemplateSpec
+from vecd.gateway.errors import BadRequest, ServerError, Unavailable
 
 MAX_PAYLOAD_BYTES = 256 * 1024
 """Of the conversations of one request, as JSON."""
@@ -27,16 +27,13 @@ class ChatProcess:
     def __init__(self, spec: ChatTemplateSpec) -> None:
         self._command = spec.command
         self._template = orjson.dumps({"source": spec.source, "tokens": spec.tokens})
-        self._process: Process | None = None
+        self.process: Process | None = None
         self._lock = asyncio.Lock()
 
     async def render(self, payload: bytes) -> list[str]:
-        """The texts of a request's conversations. `payload`: a request as the process reads it.
-
-        Waits as long as the process does not reply: the caller has a deadline, and cancels. Raises BadRequest, which
-        names `messages`, for conversations that the template refuses, or that take it too much time or memory, and
-        ServerError when the process ends by itself.
-        """
+        """The texts of a request's conversations. `payload`: a request as the process reads it. The caller has a
+        deadline, and cancels. Raises BadRequest for conversations that the template refuses, or that take it too much
+        time or memory, and ServerError when the process ends by itself."""
         async with self._lock:
             try:
                 reply = await self._ask(payload)
@@ -49,25 +46,25 @@ class ChatProcess:
         return texts
 
     def close(self) -> None:
-        """Kill the process, if there is one. The next request starts another."""
-        process, self._process = self._process, None
+        """The next request starts another process."""
+        process, self.process = self.process, None
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
 
     async def _ask(self, payload: bytes) -> dict[str, Any]:
         lines = [payload]
-        if self._process is None or self._process.returncode is not None:
+        if self.process is None or self.process.returncode is not None:
             lines.insert(0, self._template)
             try:
                 with naming_limit():
-                    self._process = await asyncio.create_subprocess_exec(
+                    self.process = await asyncio.create_subprocess_exec(
                         *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True,
                         limit=_MAX_REPLY_BYTES,
                     )  # fmt: skip
             except NoTasks as error:
                 raise Unavailable(f"The chat template cannot be rendered: {error}", retry_after_s=1) from None
-        process = self._process
+        process = self.process
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(ConnectionError, RuntimeError):  # it has ended; the latter is uvloop's for a closed pipe

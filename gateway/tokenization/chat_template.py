@@ -1,10 +1,8 @@
 """Renders conversations with the model's chat template, in a process of its own.
 
 Owns the Jinja environment, which has what transformers gives a chat template, and the limits of a rendering. A template
-is a program, and a conversation its input: a few loops, or one multiplication of a string, take any time and memory. So
-the kernel ends this process when a rendering has used its processor time, and lets it have no more than its memory. It
-has no descriptors but its pipes. Started by `vecd.gateway.tokenization.chat_process`, which starts another one when it
-is needed. Ends with its standard input. Each line is JSON:
+is a program that may take any time and memory, so the kernel ends this process when a rendering has used its processor
+time, and lets it have no more than its memory. Ends with its standard input. Each line is JSON:
 
     {"source", "tokens"}                                      the template; no reply
     {"conversations", "kwargs", "continue_final_message"}     a request ──► {"texts"} or {"error"}
@@ -37,8 +35,7 @@ MAX_CHARS = 2**20
 """Of all texts of one reply: it is parsed on the event loop of the gateway, in 1 ms."""
 
 _CONTINUED = "\ue000continued\ue000 "
-"""Marks the end of the last message, where the text is cut that is to be continued. Its blank shows whether the
-template strips messages."""
+"""At the end of a last message that is to be continued. Its blank shows whether the template strips messages."""
 _PROBE = "\ue000probe\ue000"
 
 
@@ -63,7 +60,7 @@ class ChatTemplate:
         environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # of a template that nobody has checked
+        except Exception as error:  # of a template that was not checked
             raise Refused(f"cannot be compiled ({type(error).__name__})") from None
         self._takes_texts = _PROBE in self._probe(_PROBE)
         as_parts = self._probe([{"type": "text", "text": _PROBE}])
@@ -72,8 +69,8 @@ class ChatTemplate:
     def render(
         self, conversations: list[list[dict[str, Any]]], kwargs: Mapping[str, Any], *, continue_final_message: bool
     ) -> list[str]:
-        """The text of each conversation. The content of a message is a text, or a list of at least one part.
-        `kwargs`: further variables of the template. Raises Refused."""
+        """The text of each conversation. The content of a message is a text, or a list of at least one part. Raises
+        Refused."""
         texts: list[str] = []
         for messages in conversations:
             texts.append(self._render(messages, kwargs, _CONTINUED if continue_final_message else ""))
@@ -105,7 +102,7 @@ class ChatTemplate:
         return text if rest.startswith(" ") else text.rstrip()
 
     def _content(self, content: str | list[dict[str, Any]], end: str) -> str | list[dict[str, Any]]:
-        """The content, with `end` behind it, as the template takes it: a text, or a list of parts."""
+        """The content with `end` behind it, as the template takes it: a text, or a list of parts."""
         if isinstance(content, str):
             as_text = self._takes_texts or not self._takes_parts
             content = [{"type": "text", "text": content}]
@@ -116,8 +113,8 @@ class ChatTemplate:
         return "\n".join(part["text"] for part in parts) if as_text else parts
 
     def _probe(self, content: Any) -> str:
-        """The text of a conversation with this content; empty if there is none that shows it. A reranker's template
-        has other roles than a conversation's."""
+        """The text of a conversation with this content; empty if no text shows it. A reranker's template has roles of
+        its own."""
         for roles in (("user",), ("query", "document")):
             messages = [{"role": role, "content": content} for role in roles]
             with suppress(Exception):  # a template may fail in any way

@@ -1,17 +1,14 @@
 """Decode token ids of cl100k_base, the vocabulary of OpenAI's embedding models, to text.
 
-Owns the table of bytes by id, which is read when it is first needed: most servers never need it. Cannot encode. Called
-by `vecd.gateway.tokenization.id_policy`, in a thread, or on the event loop for a few ids once the
-table is there.
+Owns the table of bytes by id, which is read when it is first needed. Cannot encode.
 
     lengths   0 1 1 1 … 7 4 13          starts   sums of the lengths
     tokens    !"#$ … <|endoftext|>      an id's bytes, one id after the other
 
-Clients that know only OpenAI's models send these ids to any server; LangChain does by default. It splits lists of more
-than 8,191 ids at any place, so a list may begin and end inside a character: the rest of one becomes U+FFFD, as in
-tiktoken's own `decode`. Otherwise a list decodes to UTF-8; one that does not is of another vocabulary. The ids of
-special tokens become their names, such as "<|endoftext|>": the text that the client's own decoding gives, and that the
-model's tokenizer reads like any text.
+Clients that know only OpenAI's models send these ids, LangChain by default. It splits lists of more than 8,191 ids at
+any place, so a list may begin and end inside a character: the rest of one becomes U+FFFD, as in tiktoken's own
+`decode`. Any other list that is not UTF-8 is of another vocabulary. The ids of special tokens become their names, such
+as "<|endoftext|>".
 
 Source: `cl100k_base.tiktoken` of tiktoken, whose licence (MIT) lies beside the data. `tools/make_cl100k.py` makes the
 file and knows its format.
@@ -30,15 +27,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.gateway.types.request import TokenIds
+from vecd.gateway.request import TokenIds
 
 NUM_IDS = 100_277
-"""Ids are below this. Some of the last ones have no token: see `is_any_unknown`."""
+"""Ids are below this. Some of the last ones have no token."""
 FIRST_UNKNOWN_ID = 100_256
-"""The lowest id without a token."""
+"""The lowest of these."""
 
-_FILE = Path(__file__).with_name("data") / "cl100k_base.bin"
-_SLICE_IDS = 4096
+FILE = Path(__file__).with_name("data") / "cl100k_base.bin"
+SLICE_IDS = 4096
 """Ids decoded at once: 0.15 ms of English."""
 
 
@@ -60,8 +57,7 @@ def is_loaded() -> bool:
 
 @cache
 def load() -> _Table:
-    """The table, which the first call reads."""
-    content = zlib.decompress(_FILE.read_bytes())
+    content = zlib.decompress(FILE.read_bytes())
     num_ids = int.from_bytes(content[:4], "little")
     assert num_ids == NUM_IDS
     lengths = np.frombuffer(content, np.uint8, num_ids, offset=4)
@@ -76,26 +72,26 @@ def is_any_unknown(ids: TokenIds) -> bool:
 
 
 def num_bytes(ids: TokenIds) -> int:
-    """The length in bytes of the text of known ids."""
     return int(load().lengths[_as_array(ids)].sum(dtype=np.int64))
 
 
-def decode_steps(ids: TokenIds, max_chars: int) -> Generator[None, None, str]:
-    """The text of known ids, or of the first of them, as many as make more than `max_chars` characters.
-
-    Yields between pieces of work. Loads the table. Raises NotText.
-    """
+def decode_steps(ids: TokenIds, max_chars: int, slice_ids: int = SLICE_IDS) -> Generator[None, None, str]:
+    """The text of known ids, or of the first of them that make more than `max_chars` characters. Raises NotText."""
     table = load()
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     parts: list[str] = []
     num_chars = 0
-    for start in range(0, len(ids), _SLICE_IDS):
-        encoded = _bytes_of(table, _as_array(ids[start : start + _SLICE_IDS]))
+    for start in range(0, len(ids), slice_ids):
+        encoded = _bytes_of(table, _as_array(ids[start : start + slice_ids]))
         if not start:
-            num_stray = _num_stray(encoded)
+            begun = encoded[:3]  # may be the rest of a character
+            num_stray = next((at for at, byte in enumerate(begun) if not 0x80 <= byte < 0xC0), len(begun))
             parts.append("\ufffd" * num_stray)
             encoded = encoded[num_stray:]
-        part = _decoded(decoder, encoded)
+        try:
+            part = decoder.decode(encoded)
+        except UnicodeDecodeError:
+            raise NotText from None  # the cause would hold the bytes
         parts.append(part)
         num_chars += len(part)
         if num_chars > max_chars:
@@ -104,18 +100,6 @@ def decode_steps(ids: TokenIds, max_chars: int) -> Generator[None, None, str]:
     rest, _ = decoder.getstate()
     parts.append(rest.decode("utf-8", "replace"))
     return "".join(parts)
-
-
-def _num_stray(encoded: bytes) -> int:
-    """The number of bytes at the beginning that are the rest of a character, at most three."""
-    return next((index for index, byte in enumerate(encoded[:3]) if not 0x80 <= byte < 0xC0), len(encoded[:3]))
-
-
-def _decoded(decoder: codecs.IncrementalDecoder, encoded: bytes) -> str:
-    try:
-        return decoder.decode(encoded)
-    except UnicodeDecodeError:
-        raise NotText from None  # the cause would hold the bytes
 
 
 def _as_array(ids: TokenIds) -> NDArray[np.int32]:

@@ -1,16 +1,12 @@
 """A few threads for work that would block the event loop, shared fairly, a turn at a time.
 
 Owns the threads, and the order of their work: tenants take turns, and the jobs of one tenant are first come, first
-served, a turn each. Knows nothing of the work itself. Called by `vecd.gateway.api.bodies` and
-`vecd.gateway.tokenization.tokenizer`.
+served, a turn each. A request waits for one turn at a time, so the callers bound what waits here.
 
-A request waits for one turn at a time, so the callers bound what waits here: `vecd.gateway.admission.admission` for
-requests that are tokenized, `vecd.gateway.api.bodies` for bodies that are parsed.
-
-A thread that computes in Python holds the GIL, and an event loop that needs it waits a whole switch interval (5 ms) at
-each wake-up. So long work comes in pieces of at most about 1 ms, and the GIL is released after each. Measured with two
-threads that parse JSON without pause, 2 cores: the loop wakes up late by 15 ms (median) and 51 ms (p99) without the
-release, and by 0.4 and 5 ms with it.
+A thread that computes in Python holds the GIL, and an event loop that needs it waits 5 ms at each wake-up. So long work
+comes in pieces of at most about 1 ms, and the GIL is released after each. Measured with two threads that parse JSON
+without pause, 2 cores: the loop wakes up late by 15 ms (median) and 51 ms (p99) without the release, and by 0.4 and 5
+ms with it.
 """
 
 import asyncio
@@ -23,28 +19,28 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
 
-from vecd.shm.tasks import NoTasks, naming_limit
+from vecd.base.tasks import NoTasks, naming_limit
 
 T = TypeVar("T")
 _Turn: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
-_TURN_S = 0.005
+TURN_S = 0.005
 """Of one turn. Short compared with a request, long compared with the hand-over (0.1 ms)."""
 
 
 class Threads:
     """Use from one event loop. Cancelled work ends with its present turn."""
 
-    def __init__(self, num_threads: int = 2) -> None:
+    def __init__(self, num_threads: int = 2, turn_s: float = TURN_S) -> None:
         """Raises NoTasks."""
         self.num_threads = num_threads
+        self._turn_s = turn_s
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Turn]] = {}
-        """The turns that wait for a thread, by tenant; the next tenant comes first. No queue is empty. The event loop
-        adds, the threads take."""
+        """By tenant; the next tenant comes first. No queue is empty. The event loop adds, the threads take."""
         self._idle: list[SimpleQueue[None]] = []
-        """Those that wake the threads that wait for a turn. The last one is next: a request whose turns alternate
-        between two threads takes 5 % longer."""
+        """They wake threads. The last one is next: a request whose turns alternate between two threads takes 5 %
+        longer."""
         self._is_closed = False
         # Daemons: a process that ends without `close` waits for none.
         self._threads = [threading.Thread(target=self._take_turns, daemon=True) for _ in range(num_threads)]
@@ -57,19 +53,19 @@ class Threads:
             raise
 
     async def call(self, function: Callable[[], T], tenant: str = "") -> T:
-        """Call a function in a thread: one turn, however long it takes. `tenant`: any string."""
+        """Call a function in a thread: one turn, however long it takes."""
         # No variable: an exception would hold this frame, and through it itself, until the next garbage collection.
         return await asyncio.wrap_future(self._submit(function, tenant))
 
     async def run(self, steps: Generator[None, None, T], tenant: str = "") -> T:
-        """Run a generator that yields between pieces of work, and return what it returns."""
-        take_turn = partial(_take_turn, steps)
+        """The result of a generator that yields between pieces of work."""
+        take_turn = partial(_take_turn, steps, self._turn_s)
         while (result := await self.call(take_turn, tenant)) is None:
             pass
         return result[0]
 
     def close(self) -> None:
-        """Wait for the present turns, and end the threads. Work that waits for a turn is cancelled."""
+        """Wait for the present turns, and cancel the rest."""
         with self._lock:
             self._is_closed = True
             left, self._waiting = self._waiting, {}
@@ -91,7 +87,6 @@ class Threads:
         return future
 
     def _take_turns(self) -> None:
-        """The life of a thread. Which turn is next is decided when a thread is free."""
         wake: SimpleQueue[None] = SimpleQueue()
         while True:
             with self._lock:
@@ -107,7 +102,7 @@ class Threads:
             del turn  # it refers to a request
 
     def _next_turn(self) -> _Turn | None:
-        """Take the next turn; its tenant goes behind all other tenants. None when nothing waits. Holds the lock."""
+        """The next turn; its tenant goes behind all other tenants. Call with the lock."""
         tenant = next(iter(self._waiting), None)
         if tenant is None:
             return None
@@ -132,9 +127,9 @@ def _call(turn: _Turn) -> None:
         future.set_result(result)
 
 
-def _take_turn(steps: Generator[None, None, T]) -> tuple[T] | None:
-    """Run pieces for a turn; returns the result in a tuple once there is one, else None."""
-    end = time.perf_counter() + _TURN_S
+def _take_turn(steps: Generator[None, None, T], turn_s: float) -> tuple[T] | None:
+    """Returns the result in a tuple once there is one, else None."""
+    end = time.perf_counter() + turn_s
     while True:
         try:
             next(steps)

@@ -1,15 +1,12 @@
 """Decide to which vocabulary a list of token ids belongs, and check that all of its ids are in that vocabulary.
 
-Owns the policy of `--token-ids`, and the refusals. Embeds nothing, and quotes no id. Called by
-`vecd.gateway.tokenization.tokenizer`.
+Owns the policy of `--token-ids`, and the refusals. Embeds nothing, and quotes no id.
 
-- "auto": a list that begins and ends with the model's special tokens, as its tokenizer makes it, is the model's. Any
-  other is cl100k_base's, which clients send that know only OpenAI's models. Where the special tokens do not distinguish
-  the two, both are refused: for a model without special tokens, or with ids that are common signs in cl100k_base (T5's
-  </s> is its quotation mark, with which many texts end; Gemma's <bos> is its #). In APIs whose ids are always the
-  model's (`Tokenizing.are_ids_of_model`), every list is the model's;
-- "model": every list is the model's;
-- "cl100k": every list is cl100k_base's;
+- "auto": a list that begins and ends with the model's special tokens is the model's. Any other is cl100k_base's, which
+  clients send that know only OpenAI's models. Both are refused where the special tokens do not distinguish the two: for
+  a model without special tokens, or with ids that are common signs in cl100k_base (T5's </s> is its quotation mark,
+  Gemma's <bos> its #). In APIs whose ids are always the model's, every list is the model's;
+- "model", "cl100k": every list is the model's, or cl100k_base's;
 - "reject": every list is refused.
 
 The rule is to be right or to refuse: ids of one vocabulary are valid ids of the other, and mean other words there.
@@ -20,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vecd.gateway.errors import BadRequest
+from vecd.gateway.request import Source, TokenIds
 from vecd.gateway.tokenization import cl100k
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.request import Source, TokenIds
 
 # The signs with which texts often begin and end, as ids of cl100k_base, whose first 94 ids are ASCII from "!" on.
 _COMMON_FIRST = {ord(char) - ord("!") for char in "\"#'(*-<@[`{"}
@@ -40,7 +37,7 @@ class SequenceTemplate(NamedTuple):
         return len(self.prefix) + len(self.suffix)
 
     def matches(self, ids: TokenIds) -> bool:
-        """Whether there are special tokens, and `ids` begin and end with them."""
+        """There are special tokens, and `ids` begin and end with them."""
         prefix, suffix = self
         if not (prefix or suffix) or len(ids) < len(prefix) + len(suffix):
             return False
@@ -48,8 +45,7 @@ class SequenceTemplate(NamedTuple):
 
     @property
     def is_distinctive(self) -> bool:
-        """Whether lists of cl100k_base's ids do not match it, except for very rare texts: at one end at least it has an
-        id that such lists never or seldom have there."""
+        """Lists of cl100k_base's ids seldom match it: at one end it has an id that those seldom have there."""
         has_rare_first = bool(self.prefix) and self.prefix[0] not in _COMMON_FIRST
         return has_rare_first or (bool(self.suffix) and self.suffix[-1] not in _COMMON_LAST)
 
@@ -59,21 +55,20 @@ NO_SPECIAL_TOKENS = SequenceTemplate([], [])
 
 class IdPolicy:
     def __init__(self, policy: str, vocab_size: int, template: SequenceTemplate) -> None:
-        """`policy`: one of `vecd.gateway.types.config.TOKEN_ID_POLICIES`; `vocab_size` is the model's."""
+        """`policy`: one of those above; `vocab_size` is the model's."""
         self._policy = policy
         self._vocab_size = vocab_size
         self._template = template
 
     def may_decode(self, are_ids_of_model: bool = False) -> bool:
-        """Whether some lists may be cl100k_base's. `are_ids_of_model`: see `Tokenizing`."""
+        """Some lists may be cl100k_base's. `are_ids_of_model`: see `Tokenizing`."""
         if self._policy == "auto":
             return self._template.is_distinctive and not are_ids_of_model
         return self._policy == "cl100k"
 
     def source_of(self, ids: TokenIds, index: int, are_ids_of_model: bool = False) -> Source:
-        """MODEL or CL100K. `ids`: at least one. Raises BadRequest, which names the input by its index, for a list that
-        the policy refuses, and for ids outside the vocabulary that the list is assigned to. Loads
-        `vecd.gateway.tokenization.cl100k` where that is its vocabulary."""
+        """MODEL or CL100K. `ids`: at least one. Raises BadRequest for a list that the policy refuses, and for ids
+        outside the vocabulary that it is assigned to. Loads cl100k_base where that is the vocabulary."""
         if self.are_model_s(ids, are_ids_of_model):
             self._check_range(ids, index, self._vocab_size, "the model's")
             if self._policy == "reject":
@@ -101,14 +96,10 @@ class IdPolicy:
         return Source.CL100K
 
     def are_model_s(self, ids: TokenIds, are_ids_of_model: bool = False) -> bool:
-        """Whether the policy takes `ids` for the model's, if it does not refuse them."""
-        match self._policy:
-            case "model" | "reject":
-                return True
-            case "auto":
-                return are_ids_of_model or (self._template.is_distinctive and self._template.matches(ids))
-            case _:
-                return False
+        """The policy takes `ids` for the model's, if it does not refuse them."""
+        if self._policy == "auto":
+            return are_ids_of_model or (self._template.is_distinctive and self._template.matches(ids))
+        return self._policy != "cl100k"
 
     def _why_cl100k(self) -> str:
         if self._policy != "auto":

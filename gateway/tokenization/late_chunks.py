@@ -1,7 +1,6 @@
 """Find the late chunks of a tokenized text: which characters and which tokens belong to each.
 
-Owns the borders of chunks, and what becomes of tokens that are not of the text. Pure. Called by
-`vecd.gateway.pipeline`; the vectors are made by `vecd.gateway.encoding.late_rows`.
+Owns the borders of chunks, and what becomes of tokens that are not of the text. Pure.
 
     rows        [CLS] p p  t t t t t │ t t t t │ t t t [SEP]
     chunks      ╰──1──╯    ╰───1───╯ ╰───2───╯ ╰─────3─────╯
@@ -12,15 +11,14 @@ that has its last one, so a chunk of all of the text has the text's own vector. 
 none. Source of the former: the late-chunking paper's evaluation (jina-ai/late-chunking, `_extend_special_tokens`).
 """
 
-from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.request import LateChunking, TokenizedInput
+from vecd.gateway.errors import BadRequest
+from vecd.gateway.request import LateChunking, TokenizedInput
 
 _LOOKED_AT = 12
 """Characters before a border that show whether a sentence ends there."""
@@ -31,8 +29,6 @@ _ENDS_WITHOUT_BLANK = frozenset("。！？")
 
 
 class LateChunks(NamedTuple):
-    """The chunks of one input."""
-
     ranges: NDArray[np.int32]
     """[n, 2]: where each begins and ends, in characters of the text."""
     rows: NDArray[np.int32]
@@ -60,10 +56,10 @@ class _Own(NamedTuple):
 def find_chunks(
     text: str, item: TokenizedInput, late: LateChunking, index: int, num_prefix: int, *, is_whole: bool = True
 ) -> LateChunks:
-    """The chunks of input `index`, whose tokens have offsets. `num_prefix`: special tokens before its prompt. Those of
-    8,192 tokens take 1 ms, at worst 5 ms. `is_whole` False: the text was longer than is read of one. Raises BadRequest
-    for a text without tokens, for a range that ends behind the text, and for a chunk without tokens, unless they were
-    cut off."""
+    """The chunks of input `index`, whose tokens have offsets: 1 ms for 8,192 tokens, at worst 5 ms. `num_prefix`:
+    special tokens before its prompt. `is_whole` False: the text was longer than is read of one. Raises BadRequest for a
+    text without tokens, for a range that ends behind the text, and for a chunk without tokens, unless they were cut
+    off."""
     offsets = item.offsets
     assert offsets is not None
     of_text = np.flatnonzero(offsets[:, 0] >= 0)
@@ -105,7 +101,6 @@ def find_chunks(
 
 
 def _refuse(ranges: NDArray[np.int32], are_wrong: NDArray[np.bool_], index: int, why: str) -> NoReturn:
-    """Refuse the first of the ranges that are wrong."""
     number = int(np.argmax(are_wrong))
     start, end = ranges[number].tolist()
     raise BadRequest(
@@ -117,8 +112,7 @@ def _refuse(ranges: NDArray[np.int32], are_wrong: NDArray[np.bool_], index: int,
 
 
 def _split(text: str, own: _Own, max_tokens: int) -> NDArray[np.int32]:
-    """Ranges of at most `max_tokens` tokens, that have all of the text. Only a character that has more by itself is
-    more."""
+    """Ranges of at most `max_tokens` tokens that have all of the text, more only for a character that has more."""
     borders, first, num_tokens = [0], 0, len(own.starts)
     while num_tokens - first > max_tokens:
         first = _next_border(text, own, first, max_tokens)
@@ -132,8 +126,7 @@ def _next_border(text: str, own: _Own, first: int, max_tokens: int) -> int:
     """The token that begins the chunk behind that of token `first`: as late as possible in the second half of what may
     be, where a sentence ends; else where a word does; else anywhere."""
     most, least = first + max_tokens, first + max_tokens // 2
-    tests: tuple[Callable[[str, int], bool], ...] = (_is_behind_sentence, _is_behind_word)
-    for test in tests:
+    for test in (_is_behind_sentence, _is_behind_word):
         for token in range(most, least, -1):
             if _may_begin(own, token) and test(text, own.starts[token]):
                 return token
@@ -142,12 +135,12 @@ def _next_border(text: str, own: _Own, first: int, max_tokens: int) -> int:
 
 
 def _may_begin(own: _Own, token: int) -> bool:
-    """Whether no character has parts in this token and in one before."""
+    """No character has parts in this token and in one before."""
     return own.last_chars[token - 1] < own.starts[token]
 
 
 def _is_behind_sentence(text: str, char: int) -> bool:
-    """Whether a sentence or a line ends before a character, or before the blanks that it begins with."""
+    """A sentence or a line ends before a character, or before the blanks that it begins with."""
     before = text[max(0, char - _LOOKED_AT) : char + text[char].isspace()]
     stripped = before.rstrip()
     end, blanks = stripped.rstrip(_CLOSING)[-1:], before[len(stripped) :]

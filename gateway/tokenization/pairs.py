@@ -1,8 +1,6 @@
 """Make one sequence of two texts, such as a query and a document, by the tokenizer's own template.
 
-Owns that template (`PairFrame`), which is learnt from the tokenizer, and the truncation of pairs. Called by
-`vecd.gateway.tokenization.tokenizer`. Models whose tokenizer has no template have one in their card, which
-`vecd.gateway.tokenization.pair_template` follows.
+Owns that template (`PairFrame`), or the card's (`TemplatedPairs`), and the truncation of pairs.
 
     [CLS] q q q [SEP] d d d d d d [SEP]
     └ prefix    └ middle ┴ border └ suffix
@@ -10,20 +8,22 @@ Owns that template (`PairFrame`), which is learnt from the tokenizer, and the tr
 A query is tokenized once, however many documents it is paired with: no tokenizer looks across the border of a pair.
 Where the template is more than special tokens around both texts, the library tokenizes each pair.
 
-Measured, MiniLM, 512 tokens, 1,000 documents with one query, against the library on each pair (AMD EPYC, 2 cores under
-other load, interleaved): 1.0 times as fast for 100 words and a query of 12, 1.4 times for a query of 60; 3.2 times for
-1,000 words, of which only the beginning is tokenized.
+Measured against that, MiniLM, 1,000 documents with one query (AMD EPYC, 2 busy cores): as fast for 100 words and a
+query of 12, 1.4 times for a query of 60; 3.2 times for 1,000 words, of which only the beginning is tokenized.
 """
 
+import re
 from array import array
 from collections.abc import Generator, Sequence
+from itertools import dropwhile, groupby, takewhile
 from typing import NamedTuple
 
 import tokenizers
 
-from vecd.gateway.tokenization.text_tokens import RUN_CHARS, TextTokens, runs_of
-from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import Overflow, Pair, TokenizedInput
+from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.request import MAX_PROMPT_CHARS, Overflow, Pair, TokenizedInput
+from vecd.gateway.tokenization.text_tokens import RUN_CHARS, TextTokens, exhaust, runs_of
+from vecd.model.steps import PairTemplate
 
 
 class PairFrame(NamedTuple):
@@ -40,10 +40,8 @@ class PairFrame(NamedTuple):
         return len(self.prefix) + len(self.middle) + len(self.suffix)
 
     def border(self, num_query: int) -> int:
-        """Where type 1 begins behind a query of so many tokens; 0 where it does not."""
-        if self.first_of_type_one is None:
-            return 0
-        return len(self.prefix) + num_query + self.first_of_type_one
+        """Where type 1 begins behind a query of this number of tokens; 0 where it does not."""
+        return 0 if self.first_of_type_one is None else len(self.prefix) + num_query + self.first_of_type_one
 
 
 class PairLimits(NamedTuple):
@@ -57,7 +55,7 @@ class PairLimits(NamedTuple):
     max_document_tokens: int | None
     add_special_tokens: bool
     instruction: str | None
-    """For `vecd.gateway.tokenization.pair_template`."""
+    """For `TemplatedPairs`."""
 
 
 class Opening(NamedTuple):
@@ -72,14 +70,14 @@ class Opening(NamedTuple):
 
 
 class PairTokens:
-    """Sequences of pairs. Documents and queries are read up to the `max_chars` of `texts`."""
+    """Documents and queries are read up to the `max_chars` of `texts`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, texts: TextTokens) -> None:
         """`tokenizer` neither truncates nor pads yet."""
         self._tokenizer = tokenizer
         self._texts = texts
         self._frames = {is_special: pair_frame_of(tokenizer, is_special) for is_special in (True, False)}
-        self.num_special_tokens = _num_special_tokens(tokenizer)
+        self.num_special_tokens = tokenizer.num_special_tokens_to_add(True)
 
     def steps(
         self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, openings: dict[str, Opening]
@@ -88,8 +86,8 @@ class PairTokens:
 
         Raises InputTooLong for a pair that is too long, with Overflow.ERROR; BadRequest for a limit that leaves no
         token for a text, a pair without a token, and one with too many characters to be read, unless its end is cut
-        off. Each names the pair's index. Side effect: `openings` has the tokens of the queries of these pairs, and of
-        no others: a request hands on the same dictionary, so that each query is tokenized once.
+        off. Side effect: `openings` has the tokens of the queries of these pairs alone: a request hands on the same
+        dictionary, so that each query is tokenized once.
         """
         max_own = limits.max_tokens - (self.num_special_tokens if limits.add_special_tokens else 0)
         if max_own < 1:
@@ -112,15 +110,17 @@ class PairTokens:
         for index, pair, first in zip(indices, pairs, documents, strict=True):
             query, document = openings[pair.query].ids, first
             is_beyond = self._is_beyond(pair, len(query), len(document), limits)
-            is_long = is_beyond or _num_own(len(query), len(document), limits) > max_own
+            is_long = is_beyond or sum(_own_lengths(query, document, limits)) > max_own
             if is_long and limits.overflow is not Overflow.TRUNCATE:
                 query, document = yield from self._long(pair, index, query, limits, max_own, is_beyond=is_beyond)
-            sequence = _cut(query, document, limits, max_own)
-            sequences.append(_framed(*sequence, frame, index, is_beyond=is_beyond))
+            query, document, is_cut = _cut(query, document, limits, max_own)
+            ids = array("i", [*frame.prefix, *query, *frame.middle, *document, *frame.suffix])
+            border = frame.border(len(query))
+            sequences.append(checked(ids, border, index, is_truncated=is_cut or is_beyond))
         return sequences
 
     def _read_queries(self, pairs: Sequence[Pair], openings: dict[str, Opening]) -> Generator[None, None, None]:
-        """Make `openings` the tokens of the queries of `pairs`: all tokens, because `longest_first` counts them."""
+        """All tokens, because `longest_first` counts them."""
         wanted = dict.fromkeys(pair.query for pair in pairs)
         new = [query for query in wanted if query not in openings]
         for query in [query for query in openings if query not in wanted]:
@@ -132,10 +132,11 @@ class PairTokens:
     def _long(
         self, pair: Pair, index: int, query: list[int], limits: PairLimits, max_own: int, *, is_beyond: bool
     ) -> Generator[None, None, tuple[list[int], list[int]]]:
-        """The tokens of a pair that is too long, and may not be cut at its end."""
+        """A pair that is too long, and may not be cut at its end."""
         if limits.overflow is Overflow.ERROR:
             document = yield from self._texts.all_steps(pair.document, "")
-            check_length(_num_own(len(query), len(document), limits), max_own, limits, index, is_at_least=is_beyond)
+            num_own = sum(_own_lengths(query, document, limits))
+            check_length(num_own, max_own, limits, index, is_at_least=is_beyond)
         if is_beyond:
             raise beyond(index, self._texts.max_chars)
         if limits.overflow is Overflow.TRUNCATE_LEFT:
@@ -155,8 +156,7 @@ class PairTokens:
     def _by_library(
         self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, max_own: int
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """Let the library put the special tokens in, and take out what is too long. A query is tokenized with each
-        document."""
+        """Let the library put the special tokens in, and take out what is too long."""
         most = self._texts.max_chars
         prepared = [(pair.query[:most], pair.document[:most]) for pair in pairs]
         self._texts.check_parts(text for pair_texts in prepared for text in pair_texts)
@@ -172,9 +172,8 @@ class PairTokens:
                 if number is not None:
                     own[number].append(at)
             is_beyond = self._is_beyond(pair, len(own[0]), len(own[1]), limits)
-            num_own = _num_own(len(own[0]), len(own[1]), limits)
             if limits.overflow is Overflow.ERROR:
-                check_length(num_own, max_own, limits, index, is_at_least=is_beyond)
+                check_length(sum(_own_lengths(*own, limits)), max_own, limits, index, is_at_least=is_beyond)
             if is_beyond and limits.overflow is not Overflow.TRUNCATE:
                 raise beyond(index, most)
             query, document, is_truncated = _cut(*own, limits, max_own)
@@ -209,12 +208,9 @@ def pair_frame_of(tokenizer: tokenizers.Tokenizer, add_special_tokens: bool = Tr
 
 
 def longest_first(num_query: int, num_document: int, most: int) -> tuple[int, int]:
-    """How many tokens are kept of each text of a pair, together at most `most`.
-
-    The longer one is cut to the length of the shorter, then both are; of an odd number the longer one has one more, and
-    the document where they are equally long. Source: `truncate_encodings` of the `tokenizers` library, which
-    transformers and sentence-transformers call.
-    """
+    """How many tokens are kept of each text of a pair, together at most `most`: the longer one is cut to the length of
+    the shorter, then both are; of an odd number the longer one has one more, and the document where they are equally
+    long. Source: `truncate_encodings` of the `tokenizers` library."""
     if num_query + num_document <= most:
         return num_query, num_document
     shorter = min(num_query, num_document, most // 2)
@@ -239,24 +235,18 @@ def beyond(index: int, max_chars: int) -> BadRequest:
     )
 
 
-def _num_special_tokens(tokenizer: tokenizers.Tokenizer) -> int:
-    return tokenizer.num_special_tokens_to_add(True)
-
-
 def _least(num: int, limit: int | None) -> int:
     return num if limit is None else min(num, limit)
 
 
-def _num_own(num_query: int, num_document: int, limits: PairLimits) -> int:
+def _own_lengths(query: list[int], document: list[int], limits: PairLimits) -> tuple[int, int]:
     """Tokens of both texts, once each is cut to its own limit."""
-    return _least(num_query, limits.max_query_tokens) + _least(num_document, limits.max_document_tokens)
+    return _least(len(query), limits.max_query_tokens), _least(len(document), limits.max_document_tokens)
 
 
 def _cut(query: list[int], document: list[int], limits: PairLimits, max_own: int) -> tuple[list[int], list[int], bool]:
     """What is kept of both texts, and whether that is less than all."""
-    num_query = _least(len(query), limits.max_query_tokens)
-    num_document = _least(len(document), limits.max_document_tokens)
-    num_query, num_document = longest_first(num_query, num_document, max_own)
+    num_query, num_document = longest_first(*_own_lengths(query, document, limits), max_own)
     if num_query == len(query) and num_document == len(document):
         return query, document, False
     if limits.overflow is Overflow.TRUNCATE_LEFT:
@@ -264,14 +254,199 @@ def _cut(query: list[int], document: list[int], limits: PairLimits, max_own: int
     return query[:num_query], document[:num_document], True
 
 
-def _framed(
-    query: list[int], document: list[int], is_truncated: bool, frame: PairFrame, index: int, *, is_beyond: bool
-) -> TokenizedInput:
-    ids = array("i", [*frame.prefix, *query, *frame.middle, *document, *frame.suffix])
-    return checked(ids, frame.border(len(query)), index, is_truncated=is_truncated or is_beyond)
-
-
 def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
     if not ids:
         raise BadRequest(f"The pair of 'input[{index}]' has no tokens, at least 1 is needed", param="input")
     return TokenizedInput(ids.tobytes(), len(ids), is_truncated, border=border if border < len(ids) else 0)
+
+
+# The template of an LLM reranker makes one text of a query and a document:
+#
+#     <|im_start|> user\\n q q q \\nDocument :  d d d d d d <|im_end|> <|im_start|> assistant \\n
+#     └ head: once for each query ┴ rest ───────┘           └ end: once
+#
+# The tokens are those of the whole text. Special tokens of the template are recognized even where those in texts are to
+# be characters. The text is cut at special tokens and at the last split point before the document, and what is left of
+# it there (`rest`) is tokenized with each document.
+#
+# What is too long is cut at the end of the document, and of the query where that is too long by itself: the model reads
+# its score from the template's end. Source: `_restore_chat_template_suffix` of sentence-transformers 6.
+
+_INSTRUCTION = "{instruction}"
+_PROBES = (("a b", "c, d"), ("", ""), (" x\n", "\n\n y "))
+
+
+class _End(NamedTuple):
+    """What follows the document."""
+
+    text: str
+    """Up to the first special token: the tokenizer may join it with the document."""
+    ids: list[int]
+    """From there on."""
+    kept: list[int]
+    """Of all of it, the tokens that do not depend on the document; these follow one that is cut."""
+
+
+class TemplatedPairs:
+    """Documents and queries are read up to about the `max_chars` of `texts`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, texts: TextTokens, template: PairTemplate) -> None:
+        """`tokenizer` neither truncates nor pads yet."""
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._template = template
+        self._special = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        }
+        if not self._agrees() and not tokenizer.encode_special_tokens:
+            self._special = {}
+
+    def num_estimated(self, instruction: str | None) -> int:
+        template = self._template
+        instruction = template.instruction if instruction is None else instruction
+        return len(template.before + template.between + template.after + instruction) // 3
+
+    def steps(
+        self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, openings: dict[str, Opening]
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """As `PairTokens.steps`. Raises BadRequest, too, for an instruction that is too long."""
+        instruction = self._template.instruction if limits.instruction is None else limits.instruction
+        if len(instruction) > MAX_PROMPT_CHARS:
+            raise BadRequest(
+                f"The instruction has {len(instruction)} characters, at most {MAX_PROMPT_CHARS} are allowed"
+            )
+        end = self._end(instruction)
+        if len(end.kept) >= limits.max_tokens:
+            raise BadRequest(
+                f"A pair has to have room for the {len(end.kept)} tokens at the end of the model's template, and at "
+                f"least one more; the limit is {limits.max_tokens} (truncate_prompt_tokens)",
+                param="truncate_prompt_tokens",
+            )
+        sequences: list[TokenizedInput] = []
+        for query, group in groupby(zip(pairs, indices, strict=True), lambda item: item[0].query):
+            documents = [(pair.document, index) for pair, index in group]
+            if query not in openings:
+                openings.clear()
+                openings[query] = yield from self._open(query, documents[0][1], instruction, limits)
+            sequences += yield from self._sequences(openings[query], documents, end, limits)
+            yield
+        return sequences
+
+    def _open(self, query: str, index: int, instruction: str, limits: PairLimits) -> Generator[None, None, Opening]:
+        before, between = self._template.before, self._template.between
+        num_chars = len((before + between).replace(_INSTRUCTION, instruction))
+        read = query[: max(0, self._texts.max_chars - num_chars)]
+        if limits.max_query_tokens is not None:
+            read = yield from self._first_tokens(read, limits.max_query_tokens)
+        elif len(read) < len(query) and limits.overflow is not Overflow.TRUNCATE:
+            raise beyond(index, self._texts.max_chars)
+        parts = [*self._parts(before, instruction), read, *self._parts(between, instruction)]
+        ids, rest = yield from self._read(parts)
+        cuts = self._texts.cuts
+        cut = 0 if cuts is None else max((found.start() for found in cuts.finditer(rest)), default=0)
+        self._texts.check_parts([rest[cut:]])
+        if cut:
+            ids += yield from self._texts.all_steps(rest[:cut], "")
+        return Opening(ids, rest[cut:], is_cut=len(read) < len(query))
+
+    def _sequences(
+        self, opening: Opening, documents: Sequence[tuple[str, int]], end: _End, limits: PairLimits
+    ) -> Generator[None, None, list[TokenizedInput]]:
+        """`documents`: with the index of each pair."""
+        head, rest, is_query_cut = opening
+        max_chars = self._texts.max_chars - len(end.text)
+        max_own = limits.max_tokens - len(head) - len(end.ids)
+        num_rest, num_end = (len(self._texts.all_ids(text)) if text else 0 for text in (rest, end.text))
+        if max_own <= num_rest + num_end:
+            # All documents would get the same score.
+            num_tokens = len(head) + num_rest + num_end + len(end.ids)
+            raise BadRequest(
+                f"'query': it has {num_tokens} tokens with the model's template and the instruction, and a pair may "
+                f"have {limits.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
+                param="query",
+            )
+        most = None if limits.max_document_tokens is None else num_rest + limits.max_document_tokens + num_end
+        num_needed = _least(max_own, most)
+        texts = [document[:max_chars] + end.text for document, _ in documents]
+        lists = yield from self._texts.first_steps(texts, rest, num_needed)
+        sequences = []
+        for (document, index), text, own in zip(documents, texts, lists, strict=True):
+            is_cut = most is not None and len(own) > most
+            is_beyond = len(document) > max_chars and not is_cut
+            is_long = is_beyond or _least(len(own), most) > max_own
+            if is_long and limits.overflow is Overflow.ERROR:
+                num_own = len((yield from self._texts.all_steps(text, rest)))
+                check_length(_least(num_own, most), max_own, limits, index, is_at_least=is_beyond)
+            if is_beyond and limits.overflow is not Overflow.TRUNCATE:
+                raise beyond(index, max_chars)
+            if not (is_long or is_cut):
+                ids = [*head, *own, *end.ids]
+            elif limits.overflow is Overflow.TRUNCATE_LEFT:
+                num_kept = _least(max_own, most) - num_rest
+                last = yield from self._texts.last_steps(text, rest, num_kept)
+                ids = [*head, *self._texts.all_ids(rest), *last[len(last) - num_kept :], *end.ids]
+            else:
+                kept = own if most is None else own[: most - num_end]
+                ids = [*head, *kept][: limits.max_tokens - len(end.kept)] + end.kept
+            is_truncated = is_long or is_cut or is_query_cut
+            sequences.append(checked(array("i", ids), 0, index, is_truncated=is_truncated))
+        return sequences
+
+    def _end(self, instruction: str) -> _End:
+        parts = self._parts(self._template.after, instruction)
+        text = "".join(map(str, takewhile(lambda part: isinstance(part, str), parts)))
+        rest = dropwhile(lambda part: isinstance(part, str), parts)
+        ids = [token_id for part in rest for token_id in ([part] if isinstance(part, int) else self._ids(part))]
+        pair = zip(reversed(self._ids("0" + text)), reversed(self._ids("1 2 3 4" + text)), strict=False)
+        common = [first for first, _ in takewhile(lambda both: both[0] == both[1], pair)] if text else []
+        return _End(text, ids, [*reversed(common), *ids])
+
+    def _parts(self, template: str, instruction: str) -> list[str | int]:
+        """A part of the template as texts and special tokens."""
+        if not self._special:
+            return [template.replace(_INSTRUCTION, instruction)]
+        names = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        found = re.split(f"({names})", template)
+        return [self._special.get(part, part.replace(_INSTRUCTION, instruction)) for part in found if part]
+
+    def _read(self, parts: Sequence[str | int]) -> Generator[None, None, tuple[list[int], str]]:
+        """The tokens up to the last special token, and the text behind it."""
+        ids: list[int] = []
+        text = ""
+        for part in parts:
+            if isinstance(part, str):
+                text += part
+                continue
+            if text:
+                ids += yield from self._texts.all_steps(text, "")
+            ids.append(part)
+            text = ""
+        return ids, text
+
+    def _first_tokens(self, text: str, num: int) -> Generator[None, None, str]:
+        """The beginning of a text that has its first tokens."""
+        ids, offsets = yield from self._texts.offset_steps(text, "", num)
+        if len(ids) <= num:
+            return text
+        return text[: offsets[num - 1, 1]] if num else ""
+
+    def _ids(self, text: str) -> list[int]:
+        return self._texts.all_ids(text) if text else []
+
+    def _agrees(self) -> bool:
+        """The special tokens of the template cut it, for any texts in it."""
+        template, is_literal = self._template, self._tokenizer.encode_special_tokens
+        self._tokenizer.encode_special_tokens = False
+        try:
+            for query, document in _PROBES:
+                parts = (template.before, query, template.between, document, template.after)
+                whole = self._ids("".join(part.replace(_INSTRUCTION, "") for part in parts))
+                texts = [[part] if at in (1, 3) else self._parts(part, "") for at, part in enumerate(parts)]
+                ids, rest = exhaust(self._read([part for some in texts for part in some]))
+                if ids + self._ids(rest) != whole:
+                    return False
+        finally:
+            self._tokenizer.encode_special_tokens = is_literal
+        return True

@@ -1,8 +1,6 @@
 """The tokenizer as an API: the tokens of texts, and the texts of tokens.
 
-Owns the limits of such a request, and of all of them together, and the offsets of tokens. Knows no HTTP. Called by
-`vecd.gateway.pipeline`, which counts the latter (`vecd.gateway.types.tenant_room`): the steps of
-`vecd.gateway.tokenization.tokenizer.Tokenizer.api` run in its threads.
+Owns the limits of such a request, and of all of them together, and the offsets of tokens. Knows no HTTP.
 
 Only the tokens of one piece of a text exist as Python objects at a time, because an object takes three times as much
 memory as in a response: a collector writes them as they are made.
@@ -14,15 +12,15 @@ from itertools import islice
 import numpy as np
 import tokenizers
 
-from vecd.gateway.tokenization.text_template import TextFrame
+from vecd.gateway.errors import BadRequest
+from vecd.gateway.request import Token, TokenCollector, TokenIds
+from vecd.gateway.tokenization.frames import TextFrame
 from vecd.gateway.tokenization.text_tokens import TextTokens
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.request import Token, TokenCollector, TokenIds
 
 MAX_CHARS = 2**18
-"""Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of a response: 18 MB,
-which are copied once, in one turn of the event loop, when they are sent. So many CJK characters take 1.3 s, 29 MB and
-turns of up to 9 ms; twice as many take 51 MB, and one turn of 30 to 66 ms (2 cores)."""
+"""Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of a response. This
+number of CJK characters takes 1.3 s, 29 MB and turns of up to 9 ms; twice as many take 51 MB, and one turn of 30 to 66
+ms (2 cores)."""
 
 MAX_IDS = 250_000
 """Of all lists of one request."""
@@ -63,14 +61,10 @@ class TokenizeApi:
     def describe_steps(
         self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
     ) -> Generator[None, None, int]:
-        """Give the collector the tokens of each text with the prompt before it; returns their number. Yields between
-        pieces of work. Raises BadRequest, which names `input`, for too much at once."""
+        """Give the collector the tokens of each text with the prompt before it; returns their number. The first step
+        raises BadRequest for too much at once."""
         self._check_texts(texts, prompt)
-        return self._describe_steps(texts, prompt, add_special_tokens, collector)
-
-    def _describe_steps(
-        self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
-    ) -> Generator[None, None, int]:
+        yield
         frame = self._frames[add_special_tokens]
         template, prompt = frame.around(prompt)
         before, behind = self._special(template.prefix), self._special(template.suffix)
@@ -91,14 +85,11 @@ class TokenizeApi:
         return num_tokens
 
     def decode_steps(self, lists: Sequence[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
-        """The text of each list. Yields between pieces of work. Raises BadRequest, which names `input`, for too much at
-        once."""
+        """The text of each list. The first step raises BadRequest for too much at once."""
         num_ids = sum(map(len, lists))
         if num_ids > MAX_IDS:
             raise BadRequest(f"The lists have {num_ids} token ids, at most {MAX_IDS} in one request", param="input")
-        return self._decode_steps(lists, skip_special_tokens)
-
-    def _decode_steps(self, lists: Sequence[TokenIds], skip_special_tokens: bool) -> Generator[None, None, list[str]]:
+        yield
         texts = []
         for index, ids in enumerate(lists):
             if len(ids) and (min(ids) < 0 or max(ids) >= self._vocab_size):
@@ -128,9 +119,8 @@ class TokenizeApi:
         return [Token(token_id, self._tokenizer.id_to_token(token_id) or "", True, None, None) for token_id in ids]
 
     def _tokens_of(self, piece: str, context: str, start: int) -> Iterator[list[Token]]:
-        """The tokens of a piece, some at a time. `start`: where the piece begins in its text, in bytes. `context`: the
-        text before the piece, from an earlier split point on: the library's offsets differ at the beginning of a
-        text."""
+        """The tokens of a piece, some at a time. `start`: where it begins in its text, in bytes. `context`: the text
+        before it, because the library's offsets differ at the beginning of a text."""
         [first] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
         at = _byte_offsets(context + piece, start - len(context.encode()))
         if first.overflowing:

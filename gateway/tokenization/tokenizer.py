@@ -1,7 +1,7 @@
 """Turn inputs into token ids, without transformers and without blocking the event loop for long.
 
-Owns the model's tokenizer, and decides which work is done on the event loop and which in a thread. Never truncates
-silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
+Owns the model's tokenizer, and decides which work is done on the event loop and which in a thread. Truncated inputs are
+counted.
 
     texts ── text_template ─ text_tokens ─┐
     ids of cl100k_base ─ cl100k ──────────┤
@@ -11,15 +11,14 @@ silently: truncated inputs are counted. Called by `vecd.gateway.pipeline`.
 Requests that are not short go to a thread, run by run: the first inputs are computed while the others are tokenized,
 and requests take turns in the threads.
 
-A model's tokenizer also recognizes its special tokens inside a text: for the model, "[SEP]" in a text ends it. So a
-text from an untrusted source can end or mask itself. sentence-transformers and text-embeddings-inference do the same,
-hence the default; `literal_special_tokens` makes plain characters of them, and gives such texts, and no others, vectors
-that differ from theirs.
+A model's tokenizer also recognizes its special tokens inside a text, so a text can end or mask itself.
+sentence-transformers and text-embeddings-inference do the same, hence the default; `literal_special_tokens` makes plain
+characters of them, and gives such texts other vectors than theirs.
 """
 
 import os
 from array import array
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeGuard, cast
@@ -31,21 +30,8 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 from tokenizers.processors import TemplateProcessing
 
-from vecd.gateway.tokenization import cl100k
-from vecd.gateway.tokenization.fair_pool import Threads
-from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
-from vecd.gateway.tokenization.known_words import MAX_CHARS
-from vecd.gateway.tokenization.offsets import no_offsets, with_offsets
-from vecd.gateway.tokenization.pair_template import TemplatedPairs
-from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens
-from vecd.gateway.tokenization.roles import RoleTemplate, role_templates
-from vecd.gateway.tokenization.text_template import TextFrame
-from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, RUN_CHARS, TextTokens, runs_of, shifted
-from vecd.gateway.tokenization.tokenize_api import TokenizeApi
-from vecd.gateway.tokenization.truncation import TruncationPolicy, check_num_chunks
-from vecd.gateway.tokenization.vocabulary import TokenVocabulary
-from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import (
+from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.request import (
     MAX_PROMPT_CHARS,
     Inputs,
     Overflow,
@@ -56,8 +42,47 @@ from vecd.gateway.types.request import (
     TokenizedInput,
     Tokenizing,
 )
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.sealed_memory import original_of
+from vecd.gateway.tokenization import cl100k
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.tokenization.frames import (
+    RoleTemplate,
+    TextFrame,
+    TruncationPolicy,
+    check_num_chunks,
+    no_offsets,
+    role_templates,
+    with_offsets,
+)
+from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
+from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens, TemplatedPairs
+from vecd.gateway.tokenization.text_tokens import (
+    CHARS_PER_TEXT,
+    MAX_CHARS,
+    RUN_CHARS,
+    TextTokens,
+    exhaust,
+    runs_of,
+    shifted,
+)
+from vecd.gateway.tokenization.tokenize_api import TokenizeApi
+from vecd.model.card import ModelCard, ModelError
+from vecd.shm.arena import original_of
+
+
+class TokenVocabulary(NamedTuple):
+    """The vocabulary as responses need it."""
+
+    text_of: Callable[[int], str | None]
+    """The string of a token id."""
+    subword_prefix: str = ""
+    """What begins the string of a token that continues a word, "##" in BERT's."""
+
+    def texts_of(self, ids: list[int]) -> list[str]:
+        """The strings of token ids, "" where an id has none."""
+        return [self.text_of(token_id) or "" for token_id in ids]
+
+
+NO_VOCABULARY = TokenVocabulary(lambda token_id: None)
 
 _INLINE_CHARS = 2000
 """Up to this many characters are tokenized on the event loop: 0.8 ms of English, at worst 4.6 ms (CJK)."""
@@ -66,25 +91,24 @@ _INLINE_IDS = 8192
 """Up to this many token ids are checked on the event loop: 0.4 ms."""
 
 _CHARS_PER_TOKEN, _MIN_CHARS_PER_TOKEN, _MANY_CHARS = 1000, 250, 2_000_000
-"""Before it is tokenized, a text is cut after max_tokens times the first number of characters, or after fewer where
-that would be very many, but never below the second number. Ordinary text has 2 to 6 characters a token; only long runs
-of blanks, and words of thousands of letters, have hundreds. text-embeddings-inference's limit is 250."""
+"""A text is cut after max_tokens times the first number of characters, or after fewer where that would be very many,
+but never below the second number, which is text-embeddings-inference's limit. Ordinary text has 2 to 6 characters a
+token; long runs of blanks have hundreds."""
 
-_MANY_TOKENS = 64 * 1024
-"""Tokens of a text that become ids at once, more only where they are needed: this holds the GIL, 2 ms for so many. Only
-texts without split points have more in a piece. One more than is kept shows that a text is too long."""
+MANY_TOKENS = 64 * 1024
+"""Tokens of a text that become ids at once, more only where they are needed: this holds the GIL for 2 ms. Only texts
+without split points have more in a piece."""
 
 _RUN_IDS = 32 * 1024
 """Token ids checked in one call: 1.6 ms."""
 
 _RUN_DECODED_IDS = 4 * 1024
-"""Token ids in one call that may have to be decoded and tokenized: as many as `RUN_CHARS` of English."""
+"""Token ids in one call that may have to be decoded and tokenized: about `RUN_CHARS` of English."""
 
 _LEAST_CHUNK_TOKENS = 32
-"""Fewest tokens of its text that a chunk has, for models that take twice as many: fewer would make too many chunks."""
+"""Fewest tokens of its text that a chunk has, for models that take twice as many."""
 
 _NUM_REMEMBERED = 64
-"""Combinations of options for which the truncation policy is cached."""
 
 _BYTES_PER_ID = 4
 
@@ -93,8 +117,6 @@ _CHUNK, _TEXT = Overflow.CHUNK, Source.TEXT  # Python 3.11 takes 0.1 µs to find
 
 
 class _Frame(NamedTuple):
-    """What is put around the tokens of a text."""
-
     prompt: str
     prefix: bytes
     """Ids of special tokens, int32, as the next."""
@@ -105,11 +127,6 @@ class _Frame(NamedTuple):
 
 class Tokenizer:
     """The model's tokenizer. The gateway tries `tokenize_now` first; `tokenize` always works.
-
-    Texts are tokenized with the model's special tokens and a prompt, unless the request says otherwise. Lists of token
-    ids are read by a policy (`vecd.gateway.tokenization.id_policy`): the model's own unchanged, without a prompt; those
-    of cl100k_base become texts. Inputs that are too long for the model are truncated, split or refused as the request,
-    or the server's default, says (`vecd.gateway.tokenization.truncation`).
 
     At most `max_chars` characters of a text are read, and `max_ids` ids of a list. Longer inputs are truncated there if
     the overflow is TRUNCATE, and refused otherwise.
@@ -131,17 +148,15 @@ class Tokenizer:
         Raises ModelError when the file is no tokenizer, and NoTasks.
         """
         self._tokenizer = _read_tokenizer(card, literal_special_tokens=literal_special_tokens)
-        # The library's own threads use the workers' cores without a gain: 2,048 texts of 200 words take as long with
-        # them (2 cores).
+        # The library's own threads gain nothing: 2,048 texts of 200 words take as long with them (2 cores).
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.threads = Threads()
         self.max_tokens = max_tokens
         self.max_chars = max_tokens * max(_MIN_CHARS_PER_TOKEN, min(_CHARS_PER_TOKEN, _MANY_CHARS // max_tokens))
         self.max_ids = self.max_chars
-        """A caller may shorten a longer list, but must keep its first `max_ids`, at least one more, and its last
-        few."""
+        """Of a longer list a caller keeps the first `max_ids`, at least one more, and the last few."""
         self._prompt = card.prompt
-        self._roles = role_templates(card.tokens)
+        self.roles = role_templates(card.tokens)
         self._no_tokens = [card.vocab_size - 1] if card.is_static else []
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
@@ -165,22 +180,22 @@ class Tokenizer:
         max_own_tokens = max_tokens - self._template.num_tokens
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
         self._is_template_plain = self._is_templated or (
-            max_own_tokens > 0 and _is_template_plain(self._tokenizer, self._template)
+            max_own_tokens > 0 and is_template_plain(self._tokenizer, self._template)
         )
-        self._texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
+        self.texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
         template = None if card.score is None else card.score.pair_template
-        self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self._texts, template)
-        self._pairs = PairTokens(self._tokenizer, self._texts)
-        self.api = TokenizeApi(self._tokenizer, self._texts, self._frames, card.vocab_size)
+        self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self.texts, template)
+        self._pairs = PairTokens(self._tokenizer, self.texts)
+        self.api = TokenizeApi(self._tokenizer, self.texts, self._frames, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
         self._frame = lru_cache(_NUM_REMEMBERED)(self._make_frame)
         self._most_known_chars = min(MAX_CHARS, self.max_chars)
-        self._tokenizer.enable_truncation(max(max_tokens + 1, _MANY_TOKENS))
+        self._tokenizer.enable_truncation(max(max_tokens + 1, MANY_TOKENS))
 
     def estimate_tokens(self, inputs: Inputs, how: Tokenizing = PLAIN) -> int:
-        """An estimate from lengths alone, for admission: 3 characters a token, or the number of ids."""
-        most = self.max_tokens if how.max_tokens is None else min(self.max_tokens, max(1, how.max_tokens))
+        """An estimate from lengths alone: 3 characters a token, or the number of ids."""
+        most = max(1, self._most_tokens(how))
         prompt, role = self._prompt_of(how), self._role_of(how)
         if role is not None:
             most = most if role.max_tokens is None else min(most, role.max_tokens)
@@ -206,12 +221,10 @@ class Tokenizer:
         return num_own + num_chunks * min(most, extra)
 
     def id_of(self, token: str) -> int | None:
-        """None for a token that is not in the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
     def num_added(self, token_ids: TokenIds) -> tuple[int, int]:
-        """How many special tokens a sequence has before and behind the tokens of its input. In a chat template, all
-        that is before the input counts."""
+        """How many special tokens a sequence has before and behind the tokens of its input."""
         if self._is_templated:
             return len(token_ids), 0
         prefix, suffix = self._template
@@ -223,29 +236,23 @@ class Tokenizer:
             return [item]
         if not self._is_short(inputs, how):
             return None
-        steps = self._take_run(inputs, range(len(inputs)), how)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as stop:
-                tokenized: list[TokenizedInput] = stop.value
-                return tokenized
+        return exhaust(self.take_run(inputs, range(len(inputs)), how))
 
     async def tokenize(
         self, inputs: Inputs, how: Tokenizing = PLAIN, tenant: str = ""
     ) -> AsyncGenerator[list[TokenizedInput], None]:
         """Tokenize in the threads; yields runs of consecutive inputs, in order. `tenant`: see `Threads`.
 
-        Raises BadRequest when it reaches the input in question, which names `input`: a list of ids that the policy
-        refuses, ids outside the vocabulary, an input without a token, one that is too long to be read and may not be
-        truncated, one with too long a part that can be cut nowhere, too many chunks; without a field: a prompt or a
-        limit on tokens that leaves none for a text. InputTooLong for an input that is too long for the model, with
-        Overflow.ERROR, or longer than `max_embed_len`, with Overflow.CHUNK.
+        Raises BadRequest when it reaches the input in question: a list of ids that the policy refuses, ids outside the
+        vocabulary, an input without a token, one that is too long to be read and may not be truncated, one with too
+        long a part that can be cut nowhere, too many chunks, a prompt or a limit that leaves no token for a text.
+        InputTooLong for an input that is too long for the model, with Overflow.ERROR, or longer than `max_embed_len`,
+        with Overflow.CHUNK.
         """
         num_chunks = 0
         openings: dict[str, Opening] = {}
         for run in self._runs(inputs, how):
-            tokenized = await self.threads.run(self._take_run(inputs, run, how, openings), tenant)
+            tokenized = await self.threads.run(self.take_run(inputs, run, how, openings), tenant)
             num_chunks += sum([len(item.chunks) for item in tokenized])
             check_num_chunks(num_chunks)
             yield tokenized
@@ -253,7 +260,6 @@ class Tokenizer:
     # --- on the event loop, or in a thread --------------------------------------------------------------------
 
     def _is_short(self, inputs: Inputs, how: Tokenizing) -> bool:
-        """Whether `inputs` can be tokenized on the event loop."""
         prompt = self._prompt_of(how)
         if _are_texts(inputs):
             return _cost(inputs, prompt) <= _INLINE_CHARS
@@ -279,8 +285,7 @@ class Tokenizer:
         return num_bytes + len(decoded) * (CHARS_PER_TEXT + len(prompt)) <= _INLINE_CHARS
 
     def _runs(self, inputs: Inputs, how: Tokenizing) -> Iterator[range]:
-        """Divide the inputs into runs of as much as one call takes, or of one input each."""
-        longest = self._texts.first_chars(self.max_tokens - self._template.num_tokens)
+        longest = self.texts.first_chars(self.max_tokens - self._template.num_tokens)
         if _are_pairs(inputs):
             return runs_of(_lengths_of_pairs(inputs, longest), RUN_CHARS, self.max_chars, len(how.instruction or ""))
         if _are_texts(inputs):
@@ -302,7 +307,7 @@ class Tokenizer:
             truncation, what = replace(truncation, template=template), "prompt in the chat template"
         if not prompt:
             return truncation
-        prompt_ids = tuple(self._texts.all_ids(prompt))
+        prompt_ids = tuple(self.texts.all_ids(prompt))
         if (how.prompt is not None or self._is_templated) and len(prompt_ids) >= truncation.max_own_tokens:
             raise BadRequest(
                 f"The {what} has {len(prompt_ids)} tokens, and an input may have {truncation.max_tokens} in all, of "
@@ -311,7 +316,6 @@ class Tokenizer:
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
     def _make_frame(self, how: Tokenizing) -> "_Frame":
-        """Raises as `_make_truncation`."""
         truncation = self._truncation(how)
         prefix, suffix = (array("i", ids).tobytes() for ids in truncation.template)
         return _Frame(truncation.prompt, prefix, suffix, truncation.max_own_tokens * _BYTES_PER_ID)
@@ -321,7 +325,7 @@ class Tokenizer:
         return text.strip() if self._frames[how.add_special_tokens].strips else text
 
     def _role_of(self, how: Tokenizing) -> RoleTemplate | None:
-        return self._roles.get(how.role or Role.DOCUMENT) if self._roles else None
+        return self.roles.get(how.role or Role.DOCUMENT) if self.roles else None
 
     def _prompt_of(self, how: Tokenizing) -> str:
         if how.prompt is not None:
@@ -329,11 +333,14 @@ class Tokenizer:
         role = self._role_of(how)
         return self._prompt if role is None or role.prompt is None else role.prompt
 
+    def _most_tokens(self, how: Tokenizing) -> int:
+        return self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
+
     def _limits(self, how: Tokenizing, has_special_tokens: bool, role: RoleTemplate | None = None) -> TruncationPolicy:
         """The policy for lists of the model's own ids, with its special tokens or without; or for texts in a role."""
         template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
         overflow = how.overflow or self._overflow
-        max_tokens = self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
+        max_tokens = self._most_tokens(how)
         if role is not None:
             template = role.around(template)
             max_tokens = max_tokens if role.max_tokens is None else min(max_tokens, role.max_tokens)
@@ -353,19 +360,19 @@ class Tokenizer:
     # --- a run of inputs --------------------------------------------------------------------------------------
 
     def _take_known(self, text: str, how: Tokenizing) -> TokenizedInput | None:
-        """A short text of known words that needs no more than they: 5 µs sooner than by the steps for any text."""
+        """A short text of known words: 5 µs sooner than by the steps for any text."""
         if len(text) > self._most_known_chars or how.wants_offsets:
             return None
         frame = self._frame(how)
-        own = self._texts.known(frame.prompt + self._kept(text, how))
+        own = self.texts.known(frame.prompt + self._kept(text, how))
         if not own or len(own) > frame.max_own_bytes:
             return None
         token_ids = frame.prefix + own + frame.suffix
         item = TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
-        role = self._role_of(how) if self._roles else None
+        role = self._role_of(how) if self.roles else None
         return item if role is None else role.filled(item, self.max_tokens)
 
-    def _take_run(
+    def take_run(
         self, inputs: Inputs, run: range, how: Tokenizing, openings: dict[str, Opening] | None = None
     ) -> Generator[None, None, list[TokenizedInput]]:
         """Tokenize some of the inputs. Yields between pieces of work. `openings`: see `PairTokens.steps`."""
@@ -389,7 +396,7 @@ class Tokenizer:
     def _pair_limits(self, how: Tokenizing) -> PairLimits:
         overflow = how.overflow or self._overflow
         return PairLimits(
-            self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens),
+            self._most_tokens(how),
             Overflow.TRUNCATE if overflow is Overflow.CHUNK else overflow,  # a pair has no chunks
             how.max_query_tokens,
             how.max_document_tokens,
@@ -409,12 +416,12 @@ class Tokenizer:
             return (yield from self._take_texts_by_library(texts, indices, truncation, source, how))
         kept = [self._kept(text, how) for text in texts]
         lists = []
-        if truncation.overflow is Overflow.TRUNCATE_LEFT and max(map(len, kept)) > self._texts.max_part_chars:
+        if truncation.overflow is Overflow.TRUNCATE_LEFT and max(map(len, kept)) > self.texts.max_part_chars:
             for text in kept:  # whose beginning may have a part that is too long, and is not needed
-                last = yield from self._texts.last_steps(text, truncation.prompt, max_own_tokens + 1)
+                last = yield from self.texts.last_steps(text, truncation.prompt, max_own_tokens + 1)
                 lists.append(last)
         else:
-            lists = yield from self._texts.first_steps(kept, truncation.prompt, max_own_tokens)
+            lists = yield from self.texts.first_steps(kept, truncation.prompt, max_own_tokens)
         tokenized = []
         for index, given, text, own in zip(indices, texts, kept, lists, strict=True):
             if len(own) <= max_own_tokens and len(text) <= max_chars:
@@ -438,8 +445,7 @@ class Tokenizer:
     def _take_queries_first(
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """Tokenize queries, and the documents behind them. The index of a document in an error counts from the first
-        one."""
+        """The index of a document in an error counts from the first document."""
         num_queries = sum(index < how.num_queries for index in indices)
         of_documents = [index - how.num_queries for index in indices[num_queries:]]
         parts = (
@@ -460,9 +466,9 @@ class Tokenizer:
         return tokenized
 
     def _in_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
-        """`how` for texts of one role. `most_own`: they are cut to so many tokens, without special tokens, even with
+        """`how` for texts of one role, which are cut to `most_own` tokens, without special tokens, even with
         Overflow.ERROR, which is about longer limits."""
-        limits = self._limits(how, how.add_special_tokens, self._roles.get(role))
+        limits = self._limits(how, how.add_special_tokens, self.roles.get(role))
         template = limits.template
         if self._is_templated:
             template = self._frames[True].whole(self._prompt_of(how._replace(role=role)))
@@ -483,7 +489,7 @@ class Tokenizer:
         """`lead`: characters that the input has before the text."""
         is_beginning = not item.chunks and truncation.overflow is not Overflow.TRUNCATE_LEFT
         num = truncation.max_own_tokens if is_beginning else None
-        own, offsets = yield from self._texts.offset_steps(text, truncation.prompt, num)
+        own, offsets = yield from self.texts.offset_steps(text, truncation.prompt, num)
         offsets[offsets[:, 0] >= 0] += lead
         return with_offsets(item, offsets, own, truncation)
 
@@ -495,9 +501,9 @@ class Tokenizer:
         source: Source,
         how: Tokenizing,
     ) -> Generator[None, None, list[TokenizedInput]]:
-        """Tokenize texts for a model whose special tokens are not a plain template: only the library can add them."""
+        """For a model whose special tokens are not a plain template: only the library can add them."""
         prepared = [truncation.prompt + text[: self.max_chars] for text in texts]
-        self._texts.check_parts(prepared)
+        self.texts.check_parts(prepared)
         role = self._role_of(how)
         encode = self._tokenizer.encode_batch if how.wants_offsets else self._tokenizer.encode_batch_fast
         tokenized = []
@@ -532,10 +538,10 @@ class Tokenizer:
     def _take_long_text(
         self, text: str, index: int, truncation: TruncationPolicy, source: Source
     ) -> Generator[None, None, TokenizedInput]:
-        """Tokenize a text with too many tokens or characters, which may not be truncated on the right."""
+        """A text with too many tokens or characters, which may not be truncated on the right."""
         is_beyond = len(text) > self.max_chars
         if truncation.overflow is Overflow.ERROR:
-            own = yield from self._texts.all_steps(text, truncation.prompt)
+            own = yield from self.texts.all_steps(text, truncation.prompt)
             num_tokens = len(own) + truncation.template.num_tokens
             if num_tokens > truncation.max_tokens:
                 raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input", index=index)
@@ -543,7 +549,7 @@ class Tokenizer:
             raise self._beyond(index, f"{self.max_chars} characters")
         if truncation.overflow is Overflow.TRUNCATE_LEFT:
             return (yield from self._take_end(text, truncation, source))
-        own = yield from self._texts.all_steps(text, truncation.prompt)
+        own = yield from self.texts.all_steps(text, truncation.prompt)
         return (yield from truncation.chunk_steps(own, source))
 
     def _take_end(
@@ -552,9 +558,9 @@ class Tokenizer:
         """The prompt and the last tokens of a text that is too long."""
         prompt: TokenIds = []
         if truncation.prompt:
-            [first] = yield from self._texts.first_steps([text], truncation.prompt, len(truncation.prompt_ids))
+            [first] = yield from self.texts.first_steps([text], truncation.prompt, len(truncation.prompt_ids))
             prompt = truncation.prompt_of(first)
-        last = yield from self._texts.last_steps(text, truncation.prompt, truncation.max_own_tokens - len(prompt))
+        last = yield from self.texts.last_steps(text, truncation.prompt, truncation.max_own_tokens - len(prompt))
         return truncation.end(last, source, prompt)
 
     def _take_lists(
@@ -630,8 +636,7 @@ def _are_pairs(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[
 
 
 def _lengths_of_pairs(pairs: list[Pair], longest: int) -> Iterator[int]:
-    """Characters that are tokenized for each pair: of the document at most `longest` for now, and all of the query
-    where it is not that of the pair before."""
+    """A pair counts at most `longest` of its document, and its query where that is not the one before."""
     known: str | None = None
     for query, document in pairs:
         yield min(len(document), longest) + (0 if query == known else len(query))
@@ -639,16 +644,13 @@ def _lengths_of_pairs(pairs: list[Pair], longest: int) -> Iterator[int]:
 
 
 def _cost(inputs: Sequence[str | TokenIds] | list[Pair], prompt: str) -> int:
-    """The size of the inputs, in characters or ids. Each counts at least `CHARS_PER_TEXT`, so many are not added up."""
-    per_input = CHARS_PER_TEXT + len(prompt)
-    most = _INLINE_IDS
-    if len(inputs) * per_input > most:
-        return most + 1
-    return sum(map(len, inputs)) + len(inputs) * per_input
+    """The size of the inputs, in characters or ids. A long list is not added up."""
+    cost = len(inputs) * (CHARS_PER_TEXT + len(prompt))
+    return cost if cost > _INLINE_IDS else cost + sum(map(len, inputs))
 
 
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:
-    """Read a tokenizer that neither truncates nor pads, and for static embeddings adds no special tokens. Raises
+    """A tokenizer that neither truncates nor pads, and for static embeddings adds no special tokens. Raises
     ModelError."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(card.tokenizer_file)
@@ -677,7 +679,7 @@ def _template_of(tokenizer: tokenizers.Tokenizer) -> SequenceTemplate:
     return SequenceTemplate(encoding.ids[:start], encoding.ids[max(start, end) :])
 
 
-def _is_template_plain(tokenizer: tokenizers.Tokenizer, template: SequenceTemplate) -> bool:
+def is_template_plain(tokenizer: tokenizers.Tokenizer, template: SequenceTemplate) -> bool:
     """Whether a sequence is always the prefix, the text's own tokens, and the suffix."""
     return all(
         tokenizer.encode(text).ids

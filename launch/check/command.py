@@ -1,9 +1,7 @@
-"""`vecd check`: describes a model and its path here, compares its vectors, measures its speed, recommends settings.
+"""`vecd check`: describes a model and its path here, compares its vectors, measures its speed.
 
-Owns the command's arguments, the order of its parts, and its exit codes. It reads the same settings as `vecd serve`,
-makes the same plan, and loads the engine that a worker would run; it opens no port. The selection of the engine is
-remembered, so the first start of the server is quick. Called by `vecd.launch.cli`; the parts are in the modules beside
-it, and in `vecd.workers.check.run`.
+Owns the command's arguments, the order of its parts, and its exit codes. It makes the plan of `vecd serve` from the
+same settings, and loads the engine that a worker would run; it opens no port. The selection of an engine is remembered.
 """
 
 import argparse
@@ -18,10 +16,7 @@ from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
 
-from vecd.client.bench.texts import read_texts
-from vecd.client.status_line import StatusLine
-from vecd.client.suggestions import flags_of
-from vecd.launch.base.exit_codes import (
+from vecd.base.failures import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
     EXIT_INTERNAL_ERROR,
@@ -30,37 +25,39 @@ from vecd.launch.base.exit_codes import (
     ConfigurationError,
     StartFailure,
 )
-from vecd.launch.base.programs import child_environment, self_command
+from vecd.base.flags import flags_of
+from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
+from vecd.base.status_line import StatusLine
+from vecd.client.bench.texts import read_texts
 from vecd.launch.check import model as check_model
-from vecd.launch.check.advice import advise, is_disturbed
-from vecd.launch.check.machine import read_machine
-from vecd.launch.check.report import Comparison, Measurements, Problem, Report
-from vecd.launch.check.text import render, render_all
+from vecd.launch.check.report import Comparison, Measurements, Problem, Report, render, render_all
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import Settings, load_settings
-from vecd.shm.card import ModelError
+from vecd.model.card import ModelError
+from vecd.workers.batch import ReportProgress
 from vecd.workers.check.order import Order
-from vecd.workers.engine import ReportProgress
-from vecd.workers.installed import NEEDS_TORCH, has_torch
+from vecd.workers.machine import available_mb
 from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
 
 _MAX_SECONDS = 600.0
+_LEAST_CORE_SHARE = 0.9
+"""Below it other programs used the same core: the speeds are too low."""
 _TIMEOUT_S = 600.0
 """Without a word from a process; `--start-timeout` can make it longer."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 the model can be served, 2 bad arguments or settings, 3 it cannot, or should not, 130 interrupted.
-    With --all it is 3 if one of the models cannot. Those of --fleet are `vecd.launch.check.fleet_command`'s.
+    With --all it is 3 if one of the models cannot. Those of --fleet are `vecd.launch.check.fleet`'s.
 
     The report goes to standard output, stages and errors of usage to standard error.
     """
     if any(argument.partition("=")[0] == "--fleet" for argument in argv):
-        from vecd.launch.check.fleet_command import main as check_fleet
+        from vecd.launch.check.fleet import main as check_fleet
 
         return check_fleet(argv)
     try:
@@ -69,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
         entries = load_models(load_settings(rest, other_flags=flags_of(parser)))
         if options.all:
             return _check_all(entries, options)
-        settings = _only_model(entries)
+        if len(entries) > 1:
+            names = ", ".join(entry.name for entry in entries)
+            raise ConfigurationError(f"MODEL: vecd check takes one model, or --all, and these are given: {names}")
+        settings = entries[0].settings
         texts = _read_texts(options, settings)
         report = _examine(settings, texts, options)
         if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):
@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="vecd check",
         usage="vecd check [MODEL] [--all] [--quick] [--json] [--remember] [--texts FILE] [--seconds S] "
         "[flags of vecd serve]\n       vecd check --fleet URL URL… [--json] [--api-key KEY]",
-        description="Describe a model and how it would be served here, check its vectors, measure its speed, "
-        "and recommend settings. MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
+        description="Describe a model and how it would be served here, check its vectors, and measure its speed. "
+        "MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
         "--cache-dir and every other flag, variable and file mean what they mean to vecd serve.",
         epilog="Exit codes: 0 the model can be served, 2 bad usage, 3 it cannot or should not be served.",
         allow_abbrev=False,
@@ -108,18 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _only_model(entries: Sequence[ModelEntry]) -> Settings:
-    """The settings of the only model. Raises ConfigurationError where there are several."""
-    if len(entries) > 1:
-        names = ", ".join(entry.name for entry in entries)
-        raise ConfigurationError([f"MODEL: vecd check takes one model, or --all, and these are given: {names}"])
-    return entries[0].settings
-
-
 def _check_all(entries: Sequence[ModelEntry], options: argparse.Namespace) -> int:
-    """Check one model after the other, and print each report when it is complete, unless all are to be one object.
-    Returns the exit code. Raises ConfigurationError for the arguments; what is wrong with a model, or with its
-    settings, is a problem of its report."""
+    """Print each report when it is complete, unless all are to be one object. Returns the exit code. Raises
+    ConfigurationError for the arguments; what is wrong with a model, or its settings, is a problem of its report."""
     texts: list[str] = []
     for entry in entries:
         texts = _read_texts(options, entry.settings)
@@ -130,7 +121,7 @@ def _check_all(entries: Sequence[ModelEntry], options: argparse.Namespace) -> in
             report = _examine(entry.settings, texts, options)
         except ConfigurationError as error:
             problems = [Problem(problem, "change the setting") for problem in error.problems]
-            report = Report(version(), read_machine(), problems=problems)
+            report = Report(version(), problems=problems)
         reports[name] = report
         if not (options.json or _print(f"# {name}\n\n{render(report)}\n")):
             return EXIT_INTERNAL_ERROR
@@ -156,7 +147,7 @@ def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
         except ValueError as error:
             problems.append(f"--texts: {error}")
     if problems:
-        raise ConfigurationError(problems)
+        raise ConfigurationError(*problems)
     return texts
 
 
@@ -183,9 +174,9 @@ def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) 
 
     # An exception, so that processes and files are cleaned up.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = Report(version(), read_machine())
+    report = Report(version())
     try:
-        _fill(report, settings, texts, 0 if options.quick else options.seconds, options.remember, show)
+        _fill(report, settings, texts, options, show)
     except (ModelError, StartFailure) as error:
         report.problems.append(check_model.problem(str(error)))
     finally:
@@ -195,17 +186,10 @@ def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) 
 
 
 def _fill(
-    report: Report,
-    settings: Settings,
-    texts: list[str],
-    seconds: float,
-    is_to_remember: bool,
-    show: ReportProgress,
+    report: Report, settings: Settings, texts: list[str], options: argparse.Namespace, show: ReportProgress
 ) -> None:
-    """Fill the report as far as possible. `seconds` of measurement for each dtype and length of text; 0: measure
-    nothing. `is_to_remember`: write the model's reference vectors. Raises ModelError or StartFailure for what ends it,
-    ConfigurationError."""
-    plan, machine = make_plan(settings), report.machine
+    """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
+    plan = make_plan(settings)
     try:
         report.model = check_model.describe(plan.workers[0].card, plan.gateway.model)
         report.problems, report.warnings = check_model.purpose(report.model)
@@ -221,26 +205,23 @@ def _fill(
             num_parameters=report.model.num_parameters,
             stored_dtype="".join(report.model.weights_dtypes[:1]),
             max_tokens=plan.gateway.max_tokens,
-            available_mb=machine.available_mb,
-            worker_counts=sorted({machine.num_usable_physical_cores, machine.num_usable_cores} - {1}),
-            seconds=seconds,
-            is_to_remember=is_to_remember,
+            available_mb=available_mb(),
+            seconds=0 if options.quick else options.seconds,
+            is_to_remember=options.remember,
         )
         for name, value in run("check", asdict(order), timeout_s, show):
             report.add(name, value)
         assert report.path is not None
         wrong = [one for one in report.path.agreements if not one.is_within_bounds]
-        report.problems += [_disagreement(report.path.outputs, one) for one in wrong]
+        report.problems += [disagreement(report.path.outputs, one) for one in wrong]
         if plan.workers[0].card.export_file and not report.path.probes:
             report.warnings.append("the vectors were compared with nothing; vecd serve needs --unverified, too")
         measured = report.measurements or Measurements()
-        if is_disturbed(measured):
+        if measured.core_share < _LEAST_CORE_SHARE:
             report.warnings.append(
                 f"other programs ran meanwhile: a worker had {measured.core_share:.0%} of its core at worst. The "
                 "figures of speed are too low; measure again on a quiet machine"
             )
-        if not report.problems:
-            report.advice = advise(machine, _given(settings), report.path, measured)
     finally:
         plan.close()
 
@@ -248,8 +229,7 @@ def _fill(
 def _tokenize(
     plan: Plan, report: Report, texts: list[str], timeout_s: float, show: ReportProgress
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """The texts that will be compared, and the fields of `Order` about their tokens. Adds warnings to the report.
-    Raises ModelError."""
+    """The texts to compare, and the fields of `Order` about their tokens. Adds warnings. Raises ModelError."""
     assert report.model is not None
     show("tokenizing")
     candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
@@ -265,7 +245,7 @@ def _tokenize(
 
 
 def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportProgress) -> Iterator[tuple[str, Any]]:
-    """Yield what a child of `kind` (a function of `vecd.launch.child`) finds; see `OrderedProcess.results`."""
+    """Yield what a child of `kind` (a function of `vecd.child`) finds; see `OrderedProcess.results`."""
     command = self_command(kind)
     with (
         tempfile.TemporaryFile() as stderr,
@@ -274,16 +254,7 @@ def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportPro
         yield from process.results(report, timeout_s)
 
 
-def _given(settings: Settings) -> dict[str, str | int]:
-    """The settings that say what is served. They do not depend on the machine."""
-    path = FilePath(settings.model).expanduser()
-    model = str(path.absolute()) if settings.model and path.is_dir() else settings.model
-    names = ("kind", "pooling", "revision", "max_tokens")
-    found = {"model": model, **{name: getattr(settings, name) for name in names}}
-    return {name: value for name, value in found.items() if value and value != "auto"}
-
-
-def _disagreement(outputs: str, found: Comparison) -> Problem:
+def disagreement(outputs: str, found: Comparison) -> Problem:
     is_order = found.min_cosine is None  # of scores alone
     figures = f"{found.same_order:.1%} in the same order" if is_order else f"smallest cosine {found.min_cosine:.5f}"
     return Problem(

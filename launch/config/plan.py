@@ -1,71 +1,142 @@
 """From settings to plans: each model's folder and card, the devices, and the configuration of each child.
 
 Owns the choice of defaults that depend on the machine and the model. Starts no process but those that fetch a hub model
-and convert its weights or tokenizer. Called by `vecd.supervisor`, and by `vecd check`, which has one model.
+and convert its weights or tokenizer.
 """
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import resource
-import tempfile
+import subprocess
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, TypeAlias
 
+from vecd.base import logs
+from vecd.base.failures import EXIT_OK, ConfigurationError, StartFailure
+from vecd.base.programs import NEEDS_TORCH, ask_child, has_torch, not_installed
+from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
-from vecd.gateway.types.config import ApiKey, GatewayConfig
-from vecd.launch.base.exit_codes import EXIT_OK, ConfigurationError, StartFailure
-from vecd.launch.base.programs import run_child
-from vecd.launch.config.aliases import check_defaults, with_prompts
-from vecd.launch.config.architectures import refuse_unknown
-from vecd.launch.config.chat_template import read_chat_template
 from vecd.launch.config.keys import load_keys
-from vecd.launch.config.models import BUNDLED_NAME, BUNDLED_PACKAGE, ModelEntry, folder_of, name_of, names_of
-from vecd.launch.config.num_gateways import choose_num_gateways
-from vecd.launch.config.ordered_pair import ordered_pair
+from vecd.launch.config.models import (
+    BUNDLED_NAME,
+    BUNDLED_PACKAGE,
+    ModelEntry,
+    check_defaults,
+    folder_of,
+    name_of,
+    names_of,
+    with_prompts,
+)
 from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.settings import MAX_WORKERS, Settings
-from vecd.launch.config.templates import with_pair_template, with_text_template
-from vecd.launch.config.tokenizer import with_tokenizer
-from vecd.missing import not_installed
-from vecd.shm import logs
-from vecd.shm.arena import ArenaSpec
-from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
-from vecd.shm.card import ModelCard, ModelError, read_card
-from vecd.shm.model_files import files_of, source_of
-from vecd.shm.output import span_of
-from vecd.shm.residence import parse_keep_alive
-from vecd.shm.sealed_memory import close_copy, copy_sealed
+from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
+from vecd.model.card import ModelCard, ModelError, read_card
+from vecd.model.files import files_of, source_of
+from vecd.model.tokenizer import with_tokenizer
+from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
+from vecd.shm.control import parse_keep_alive
+from vecd.shm.output import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU, span_of
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
-from vecd.workers.families.encoders import FAMILIES
-from vecd.workers.installed import NEEDS_TORCH, has_torch
-from vecd.workers.processor import usable_cores
-from vecd.workers.short_texts import recall_texts_per_s
+from vecd.workers.families import FAMILIES
+from vecd.workers.machine import usable_cores
+
+# Refuses architectures that the installed transformers does not have, without importing it. If its files are not as
+# expected, the worker reports the architecture.
+
+# Where its names of architectures stand, in double quotes. Source: transformers 5.23.
+_FILES = ("auto_mappings.py", "configuration_auto.py")
+
+
+def refuse_unknown(card: ModelCard, files: Iterable[str] = _FILES) -> None:
+    names = _text_of(files)
+    if '"bert"' in names and f'"{card.model_type}"' not in names:
+        version = importlib.metadata.version("transformers")
+        raise ModelError(
+            f"{card.weights_folder}/config.json: transformers {version} has no architecture {card.model_type!r} "
+            "(model_type)"
+        )
+
+
+def _text_of(files: Iterable[str]) -> str:
+    package = importlib.util.find_spec("transformers")  # finds without importing
+    if package is None or package.origin is None:
+        return ""
+    text = ""
+    for name in files:
+        with suppress(OSError, UnicodeDecodeError):
+            text += (Path(package.origin).parent / "models" / "auto" / name).read_text(encoding="utf-8")
+    return text
+
+
+# A query with an answer, and with a text about something else, as token ids: by them a reranker's order is checked.
+#
+# A model that gets its pairs through a template ranks without an error, and at random, if the template is not its own.
+# Where the scores are made, in the workers, there is no tokenizer, so the ids are made here. The check itself is in
+# `vecd.workers.select`, behind the selection of an engine, where a model can still be refused.
+
+OrderedPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+QUERY = "What is the capital of France?"
+ANSWER = "Paris is the capital and the largest city of France."
+OTHER = "To bake bread, mix flour, water, salt and yeast, and let the dough rest for an hour."
+_TIMEOUT_S = 120.0
+"""Reading the tokenizer of a large vocabulary takes seconds on a busy machine."""
+
+
+def ordered_pair(card: ModelCard, max_tokens: int) -> OrderedPair | None:
+    """None for a model without a template. Raises ModelError when it cannot be tokenized."""
+    if card.score is None or card.score.pair_template is None or "rerank" not in card.capabilities:
+        return None
+    try:
+        status, text = ask_child("pairs", json.dumps(card.to_json()), str(max_tokens), timeout_s=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{card.folder}: a pair is not tokenized within {_TIMEOUT_S:.0f} s") from None
+    if status != EXIT_OK:
+        raise ModelError(text or f"{card.folder}: a pair cannot be tokenized (exit code {status})")
+    better, worse = json.loads(text)
+    return tuple(better), tuple(worse)
+
+
+def write_sequences(card_json: str, max_tokens: str, answer: Path) -> None:
+    """Raises ModelError."""
+    from vecd.gateway.errors import ApiError
+    from vecd.gateway.request import Pair
+    from vecd.gateway.tokenization.tokenizer import Tokenizer
+
+    card = ModelCard.from_json(json.loads(card_json))
+    try:
+        inputs = Tokenizer(card, int(max_tokens), "model").tokenize_now([Pair(QUERY, ANSWER), Pair(QUERY, OTHER)])
+    except ApiError as error:
+        raise ModelError(f"{card.folder}: a pair cannot be tokenized: {error}") from error
+    assert inputs is not None, "so short a request is tokenized at once"
+    answer.write_text(json.dumps([array("i", item.token_ids).tolist() for item in inputs]))
+
 
 _LEAN_DTYPES = ("auto", "float32", "int8")
 _NUM_SLOTS = 2  # of a gateway: a batch being computed, and one sent ahead
 _MAX_ROWS_OF_TOKENS = 2048
-"""Rows of one text whose tokens' vectors are requested: with 1,024 floats each, 8 MiB of every slot."""
+"""Rows of one text whose tokens have vectors: with 1,024 floats each, 8 MiB of every slot."""
 _MAX_ROWS_OF_LATE_CHUNKS = 8192
-"""The same, of a model that makes late chunks of long texts: 32 MiB, of which a processor has the part in memory that
-was ever written."""
+"""The same, of a model that makes late chunks of long texts: 32 MiB, of which a processor has what was ever written."""
 _SPANNING_SEQUENCES = 64
-"""Sequences with an output that spans several rows that a slot has room for: for BERT's vocabulary, 8 MiB."""
+"""Sequences in a slot with an output that spans several rows: 8 MiB for BERT's vocabulary."""
 _MAX_ARENA_BYTES = 2**40
-"""Far more than a worker's share of any machine; only files that are wrong ask for it."""
 _KEEP_ALIVE_ON_DEMAND_S = 300.0
 """As Ollama's."""
 _MAX_CHANGES_SAID = 5
 _MAX_RANGES_BYTES = 16 * 2**20
 """Two float64s for each of a million dimensions."""
 _MAX_OPEN_FILES = 65_536
-_MIN_BOARD_WORKERS = 64  # a reload may have more than the start
+_MIN_METRICS_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
 _MIN_OPEN_FILES = 256
 
@@ -77,28 +148,25 @@ _BATCH_BOUNDS = {"cpu": (MAX_BATCH_TOKENS, 512), "gpu": (MAX_BATCH_TOKENS_ON_GPU
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the supervisor will start, decided before anything is started. Owns the copies of the model's files
-    that the gateways read, so that one which is restarted reads what the others have read."""
+    """Everything the supervisor will start. Owns the copies of the model's files that the gateways read, so that one
+    which is restarted reads what the others have read."""
 
     settings: Settings
     card: ModelCard
     gateway: GatewayConfig
     workers: list[WorkerConfig]
     model_files: frozenset[tuple[str, int, int, int]]
-    """What was in the model's folder when its card was read; see `model_has_changed`."""
-    why_gateways: str = ""
-    """Why `--gateways auto` is the number that it is; empty where the number was given."""
+    """What was in the model's folder when its card was read."""
     other_files: frozenset[tuple[str, int, int, int]] = frozenset()
-    """The same of the certificate, its key and the ranges, which gateways read."""
+    """The same of the certificate, its key and the ranges."""
 
     def model_has_changed(self) -> bool:
-        """Whether the files are no longer those that the plan was made of. A child that reads them now would not agree
-        with those that have read them. Reads the file system: not for an event loop."""
+        """Whether the files are no longer those that the plan was made of. Not for an event loop."""
         return _files_in(Path(self.card.folder)) != self.model_files
 
     def changed_files(self) -> str:
         """Which files that were loaded are no longer what they were, in words; "" if there is none. What was added
-        counts for `model_has_changed` alone. Looks at a few files and reads none: not for an event loop."""
+        counts for `model_has_changed` alone. Not for an event loop."""
         folder, ranges = source_of(self.card.folder), str(self.settings.quantization_ranges)
         loaded = {each for each in self.model_files if each[0] == source_of(each[0])}  # not those in the cache
         loaded |= {each for each in self.other_files if each[0] == ranges}
@@ -115,8 +183,12 @@ class Plan:
         return ", ".join(said) + (", …" if len(changes) > len(said) else "")
 
     def has_read(self, path: Path) -> bool:
-        """Whether this file, one of `other_files`, is the one that the plan was made with. Reads the file system."""
+        """Whether this file, one of `other_files`, is the one that the plan was made with."""
         return _versions([path]) <= self.other_files
+
+    def with_gateway(self, **changes: Any) -> "Plan":
+        """The plan with `changes` of its gateway's configuration."""
+        return replace(self, gateway=replace(self.gateway, **changes))
 
     def close(self) -> None:
         """Close the copies, once no gateway is started with this plan any more. To be called once."""
@@ -124,8 +196,7 @@ class Plan:
 
 
 def _files_in(folder: Path) -> frozenset[tuple[str, int, int, int]]:
-    """The versions of the model's files, also of those that were converted; empty without the folder. Reference vectors
-    do not count."""
+    """The versions of the model's files, also of those that were converted. Reference vectors do not count."""
     try:
         return _versions([*files_of(folder), *files_of(Path(source_of(str(folder))))])
     except OSError:
@@ -144,44 +215,30 @@ def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, in
     return frozenset(found)
 
 
-def make_plan(settings: Settings, report: Callable[[str], None] = logs.say, *, num_gateways: int | None = None) -> Plan:
+def make_plan(settings: Settings, report: Callable[[str], None] = logs.say) -> Plan:
     """Read the model's card and compose the children's configurations. `report` is called with each stage that may take
-    long. `num_gateways`: those that run already; None: as the settings say.
-
-    Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
-    StartFailure for a machine that allows too little.
-    Side effect: the plan's descriptor is open, unless an error is raised.
-    """
-    return _plan_model(ModelEntry(settings.served_model_name, settings), _check_shared(settings), report, num_gateways)
+    long. Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
+    StartFailure for a machine that allows too little. Side effect: opens the plan's descriptor, unless it raises."""
+    return _plan_model(ModelEntry(settings.served_model_name, settings), _check_shared(settings), report)
 
 
-def make_plans(
-    entries: Sequence[ModelEntry], report: Callable[[str], None] = logs.say, num_gateways: int | None = None
-) -> list[Plan]:
-    """A plan for each model, as `make_plan` makes it, with the place of its workers among those of all. `entries`: of
-    one configuration, one at least. `num_gateways`: those that run already; None: as the settings say, with `auto` as
-    the first model needs them.
-
-    Raises ConfigurationError with the problems of all models, and ModelError, in which each problem begins with the
-    model's name if there are several; StartFailure for a machine that allows too little.
-    Side effect: the plans' descriptors are open, unless an error is raised.
-    """
+def make_plans(entries: Sequence[ModelEntry], report: Callable[[str], None] = logs.say) -> list[Plan]:
+    """A plan for each model, as `make_plan` makes it, with the place of its workers among those of all. Raises
+    ConfigurationError with the problems of all models; ModelError, in which each problem begins with the model's name
+    if there are several; StartFailure for a machine that allows too little. Side effect: the plans' descriptors are
+    open."""
     if len(entries) == 1:
-        plans = [_plan_model(entries[0], _check_shared(entries[0].settings), report, num_gateways)]
+        plans = [_plan_model(entries[0], _check_shared(entries[0].settings), report)]
     else:
-        plans = _plan_all(entries, report, num_gateways)
+        plans = _plan_all(entries, report)
     sizes = [plan.gateway.num_workers for plan in plans]
     return [
-        replace(
-            plan,
-            gateway=replace(
-                plan.gateway,
-                aliases=entry.aliases,
-                alias_defaults=entry.alias_defaults,
-                model_index=index,
-                first_worker=first_worker,
-                weight=entry.weight,
-            ),
+        plan.with_gateway(
+            aliases=entry.aliases,
+            alias_defaults=entry.alias_defaults,
+            model_index=index,
+            first_worker=first_worker,
+            weight=entry.weight,
         )
         for index, (entry, plan, first_worker) in enumerate(
             zip(entries, plans, accumulate(sizes[:-1], initial=0), strict=True)
@@ -189,8 +246,8 @@ def make_plans(
     ]
 
 
-def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_gateways: int | None) -> list[Plan]:
-    """The plans of several models, each as that of the only one. Raises as `make_plans`."""
+def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None]) -> list[Plan]:
+    """Raises as `make_plans`."""
     plans: list[Plan] = []
     problems: list[str] = []
     faults: list[str] = []
@@ -203,18 +260,18 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
             problems += error.problems
         for entry in entries:
             try:
-                plans.append(_plan_model(entry, keys, report, num_gateways, is_only_model=False))
-                num_gateways = plans[-1].gateway.num_gateways
+                plans.append(_plan_model(entry, keys, report, is_only_model=False))
             except ConfigurationError as error:
                 problems += [f"{entry.name}: {problem}" for problem in error.problems]
             except ModelError as error:
                 faults.append(f"{entry.name}: {error}")
-        if settings.vector_cache and len(plans) == len(entries) and not any(map(_keeps_vectors, plans)):
+        are_dense = ["dense" in plan.card.capabilities for plan in plans]
+        if settings.vector_cache and len(plans) == len(entries) and not any(are_dense):
             problems.append(
                 f"--vector-cache: {settings.vector_cache} bytes given, which keep dense vectors; no model has such"
             )
         if problems:
-            raise ConfigurationError([*problems, *faults])
+            raise ConfigurationError(*problems, *faults)
         if faults:
             raise ModelError("; ".join(faults))
     except BaseException:
@@ -225,9 +282,7 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None], num_
 
 
 def _check_shared(settings: Settings) -> tuple[ApiKey, ...]:
-    """The keys. Raises ConfigurationError for what the models share."""
     check_tls(settings.tls_cert, settings.tls_key)
-    check_proxies(settings)
     check_otel(settings.otlp_endpoint)
     return load_keys(settings)
 
@@ -236,11 +291,9 @@ def _plan_model(
     entry: ModelEntry,
     keys: tuple[ApiKey, ...],
     report: Callable[[str], None],
-    num_gateways: int | None,
     *,
     is_only_model: bool = True,
 ) -> Plan:
-    """As `make_plan`."""
     settings = entry.settings
     check_ranges(settings.quantization_ranges)
     source, name = _find_model(settings, report)
@@ -256,24 +309,21 @@ def _plan_model(
             check_without_torch(settings, card)
     if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
         raise ConfigurationError(
-            [f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"]
+            f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"
         )
     if settings.max_embed_len is not None and settings.overflow != "chunk":
-        raise ConfigurationError(["--max-embed-len: given without --overflow chunk; it limits what that splits"])
+        raise ConfigurationError("--max-embed-len: given without --overflow chunk; it limits what that splits")
     if settings.dummy_ms_per_text and settings.engine != "dummy":
         raise ConfigurationError(
-            [f"--dummy-ms-per-text: {settings.dummy_ms_per_text:g} given without --engine dummy, whose time it is"]
+            f"--dummy-ms-per-text: {settings.dummy_ms_per_text:g} given without --engine dummy, whose time it is"
         )
     own_engine = "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
-    devices = _devices_on_processor(settings, own_engine) if own_engine else _devices(settings.device)
+    devices = _devices_on_processor(settings, own_engine) if own_engine else devices_for(settings.device)
     if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean")):
-        raise ConfigurationError(["--dtype: int8 given, which needs --device cpu and --engine auto or lean"])
+        raise ConfigurationError("--dtype: int8 given, which needs --device cpu and --engine auto or lean")
     if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
-        raise ConfigurationError(["--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8"])
-    why_gateways = ""
-    if num_gateways is None:
-        num_gateways, why_gateways = _num_gateways(settings, card, devices)
-    gateway = _gateway_config(settings, name, card, devices, keys, num_gateways)
+        raise ConfigurationError("--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8")
+    gateway = _gateway_config(settings, name, card, devices, keys)
     _check_vector_cache(gateway, is_only_model=is_only_model)
     workers = [
         _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
@@ -293,7 +343,7 @@ def _plan_model(
         _close_copies(gateway)
         raise
     workers = [replace(worker, ordered_pair=pair) for worker in workers]
-    return Plan(settings, card_with_prompts, gateway, workers, model_files, why_gateways, other_files)
+    return Plan(settings, card_with_prompts, gateway, workers, model_files, other_files)
 
 
 def _copy(path: str) -> str:
@@ -310,9 +360,8 @@ def _close_copies(gateway: GatewayConfig) -> None:
 
 
 def _check_table(entry: ModelEntry, card: ModelCard) -> ModelCard:
-    """The card with the prompts that the model's table says. It is for the gateways: workers get no texts, and remember
-    by card what they found out. Raises ConfigurationError for prompts and request defaults that the model cannot have,
-    with all of them."""
+    """The card with the prompts of the model's table, for gateways alone. Raises ConfigurationError for prompts and
+    request defaults that the model cannot have."""
     card, problems = with_prompts(card, entry.prompts)
     settings = entry.settings
     for defaults in entry.alias_defaults:
@@ -323,62 +372,50 @@ def _check_table(entry: ModelEntry, card: ModelCard) -> ModelCard:
             has_ranges=settings.quantization_ranges is not None,
         )
     if problems:
-        raise ConfigurationError(problems)
+        raise ConfigurationError(*problems)
     return card
 
 
 def check_without_torch(settings: Settings, card: ModelCard) -> None:
-    """Raises ConfigurationError for settings, and ModelError for a model, that the lean engine does not have."""
     lean = {"dtype": _LEAN_DTYPES, "engine": ("auto", "lean")}
     given = {name: getattr(settings, name) for name, values in lean.items() if getattr(settings, name) not in values}
     if given:
-        raise ConfigurationError([f"--{name}: {value} given, which {NEEDS_TORCH}" for name, value in given.items()])
+        raise ConfigurationError(*([f"--{name}: {value} given, which {NEEDS_TORCH}" for name, value in given.items()]))
     if card.model_type not in FAMILIES:
         raise ModelError(f"{card.weights_folder}/config.json: a model of type {card.model_type!r} {NEEDS_TORCH}")
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raises ConfigurationError with a line for each problem of --tls-cert and --tls-key, if they are given."""
     if cert is None and key is None:
         return
     if cert is None or key is None:
         given, missing = ("--tls-key", "--tls-cert") if cert is None else ("--tls-cert", "--tls-key")
-        raise ConfigurationError([f"{given}: given without {missing}; TLS needs both"])
+        raise ConfigurationError(f"{given}: given without {missing}; TLS needs both")
     problems = find_problems(str(cert), str(key))
     if problems:
-        raise ConfigurationError([f"--tls-cert, --tls-key: {problem}" for problem in problems])
-
-
-def check_proxies(settings: Settings) -> None:
-    """Raises ConfigurationError for --proxy-protocol that no peer may send: a header of any peer could name anybody."""
-    if settings.proxy_protocol and not settings.trusted_proxies:
-        raise ConfigurationError(
-            ["--proxy-protocol: given without --trusted-proxies, the addresses of the proxies that may send it"]
-        )
+        raise ConfigurationError(*([f"--tls-cert, --tls-key: {problem}" for problem in problems]))
 
 
 def check_ranges(path: Path | None) -> None:
-    """Raises ConfigurationError for a file of --quantization-ranges that cannot be read, or is too large to be copied.
-    What is in it is checked by the gateway, which has numpy."""
+    """Raises ConfigurationError for a file that cannot be read, or is too large. What is in it is checked by the
+    gateway, which has numpy."""
     if path is not None and (why := why_unreadable(str(path))):
-        raise ConfigurationError([f"--quantization-ranges: {path}: cannot be read: {why}"])
+        raise ConfigurationError(f"--quantization-ranges: {path}: cannot be read: {why}")
     if path is not None and (size := path.stat().st_size) > _MAX_RANGES_BYTES:
         fault = f"has {size:,} bytes, ranges have at most {_MAX_RANGES_BYTES:,}"
-        raise ConfigurationError([f"--quantization-ranges: {path}: {fault}"])
+        raise ConfigurationError(f"--quantization-ranges: {path}: {fault}")
 
 
 def check_otel(endpoint: str) -> None:
-    """Raises ConfigurationError if spans are configured and a package that they need is not installed."""
     if endpoint and not all(map(_is_installed, _OTEL_PACKAGES)):
-        raise ConfigurationError([f"--otlp-endpoint: needs OpenTelemetry, which is {not_installed('vecd[otel]')}"])
+        raise ConfigurationError(f"--otlp-endpoint: needs OpenTelemetry, which is {not_installed('vecd[otel]')}")
 
 
 _OTEL_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-"""What `vecd.gateway.telemetry.spans` imports."""
 
 
 def _is_installed(name: str) -> bool:
-    """Imports the packages above `name`; here these are `opentelemetry.sdk` and some that are empty."""
+    """Imports the packages above `name`."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -386,7 +423,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _gateway_config(
-    settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...], num_gateways: int
+    settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
 ) -> GatewayConfig:
     """Raises StartFailure if too few files may be open, ModelError if the rows of a batch need too much memory."""
     compute_type = "cpu" if devices == ["cpu"] else "gpu"
@@ -395,25 +432,25 @@ def _gateway_config(
     if settings.max_batch_tokens != "auto":
         max_batch_tokens = settings.max_batch_tokens
     rows_per_slot = _rows_per_slot(card, max_sequences, max_batch_tokens, max_tokens)
-    arena = ArenaSpec(_NUM_SLOTS, rows_per_slot, card.row_dim, num_gateways)
+    arena = ArenaSpec(_NUM_SLOTS, rows_per_slot, card.row_dim, settings.gateways)
     if arena.nbytes > _MAX_ARENA_BYTES:
         raise ModelError(
             f"{card.folder}: {rows_per_slot:,} rows of {card.row_dim:,} floats are too many for a batch; --max-tokens "
             "limits the rows of a text"
         )
     num_workers = _num_workers(settings, devices)
-    max_connections = min(settings.max_connections, num_gateways * _connections_of_gateway())
+    max_connections = min(settings.max_connections, settings.gateways * connections_of_gateway())
     unknown_model = "refuse" if settings.strict_model else settings.unknown_model or "any"
     derived = {
         "version": version(),
         "model": settings.served_model_name or model,
         "card": card,
         "arena": arena,
-        "num_gateways": num_gateways,
+        "num_gateways": settings.gateways,
         "num_workers": num_workers,
         "num_cores": usable_cores(),
         "compute_type": compute_type,
-        "board_workers": max(num_workers, _MIN_BOARD_WORKERS),
+        "metrics_workers": max(num_workers, _MIN_METRICS_WORKERS),
         "keys": keys,
         "chat_template": None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
         "aliases": names_of(settings.model_aliases),
@@ -431,13 +468,12 @@ def _gateway_config(
         "max_connections_per_address": settings.max_connections_per_address or -(-max_connections // 2),
         "has_admin_listener": settings.admin_port is not None or settings.admin_uds is not None,
         "cors_origins": names_of(settings.cors_origins),
-        "has_tei_metrics": settings.tei_metrics,
         "has_ui": settings.ui,
         "max_logged_requests_per_s": settings.log_requests,
         "otlp_endpoint": settings.otlp_endpoint or None,
         "request_timeout_s": settings.request_timeout,
         # Between two batches of one gateway a worker may take one of every other.
-        "batch_timeout_s": settings.batch_timeout * num_gateways,
+        "batch_timeout_s": settings.batch_timeout * settings.gateways,
     }
     return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
 
@@ -448,55 +484,36 @@ def _keep_alive_s(settings: Settings) -> float | None:
     return _KEEP_ALIVE_ON_DEMAND_S if settings.load == "demand" else None
 
 
-def _keeps_vectors(plan: Plan) -> bool:
-    return "dense" in plan.card.capabilities
-
-
 def _check_vector_cache(gateway: GatewayConfig, *, is_only_model: bool) -> None:
-    """Raises ConfigurationError for a --vector-cache that is too small to be of use, or that nothing is kept in. Beside
-    others, a model without dense vectors does not use it."""
+    """Raises ConfigurationError for a cache that is too small to be of use, or that nothing is kept in."""
     if gateway.vector_cache and "dense" not in gateway.card.capabilities:
         if not is_only_model:
             return
         kind = " and ".join(gateway.card.capabilities)
         raise ConfigurationError(
-            [f"--vector-cache: {gateway.vector_cache} bytes given, which keep dense vectors; this model is for {kind}"]
+            f"--vector-cache: {gateway.vector_cache} bytes given, which keep dense vectors; this model is for {kind}"
         )
     least = gateway.vector_cache_spec.least_nbytes(gateway.card.dim)
     if 0 < gateway.vector_cache < least:
         raise ConfigurationError(
-            [
-                f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
-                f"{gateway.num_gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
-            ]
+            f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
+            f"{gateway.num_gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
         )
 
 
 def _worker_config(settings: Settings, card: ModelCard, device: str, arena: ArenaSpec) -> WorkerConfig:
-    common = {
-        **_as_set(settings, WorkerConfig),
+    derived = {
         "card": card,
         "arena": arena,
         "num_threads": _num_threads(settings),
         "max_threads": usable_cores() if settings.threads_per_worker == "auto" and device == "cpu" else 1,
         "cache_folder": str(settings.cache_folder),
-        "measures_short_texts": settings.gateways == "auto",
+        "device": device,
     }
-    return WorkerConfig(**{**common, "device": device})
-
-
-def _num_gateways(settings: Settings, card: ModelCard, devices: list[str]) -> tuple[int, str]:
-    """The number of gateways, and why, if it was not given."""
-    if settings.gateways != "auto":
-        return settings.gateways, ""
-    texts_per_s = recall_texts_per_s(_worker_config(settings, card, devices[0], ArenaSpec(1, 1, 1)))
-    if texts_per_s is not None:
-        texts_per_s *= _num_workers(settings, devices) * (_num_threads(settings) if devices == ["cpu"] else 1)
-    return choose_num_gateways(texts_per_s, usable_cores())
+    return WorkerConfig(**{**_as_set(settings, WorkerConfig), **derived})
 
 
 def _as_set(settings: Settings, config: type) -> dict[str, Any]:
-    """The settings that have the name of a field of `config`, paths as strings."""
     names = [field.name for field in fields(config) if field.name in Settings.model_fields]
     values = ((name, getattr(settings, name)) for name in names)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values}
@@ -509,14 +526,11 @@ def _num_workers(settings: Settings, devices: list[str]) -> int:
 
 
 def _num_threads(settings: Settings) -> int:
-    """Threads of a batch that has no more cores to itself than its worker's own."""
     return 1 if settings.threads_per_worker == "auto" else settings.threads_per_worker
 
 
 def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, max_tokens: int) -> int:
-    """Enough for the sequences of a batch, and for the rows of one text, by token or of an output that spans several.
-
-    Token vectors that are all a model has may be those of its longest text."""
+    """Enough for the sequences of a batch, and for the rows of one text."""
     num_sequences = min(max_sequences, max_batch_tokens)
     if card.main_output.is_per_token:
         return max(num_sequences, max_tokens)
@@ -528,12 +542,11 @@ def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, m
 
 
 def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path, str]:
-    """The model's folder and name. A hub model is fetched here, by a process of its own."""
     model = settings.model
     if not model:
         spec = importlib.util.find_spec(BUNDLED_PACKAGE)  # finds without importing: the package would import torch
         if spec is None or spec.origin is None:
-            raise ConfigurationError([f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}"])
+            raise ConfigurationError(f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}")
         return Path(spec.origin).parent / "model", BUNDLED_NAME
     folder = folder_of(model) or _fetch(model, settings.revision, report)
     return folder, name_of(model)
@@ -541,44 +554,41 @@ def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path
 
 def _fetch(model: str, revision: str, report: Callable[[str], None]) -> Path:
     report(f"finding {model} in the hub's cache or on the hub")
-    with tempfile.TemporaryFile("w+") as answer:
-        status = run_child("fetch", model, revision, fd=answer.fileno())
-        answer.seek(0)
-        text = answer.read()
+    status, text = ask_child("fetch", model, revision)
     if status != EXIT_OK:
         raise ModelError(text or f"{model}: could not be fetched (exit code {status})")
     return Path(text)
 
 
-def _devices(wanted: str) -> list[str]:
+def devices_for(wanted: str) -> list[str]:
     """["cpu"], or one "cuda:N" per visible GPU."""
     if not has_torch():
         if wanted == "cuda":
-            raise ConfigurationError([f"--device: cuda given, which {NEEDS_TORCH}"])
+            raise ConfigurationError(f"--device: cuda given, which {NEEDS_TORCH}")
         return ["cpu"]
     gpus = num_visible_gpus()
     has_cuda_build = "+cpu" not in importlib.metadata.version("torch")
     if wanted == "cuda" and not (gpus and has_cuda_build):
         why = "no GPU is visible" if not gpus else "the installed torch is a CPU build"
-        raise ConfigurationError([f"--device: cuda given, but {why}"])
+        raise ConfigurationError(f"--device: cuda given, but {why}")
     if wanted == "cpu" or not (gpus and has_cuda_build):
         return ["cpu"]
     return [f"cuda:{index}" for index in range(gpus)]
 
 
 def _devices_on_processor(settings: Settings, models: str) -> list[str]:
-    """The processor, for `models` with an engine of their own: gathering rows costs less than a transfer, and the
-    installed ONNX Runtime has nothing else. Raises ConfigurationError for settings that ask for something else."""
+    """Gathering rows costs less than a transfer to a GPU. Raises ConfigurationError for settings that ask for something
+    else."""
     if settings.device == "cuda":
-        raise ConfigurationError([f"--device: cuda given, but {models} are computed on the processor"])
+        raise ConfigurationError(f"--device: cuda given, but {models} are computed on the processor")
     if settings.engine not in ("auto", "dummy"):
-        raise ConfigurationError([f"--engine: {settings.engine} given, but {models} have an engine of their own"])
+        raise ConfigurationError(f"--engine: {settings.engine} given, but {models} have an engine of their own")
     return ["cpu"]
 
 
 def num_visible_gpus(dev: Path = Path("/dev")) -> int:
     """Counted without touching CUDA, which must not be initialised before the workers are forked. CUDA_VISIBLE_DEVICES
-    selects among GPUs; where there is no device file of any, as in an image that sets it, there are none."""
+    selects among GPUs, of which there are none without a device file."""
     files = [path.name for path in dev.glob("*") if _GPU_FILE.match(path.name)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and files:
@@ -586,8 +596,8 @@ def num_visible_gpus(dev: Path = Path("/dev")) -> int:
     return len([name for name in files if re.fullmatch(r"nvidia\d+", name)])
 
 
-def _connections_of_gateway() -> int:
-    """What its descriptors suffice for. Raises StartFailure when that is nearly nothing."""
+def connections_of_gateway() -> int:
+    """Raises StartFailure when its descriptors suffice for nearly none."""
     limit = max_open_files()
     if limit < _MIN_OPEN_FILES:
         raise StartFailure(f"open files: the limit is {limit}, at least {_MIN_OPEN_FILES} are needed (ulimit -n)")

@@ -2,9 +2,7 @@
 
 Owns the names, defaults, ranges and help texts, from which `--help` and docs/operating.md's table are generated. A flag
 wins over the environment (`VECD_*`), that over `.env`, that over the file named by `--config`, that over the default.
-Every problem is reported at once (`ConfigurationError`). What the sources say about several models is only collected
-here (`GivenModels`); `vecd.launch.config.models` reads it. Called by the supervisor, the only reader of argv and
-environment, and by `vecd check` and `vecd install-service`.
+What the sources say about several models is only collected here (`GivenModels`).
 """
 
 import argparse
@@ -34,14 +32,36 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from vecd.client.suggestions import closest, flag_hints
+from vecd.base import logs
+from vecd.base.failures import ConfigurationError
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.flags import closest, flag_hints
 from vecd.gateway.http.forwarded import TrustedProxies
-from vecd.launch.base.exit_codes import ConfigurationError
-from vecd.launch.config.memory_budget import read_memory_budget
-from vecd.launch.config.num_gateways import MAX_GATEWAYS
-from vecd.shm import logs
-from vecd.shm.batch_limits import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
-from vecd.shm.residence import parse_keep_alive
+from vecd.shm.control import parse_keep_alive
+from vecd.shm.output import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU
+
+# The reading of `--memory-budget`: bytes, or a share of the memory that the server may use.
+
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,6})?)\s*(%|B|[KMGT]i?B|[KMGT]i)?", re.ASCII | re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_FORMS = "must be above 0: bytes, as 2GiB or 500MB, or a share of the memory limit of at most 100%, as 80%"
+
+
+def read_memory_budget(text: str, memory_nbytes: int) -> int:
+    """In bytes, 1 or more. `memory_nbytes`: what a share is of. Raises ValueError, which says what it must be."""
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(_FORMS)
+    number, unit = float(match[1]), (match[2] or "").lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ValueError(_FORMS)
+        return max(1, int(memory_nbytes * number / 100))
+    nbytes = int(number * (1024 if "i" in unit else 1000) ** _POWERS[unit.rstrip("b").removesuffix("i")])
+    if nbytes < 1:
+        raise ValueError(_FORMS)
+    return nbytes
+
 
 ENV_PREFIX = "VECD_"
 
@@ -51,13 +71,6 @@ logging.getLogger("dotenv").setLevel(logging.ERROR)  # `_Merged.read_dotenv` nam
 _ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_][a-z0-9._-]*|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII | re.IGNORECASE
 )
-
-
-_EngineName = Literal["auto", "lean", "fused", "packed", "padded", "dummy"]
-
-
-def _engine_name(engine: object) -> object:
-    return "dummy" if engine == "weightless" else engine  # its name before, still accepted
 
 
 def _check_keep_alive(value: str) -> str:
@@ -73,7 +86,6 @@ def _check_budget(value: str) -> str:
 
 
 def _as_text(value: object) -> object:
-    """A number as the file of --config may have it."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -147,13 +159,11 @@ class GivenModels:
     sources: tuple[str, ...] = ()
     """SOURCE or NAME=SOURCE each; none: no source names a model outside of the tables."""
     origin: str = "MODEL"
-    """How the source of these writes the setting."""
     tables: object = None
-    """`models` of the --config file; None: it has none."""
     file: str = ""
-    """The --config file."""
 
 
+MAX_GATEWAYS = 64
 MAX_WORKERS = 1024
 """Of a model: each is a process, and three descriptors of the supervisor's."""
 
@@ -205,11 +215,10 @@ class Settings(BaseSettings):
         "auto",
         description=f"worker processes; auto: one per core the process may use, or one per GPU. At most {MAX_WORKERS}",
     )
-    gateways: Annotated[int, Field(ge=1, le=MAX_GATEWAYS)] | Literal["auto"] = Field(
+    gateways: Annotated[int, Field(ge=1, le=MAX_GATEWAYS)] = Field(
         1,
         description="gateway processes; use more than one if parsing and encoding take more than a core. "
-        "They divide max-requests and max-connections among them. auto: the number that short texts need at the "
-        "speed of the workers, which is known from the second start with it on",
+        "They divide max-requests and max-connections among them",
     )
     threads_per_worker: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto",
@@ -225,7 +234,7 @@ class Settings(BaseSettings):
         "vectors agree with float32's and, on a processor, it is measured at 1.1 times the speed of float32 or more; "
         "else float32. int8: faster, but less exact vectors",
     )
-    engine: Annotated[_EngineName, BeforeValidator(_engine_name)] = Field(
+    engine: Literal["auto", "lean", "fused", "packed", "padded", "dummy"] = Field(
         "auto",
         description="implementation of the forward pass; auto: the first of lean, fused, packed and padded whose "
         "vectors agree with the reference model's. dummy: no model, made-up vectors, for tests",
@@ -281,11 +290,6 @@ class Settings(BaseSettings):
         description="proxies whose headers Forwarded and X-Forwarded-For say who the caller is: addresses, networks, "
         "and unix for peers on a unix socket, as 10.0.0.0/8,unix. A header of any other peer changes nothing. "
         "Default: none",
-    )
-    proxy_protocol: bool = Field(
-        False,
-        description="expect the PROXY protocol, version 1 or 2, of --trusted-proxies at the beginning of each "
-        "connection to the public listener; any other connection is closed",
     )
     max_request_tokens: _Positive | None = Field(
         None, description="maximum tokens of all inputs of one request; default: no limit"
@@ -372,7 +376,6 @@ class Settings(BaseSettings):
     cors_origins: Annotated[str, AfterValidator(_check_origins)] = Field(
         "", description="origins whose web pages may call the server: ORIGIN,ORIGIN, or *; default: none"
     )
-    tei_metrics: bool = Field(False, description="/metrics also returns text-embeddings-inference's metrics (te_*)")
     ui: bool = Field(True, description="serve browsers a page with live figures and a playground at /; --no-ui: do not")
     revision: str = Field("", description="branch, tag or commit of a hub model")
     api_key: _Secret | None = Field(None, description="key that clients must send")
@@ -414,7 +417,6 @@ class Settings(BaseSettings):
 
     @property
     def given_models(self) -> GivenModels:
-        """What `vecd.launch.config.models` makes models of. With several, `model` is the first of its sources."""
         return self._given_models
 
     @property
@@ -451,10 +453,8 @@ class Settings(BaseSettings):
 
 def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), other_flags: Sequence[str] = ()) -> Settings:
     """Settings from flags, environment, `.env` and TOML, but for those named in `without`. Prints help and exits 0 for
-    `--help`. `other_flags` are the caller's own, which may have been meant, too.
-
-    Raises ConfigurationError with every problem that was found, in any of the sources.
-    """
+    `--help`. `other_flags` are the caller's own, which may have been meant, too. Raises ConfigurationError with every
+    problem."""
     found = _Merged(other_flags)
     flags = found.read_flags(argv)
     # An empty variable counts as unset: a compose file passes on unset variables as empty ones.
@@ -470,17 +470,8 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), other_fla
     return found.validate(without)
 
 
-def load_flags(argv: Sequence[str], other_flags: Sequence[str] = ()) -> Settings:
-    """Settings from flags alone; `model_fields_set` has those that were given. `other_flags`: as in `load_settings`.
-    Raises ConfigurationError."""
-    found = _Merged(other_flags)
-    found.add(found.read_flags(argv), _flag)
-    return found.validate()
-
-
-def with_values(settings: Settings, values: Mapping[str, Any], origin: Callable[[str], str]) -> Settings:
-    """`settings` with other `values`, whose names `origin` writes as their source does. Raises ConfigurationError with
-    every problem of these."""
+def with_values(settings: Settings, values: JsonMapping, origin: Callable[[str], str]) -> Settings:
+    """`settings` with other `values`, whose names `origin` writes as their source does. Raises ConfigurationError."""
     found = _Merged(())
     found.add({name: getattr(settings, name) for name in settings.model_fields_set}, _flag)
     found.add(values, origin)
@@ -490,22 +481,19 @@ def with_values(settings: Settings, values: Mapping[str, Any], origin: Callable[
 
 
 class _Merged:
-    """The values of all sources, merged in rising precedence, and the problems found in them."""
-
     def __init__(self, other_flags: Sequence[str]) -> None:
         self._other_flags = other_flags
-        self._values: dict[str, Any] = {}
+        self._values: JsonObject = {}
         self._origins: dict[str, str] = {}
         self._problems: list[str] = []
         self._tables: object = None
         self._file = ""
 
-    def add(self, values: Mapping[str, Any], origin: Callable[[str], str]) -> None:
-        """`origin`: how a source writes the name of a setting."""
+    def add(self, values: JsonMapping, origin: Callable[[str], str]) -> None:
         self._values |= values
         self._origins |= {name: origin(name) for name in values}
 
-    def read_flags(self, argv: Sequence[str]) -> dict[str, Any]:
+    def read_flags(self, argv: Sequence[str]) -> JsonObject:
         """The flags that can be read. argparse stops at a problem: that flag is removed, and the rest parsed again."""
         rest, ignore_unknown = list(argv), False
         for _ in range(len(argv) + 2):
@@ -521,7 +509,7 @@ class _Merged:
                     ignore_unknown = True
         return {}
 
-    def read_toml(self, path: Path) -> dict[str, Any]:
+    def read_toml(self, path: Path) -> JsonObject:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -533,9 +521,9 @@ class _Merged:
             self._problems.append(f"{path}: {name}: there is no such setting{_guess(name, str)}")
         return {name: value for name, value in values.items() if name in Settings.model_fields}
 
-    def read_dotenv(self) -> dict[str, Any]:
-        """The settings of `.env`. A line that is not NAME=VALUE is named, but not quoted, because it may have a key: a
-        problem if it may be meant for vecd, else a warning."""
+    def read_dotenv(self) -> JsonObject:
+        """A line that is not NAME=VALUE is named, but not quoted, because it may have a key: a problem if it may be
+        meant for vecd, else a warning."""
         try:
             text = Path(".env").read_text(encoding="utf-8")
         except (FileNotFoundError, IsADirectoryError):
@@ -580,14 +568,13 @@ class _Merged:
         return settings
 
     def validated(self, without: Sequence[str] = ()) -> Settings:
-        """The settings, without a warning. Raises ConfigurationError."""
         sources = self._take_sources()
         try:
             settings = Settings(**{name: value for name, value in self._values.items() if name not in without})
         except ValidationError as error:
             self._problems += self._describe(error.errors(include_url=False, include_input=False))
         if self._problems:
-            raise ConfigurationError(self._problems)
+            raise ConfigurationError(*self._problems)
         origin = self._origins.get("model", "")
         settings._given_models = GivenModels(
             sources, "MODEL" if origin == _flag("model") else origin, self._tables, self._file
@@ -595,7 +582,7 @@ class _Merged:
         return settings
 
     def _take_sources(self) -> tuple[str, ...]:
-        """The models that the setting names. Side effect: where it is a list, its first takes the list's place."""
+        """Side effect: where the setting is a list, its first takes the list's place."""
         given = self._values.get("model")
         if not isinstance(given, list | tuple):
             return (given,) if given and isinstance(given, str) else ()
@@ -612,9 +599,13 @@ class _Merged:
         for error in errors:
             of_settings.setdefault(str(error["loc"][0]), []).append(error)
         return [
-            f"{self._origins.get(name, name)}: {_sentence(name, theirs)}{self._given(name)}"
+            f"{self._origins.get(name, name)}: {_sentence(name, theirs)}{self._given(name)}{self._instead(name)}"
             for name, theirs in of_settings.items()
         ]
+
+    def _instead(self, name: str) -> str:
+        instead = RETIRED_FLAGS.get(f"{_flag(name)} {self._values.get(name)}")
+        return f"; {instead}" if instead else ""
 
     def _given(self, name: str) -> str:
         value = self._values.get(name)
@@ -624,27 +615,33 @@ class _Merged:
 
 _SECRETS = {"api_key", "api_keys"}
 _OF_CLIENTS = ("url",)
-"""Variables that only clients read (`vecd.client.sdk.endpoint`)."""
 _UNUSED_BESIDE = {"uds": ("host", "port"), "admin_uds": ("admin_host", "admin_port")}
 
 
-_NAMES_OF_MODEL = {"--model", "--model-id", "--model-name", "--model-name-or-path", "--model-path"}
-"""Flags of other servers, and of this one's other settings, for what is positional here."""
+_NAMES_OF_MODEL = ("--model", "--model-id", "--model-name", "--model-name-or-path", "--model-path")
+RETIRED_FLAGS = {
+    "--engine weightless": "the engine is called dummy",
+    "--gateways auto": "give a number; 1 suffices until its process takes most of a core",
+    "--proxy-protocol": "have the proxy send Forwarded or X-Forwarded-For, and see --trusted-proxies",
+    "--tei-metrics": "deploy/tei-recording-rules.yaml has rules for Prometheus",
+}
+_INSTEAD = dict.fromkeys(_NAMES_OF_MODEL, "MODEL is positional: vecd serve MODEL") | RETIRED_FLAGS
 
 
 def _hints(problem: str, other_flags: Sequence[str]) -> str:
-    """What may have been meant by each flag that argparse does not know; empty for its other problems."""
     _, is_unknown, given = problem.partition("unrecognized arguments: ")
     if not is_unknown:
         return ""
     words = [word.partition("=")[0] for word in given.split()]
-    of_model = [f"; {word}: MODEL is positional: vecd serve MODEL" for word in words if word in _NAMES_OF_MODEL]
-    others = [word for word in words if word not in _NAMES_OF_MODEL]
-    return "".join(of_model) + flag_hints(others, [*other_flags, *map(_flag, Settings.model_fields)])
+    known = [f"; {word}: {_INSTEAD[word]}" for word in words if word in _INSTEAD]
+    others = [word for word in words if word not in _INSTEAD]
+    return "".join(known) + flag_hints(others, [*other_flags, *map(_flag, Settings.model_fields)])
 
 
 def _guess(name: str, write: Callable[[str], str]) -> str:
-    """The setting that may have been meant by `name`, as `write` writes it; empty if it is like none."""
+    """What serves instead of the setting `name`, or which may have been meant; empty if it is like none."""
+    if (instead := RETIRED_FLAGS.get(_flag(name))) is not None:
+        return f"; {instead}"
     meant = closest(name, Settings.model_fields)
     return f"; did you mean {write(meant)}?" if meant else ""
 
@@ -654,7 +651,7 @@ _PREFIXES = {"Value error, ": "", "Input should be a valid number": "must be a n
 
 
 def _sentence(name: str, errors: Sequence[ErrorDetails]) -> str:
-    """What a setting must be, in one sentence. `errors`: one for each of its types, names such as `auto` last."""
+    """`errors`: one for each of the setting's types, names such as `auto` last."""
     *others, last = (_requirement(name, error) for error in errors)
     return ", or ".join([last, *(other.removeprefix("must be ") for other in others)])
 
@@ -669,14 +666,13 @@ def _requirement(name: str, error: ErrorDetails) -> str:
     return _PREFIXES.get(prefix, "") + message.removeprefix(prefix)
 
 
-def _read_flags(argv: Sequence[str], *, ignore_unknown: bool) -> dict[str, Any]:
-    """The values of all flags, and the models, which may stand before, between and after them. Raises SettingsError."""
+def _read_flags(argv: Sequence[str], *, ignore_unknown: bool) -> JsonObject:
     models: list[str] = []
 
     def add_argument(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
         return parser.add_argument(*names, **(options | {"nargs": "*"} if names == ("model",) else options))
 
-    def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> JsonObject:
         namespace, rest = parser.parse_known_args(arguments)
         further = [word for word in rest if not word.startswith("-")]
         if not ignore_unknown and further != rest:
@@ -694,7 +690,7 @@ def _read_flags(argv: Sequence[str], *, ignore_unknown: bool) -> dict[str, Any]:
         parse_args_method=parse,
         add_argument_method=add_argument,
     )
-    flags: dict[str, Any] = source()
+    flags: JsonObject = source()
     return flags | {"model": models if len(models) > 1 else models[0]} if models else flags
 
 
@@ -712,7 +708,6 @@ def _is_service_link(name: str, value: Any) -> bool:
 
 
 def flag_table() -> str:
-    """The operator's page's table of flags, as Markdown."""
     lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         flag = "MODEL" if name == "model" else _flag(name)

@@ -1,31 +1,77 @@
-"""How a model gets what its chat template makes of it: a query and a document as one text, or a text alone.
+"""Reads the model's chat template, and the special tokens that it may name, from the tokenizer's files.
 
-Owns the cutting of a rendered chat template into the parts of a `PairTemplate`, for rerankers without a template for
-pairs in their tokenizer, and of a `TextTemplate`, for models whose `modality_config` has "message". The template is a
-program of the model's: it is rendered in a process of its own (`vecd.gateway.tokenization.chat_template`), which then
-ends, so that this process imports no Jinja. Once for each start, because the parts are the same for every text. Called
-by `vecd.launch.config.plan`.
-
-Sources, of sentence-transformers 6.2: `CrossEncoder` for the roles, and for a prompt as the system's message;
-`Transformer.preprocess` and `InputFormatter` for texts alone.
+Renders nothing: `vecd.gateway.tokenization.chat_template` does, in a process of its own. Source of the files' format:
+transformers' `save_pretrained` of tokenizers.
 """
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from vecd.gateway.types.config import ChatTemplateSpec
-from vecd.launch.config.chat_template import read_chat_template
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.heads import PairTemplate, TextTemplate
-from vecd.shm.llm_reranker_card import known_template
-from vecd.shm.model_files import inner, read_object, read_optional
-from vecd.shm.published import names_of
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.programs import command_of
+from vecd.gateway.config import ChatTemplateSpec
+from vecd.model.card import ModelCard, ModelError, names_of
+from vecd.model.files import inner, read_object, read_optional
+from vecd.model.score_card import known_template
+from vecd.model.steps import PairTemplate, TextTemplate
+
+_MAX_CHARS = 256 * 1024
+"""A longer template counts as none; the longest that models have is a tenth of it."""
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_chat_template(weights_folder: Path) -> ChatTemplateSpec | None:
+    """None if there is none that can be read."""
+    config = _read(weights_folder / "tokenizer_config.json")
+    source = _source_in(config.get("chat_template"))
+    file = weights_folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+    if not source or len(source) > _MAX_CHARS:
+        return None
+    named = {**_read(weights_folder / "special_tokens_map.json"), **config}
+    tokens = {name: token for name in _TOKENS if (token := _token(named.get(name))) is not None}
+    return ChatTemplateSpec(source, tokens, tuple(command_of("vecd.gateway.tokenization.chat_template")))
+
+
+def _read(path: Path) -> JsonObject:
+    try:
+        content = orjson.loads(path.read_bytes())  # refuses lone surrogates, which no child could be told
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _source_in(value: Any) -> str | None:
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _token(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+# How a model gets what its chat template makes of it: a query and a document as one text, or a text alone.
+#
+# The template is a program of the model's: it is rendered in a process of its own
+# (`vecd.gateway.tokenization.chat_template`), which then ends, so that this process imports no Jinja. Once for each
+# start, because the parts are the same for every text.
+#
+# Sources, of sentence-transformers 6.2: `CrossEncoder` for the roles, and for a prompt as the system's message;
+# `Transformer.preprocess` and `InputFormatter` for texts alone.
 
 _ROLES = ("query", "document")
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue000Query\ue001", "\ue000Document\ue001", "\ue000Instruction\ue001"
@@ -41,11 +87,8 @@ _NOT_VARIABLES = ("chat_template", "continue_final_message", "max_length", "rest
 
 def with_pair_template(card: ModelCard) -> ModelCard:
     """The card, with the template by which its pairs become texts, if it needs one. The default prompt of a reranker
-    with a template is its default instruction.
-
-    Raises ModelError for a causal reranker whose files do not say how it gets a pair: it would rank, without an error,
-    in an order that means nothing.
-    """
+    with a template is its default instruction. Raises ModelError for a causal reranker whose files do not say how it
+    gets a pair: its order would mean nothing."""
     score = card.score
     if score is None or score.pooling != "lasttoken" or "rerank" not in card.capabilities:
         return card
@@ -58,7 +101,6 @@ def with_pair_template(card: ModelCard) -> ModelCard:
 
 
 def _template_of(card: ModelCard) -> PairTemplate | None:
-    """None if the tokenizer has a template for pairs."""
     folder = Path(card.weights_folder)
     config = read_object(folder / "config.json")
     known = known_template(config, names_of(Path(card.folder), config))
@@ -80,26 +122,25 @@ def _template_of(card: ModelCard) -> PairTemplate | None:
 
 
 def _is_for_pairs(spec: ChatTemplateSpec, folder: Path) -> bool:
-    """Whether the template of a known model is one for pairs: it names their roles, or the model was saved with it by
-    sentence-transformers. Many templates for conversations print any role, and so a pair as well."""
+    """Whether the template of a known model is one for pairs: it names their roles, or sentence-transformers has saved
+    the model with it. Many templates for conversations print any role, and so a pair as well."""
     names_both = all(re.search(f"[\"']{role}[\"']", spec.source) for role in _ROLES)
     return names_both or _message_setting(folder) is not None
 
 
-def _message_setting(folder: Path) -> dict[str, Any] | None:
+def _message_setting(folder: Path) -> JsonObject | None:
     """What `modality_config` says of messages: with it, sentence-transformers renders every input by the chat template.
-    None if it says nothing of them."""
+    None if the settings say nothing of messages."""
     modalities = inner(read_optional(folder / "sentence_bert_config.json"), "modality_config")
     return inner(modalities, "message") if "message" in modalities else None
 
 
-def _variables_of(folder: Path) -> dict[str, Any]:
-    """Variables that sentence-transformers gives the template."""
+def _variables_of(folder: Path) -> JsonObject:
     settings = inner(read_optional(folder / "sentence_bert_config.json"), "processing_kwargs")
     return inner(settings, "chat_template")
 
 
-def _cut(spec: ChatTemplateSpec, default: str, kwargs: Mapping[str, Any]) -> PairTemplate:
+def _cut(spec: ChatTemplateSpec, default: str, kwargs: JsonMapping) -> PairTemplate:
     """Raises ValueError, with a reason that goes on from "its chat template", for one that is no template for pairs."""
     odd_query, odd_document = _ODD + _QUERY + _ODD, _ODD + _DOCUMENT + _ODD
     system = [{"role": "system", "content": default}] if default else []
@@ -146,8 +187,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _parts_of(text: str, marks: list[str], what: str) -> list[str]:
-    """What stands around the marks, which a rendered text has once each, in this order. Raises ValueError, with `what`
-    it does not render."""
+    """What stands around the marks, which a rendered text has once each, in this order. Raises ValueError."""
     if re.findall("|".join(marks), text) != marks:
         raise ValueError(f"does not render {what}")
     if _PLACEHOLDER in text:
@@ -155,11 +195,8 @@ def _parts_of(text: str, marks: list[str], what: str) -> list[str]:
     return re.split("|".join(marks), text)
 
 
-def _rendered(
-    spec: ChatTemplateSpec, conversations: list[list[dict[str, Any]]], kwargs: Mapping[str, Any]
-) -> list[str]:
-    """The text of each conversation, with `kwargs` as variables. Raises ValueError, with a reason that goes on from
-    "its chat template"."""
+def _rendered(spec: ChatTemplateSpec, conversations: list[list[JsonObject]], kwargs: JsonMapping) -> list[str]:
+    """Raises ValueError, with a reason that goes on from "its chat template"."""
     lines = [
         {"source": spec.source, "tokens": spec.tokens},
         {"conversations": conversations, "kwargs": kwargs, "continue_final_message": False},
@@ -179,7 +216,6 @@ def _rendered(
 
 
 def _has_pairs(path: Path) -> bool:
-    """Whether the tokenizer in the file at `path` puts a token between the texts of a pair."""
     try:
         processor = inner(read_optional(path), "post_processor")
         for each in (processor, *(processor.get("processors") or ())):
@@ -197,10 +233,8 @@ def _has_pairs(path: Path) -> bool:
 
 
 def with_text_template(card: ModelCard) -> ModelCard:
-    """The card, with the template by which its texts are rendered, if `modality_config` has "message".
-
-    Raises ModelError for a template whose parts are not the same for every text, and for what cannot be combined.
-    """
+    """The card, with the template by which its texts are rendered, if `modality_config` has "message". Raises
+    ModelError for a template whose parts are not the same for every text, and for what cannot be combined."""
     folder = Path(card.weights_folder)
     setting = None if card.score or card.is_static else _message_setting(folder)
     if setting is None:
@@ -241,8 +275,8 @@ def _text_template_of(card: ModelCard, folder: Path, *, is_flat: bool) -> TextTe
     return replace(template, adds_special_tokens=has_processor and not begins)
 
 
-def _cut_around_text(spec: ChatTemplateSpec, variables: Mapping[str, Any], *, is_flat: bool) -> TextTemplate:
-    def turn(role: str, text: str) -> dict[str, Any]:
+def _cut_around_text(spec: ChatTemplateSpec, variables: JsonMapping, *, is_flat: bool) -> TextTemplate:
+    def turn(role: str, text: str) -> JsonObject:
         return {"role": role, "content": text if is_flat else [{"type": "text", "text": text}]}
 
     odd_text, odd_prompt = _ODD + _TEXT + _ODD, _ODD + _INSTRUCTION + _ODD

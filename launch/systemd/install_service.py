@@ -1,191 +1,121 @@
-"""`vecd install-service`: writes systemd units that keep a server of this installation running.
+"""`vecd install-service`: has systemd run this very installation.
 
-Owns the command: its flags, what it replaces and refuses to replace, and the commands of systemctl that belong to it.
-The content of the files is `vecd.launch.systemd.placement`'s and `vecd.launch.systemd.unit_files`'. Called by
-`vecd.launch.cli`.
+Fills its paths into the units of deploy/, which are links in `data`, installs and starts them.
 """
 
 import argparse
 import os
-import pwd
-import re
+import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
-from vecd.client.suggestions import flags_of
-from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
-from vecd.launch.config.models import load_models
-from vecd.launch.config.settings import load_flags
-from vecd.launch.systemd.placement import InstallPaths, contents, own_command, paths_of
-from vecd.launch.systemd.unit_files import MADE_BY, SERVICE, SOCKET
+from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
+from vecd.base.flags import flag_hints, flags_of
+from vecd.base.programs import command_of
 
-_SYSTEMCTL_TIMEOUT_S = 600.0
-_UNIT_MODE = 0o644
-_USER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-"""What can stand in a unit."""
-_DESCRIPTION = """\
-Have systemd keep a server running: writes vecd.service, which runs this very installation, and its settings. MODEL and
-every flag of `vecd serve` are taken, and written into the settings; without any, settings that are there stay. Then it
-says what to do next, or does it (--now). What is there and differs is not touched without --force."""
+SERVICE, SOCKET = "vecd.service", "vecd.socket"
+_MADE_BY = b"# Made by `vecd install-service`"
+_Run: TypeAlias = Callable[[list[str]], int]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command. Returns the exit code: 2 for what cannot be done as given, 3 when writing or systemctl failed."""
-    parser = _parser()
-    options, flags = parser.parse_known_args(arguments)
+def main(
+    arguments: Sequence[str], root: Path = Path("/"), program: Sequence[str] = (), run: _Run = subprocess.call
+) -> int:
+    """Returns the exit code: 2 for what cannot be done as given, 3 when writing or systemctl failed. `root`: files are
+    written below it. `program`: `vecd` on the service's command line. `run`: runs systemctl."""
+    parser = argparse.ArgumentParser("vecd install-service", description="Have systemd keep a server running.")
+    parser.add_argument("--socket", action="store_true", help="also vecd.socket: systemd listens")
+    parser.add_argument("--user", action="store_true", help="for this user's own systemd, without root")
+    parser.add_argument("--run-as", metavar="USER", help="run as this user; default: one that systemd makes up")
+    parser.add_argument("--print", action="store_true", help="print the units, and write nothing")
+    parser.add_argument("--remove", action="store_true", help="stop and remove the units; the settings stay")
+    options, rest = parser.parse_known_args(arguments)
+    folder, config = Path("/etc/systemd/system"), Path("/etc/vecd.toml")
+    names = [] if options.remove else [SOCKET, SERVICE] if options.socket else [SERVICE]
+
+    def systemctl(*command: str) -> None:
+        if run(line := ["systemctl", *(["--user"] if options.user else []), *command]):
+            raise OSError(f"failed: {' '.join(line)}")
+
     try:
-        return _remove(options, flags) if options.remove else _install(options, flags, flags_of(parser))
-    except ConfigurationError as error:
-        for problem in error.problems:
-            print(f"vecd install-service: {problem}", file=sys.stderr)
-        return EXIT_BAD_CONFIGURATION
-    except (OSError, UnicodeError, subprocess.SubprocessError) as error:
+        if options.user:
+            home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
+            folder, config = home / "systemd/user", home / "vecd/vecd.toml"
+        if rest:
+            hints = f"{flag_hints(rest, flags_of(parser))}; the settings are in {config}"
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{hints}")
+        texts = {name: _unit(name, program or own_program(), config, options) for name in names}
+        if options.print:
+            print("\n".join(texts.values()), end="")
+        else:
+            _change(texts, root / folder.relative_to("/"), root / config.relative_to("/"), systemctl)
+    except (ConfigurationError, OSError, RuntimeError) as error:  # the last: this user has no home folder
         print(f"vecd install-service: {error}", file=sys.stderr)
-        return EXIT_COULD_NOT_START
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vecd install-service",
-        description=_DESCRIPTION,
-        usage="vecd install-service [MODEL ...] [--flags of vecd serve] [--socket] [--user | --run-as USER] [--now] …",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--socket", action="store_true", help="also vecd.socket: systemd listens, and keeps what connects while vecd "
-        "restarts; --host, --port and --uds say where")  # fmt: skip
-    add("--user", action="store_true", help="for this user's own systemd, without root")
-    add("--run-as", metavar="USER", help="run as this user; default: one that systemd makes up")
-    add("--print", action="store_true", help="print the files, and write nothing")
-    add("--now", action="store_true", help="enable and start it, too")
-    add("--force", action="store_true", help="replace, or remove, what is there and differs")
-    add("--remove", action="store_true", help="stop and remove the units; the settings stay")
-    add("--root", type=Path, metavar="DIR", help="write below DIR, as into an image; no systemctl")
-    return parser
-
-
-def _install(options: argparse.Namespace, flags: Sequence[str], own_flags: Sequence[str]) -> int:
-    paths = _paths(options)
-    settings = load_flags(flags, own_flags)
-    load_models(settings)
-    texts = contents(paths, settings, has_socket=options.socket, run_as=options.run_as, command=own_command())
-    if options.print:
-        print("\n".join(f"# {path}\n{text}" for path, text in texts.items()), end="")
-        return EXIT_OK
-    files = {paths.on_disk(path): text for path, text in texts.items()}
-    config, socket = paths.on_disk(paths.config), paths.on_disk(paths.units / SOCKET)
-    if not settings.model_fields_set and config.exists():
-        del files[config]
-    if not options.socket and os.path.lexists(socket):
-        problem = "is there, and listens for the service: give --socket, too, or --remove it first"
-        raise ConfigurationError([f"{socket}: {problem}"])
-    written = _write(files, force=options.force)
-    units = [*([SOCKET] if options.socket else []), SERVICE]
-    # The service uses new files only after a restart. A socket that is as before stays open: no client is refused.
-    restarted = units if socket in written else [SERVICE]
-    commands = [["daemon-reload"], ["enable", *units], ["restart", *restarted]]
-    if options.now:
-        return _systemctl(options, commands)
-    print("Next:")
-    for command in commands:
-        print("  " + " ".join(_systemctl_command(options, command)))
+        return EXIT_BAD_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_COULD_NOT_START
     return EXIT_OK
 
 
-def _remove(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    if flags:
-        raise ConfigurationError(["--remove: takes no MODEL and no flags of `vecd serve`"])
-    paths = _paths(options)
-    units = _found(paths.on_disk(paths.units / name) for name in (SOCKET, SERVICE))
-    strange = [path for path, text in units.items() if not text.startswith(MADE_BY)]
-    if strange and not options.force:
-        raise ConfigurationError([f"{path}: is not of `vecd install-service` (--force removes it)" for path in strange])
-    if options.print:
-        print("\n".join(map(str, units)))
-        return EXIT_OK
-    if not units:
-        print("there is nothing to remove")
-        return EXIT_OK
-    if status := _systemctl(options, [["disable", "--now", *(path.name for path in units)]]):
-        return status
-    for path in units:
-        path.unlink()
-        print(f"removed {path}")
-    print(f"{paths.on_disk(paths.config)} stays")
-    return _systemctl(options, [["daemon-reload"]])
+def own_program() -> list[str]:
+    """The command line of `vecd`, which depends on no search path."""
+    if getattr(sys, "frozen", False):
+        return [sys.executable]
+    script = Path(sys.executable).parent / "vecd"
+    return [str(script)] if os.access(script, os.X_OK) else command_of("vecd")
 
 
-def _paths(options: argparse.Namespace) -> InstallPaths:
-    """Raises ConfigurationError for options that do not go together, or that name nothing."""
-    root, run_as = options.root, options.run_as
-    paths = paths_of(is_of_user=options.user, root=root)
-    may_write = os.geteuid() == 0 or options.user or options.print or root
-    faults = (
-        (root and not root.is_dir(), f"--root: {root} is no folder"),
-        (root and options.now, "--now: not with --root, below which no systemd runs"),
-        (run_as and options.user, "--run-as: not with --user, whose services are all this user's"),
-        (run_as is not None and not _USER_NAME.fullmatch(run_as), f"--run-as: is no user's name (given: {run_as!r})"),
-        (run_as and not root and not options.remove and not _is_user(run_as), f"--run-as: there is no user {run_as}"),
-        (
-            not may_write,
-            f"only root may write {paths.units}: use sudo; or --user, for a service of your own; or --print",
-        ),
-    )
-    if problems := [problem for is_wrong, problem in faults if is_wrong]:
-        raise ConfigurationError(problems)
-    return paths
+def _unit(name: str, program: Sequence[str], config: Path, options: argparse.Namespace) -> str:
+    """Raises ConfigurationError for what its user could not run, or what cannot stand in it."""
+    text = Path(__file__).with_name("data").joinpath(name).read_text(encoding="utf-8")
+    if name == SOCKET:
+        return text
+    text = text.replace("/opt/vecd/.venv/bin/vecd", " ".join(map(_quoted, program)))
+    text = text.replace("/etc/vecd.toml", _quoted(str(config)))
+    needed = [Path(program[0]), Path(sys.executable).resolve(), Path(__file__).resolve()]
+    if options.user:
+        common, privileged = text.split("# What follows only the system's service manager can do")
+        text = common + privileged[privileged.index("[Install]") :].replace("multi-user.target", "default.target")
+        return text.replace("Wants=network-online.target\nAfter=network-online.target", "After=default.target")
+    if any(str(path).startswith(("/home/", "/root/", "/run/user/")) for path in needed):
+        text = text.replace("ProtectHome=yes", "ProtectHome=read-only")
+    if options.run_as:
+        return text.replace("DynamicUser=yes", f"User={_quoted(options.run_as)}")
+    if closed := [part for path in needed for part in path.parents if not part.stat().st_mode & stat.S_IXOTH]:
+        why = f"{closed[-1]} is closed to the service's user: put vecd elsewhere, as below /opt, or give --run-as USER"
+        raise ConfigurationError(f"{program[0]}: {why}")
+    return text
 
 
-def _is_user(name: str) -> bool:
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        return False
-    return True
+def _quoted(word: str) -> str:
+    """A word of a command line. Source: systemd.service(5), COMMAND LINES. Raises ConfigurationError."""
+    if not word.isprintable() or set(word) & set("$\"'\\"):
+        raise ConfigurationError(f"{word!r}: has a quote, a backslash, a $ or a control character, as no unit can")
+    return f'"{word}"'.replace("%", "%%") if set(word) & set(" ;") else word.replace("%", "%%")
 
 
-def _write(files: Mapping[Path, str], *, force: bool) -> list[Path]:
-    """Write all files, or none if one of them would be replaced without `force`. Returns those that are new or changed.
-
-    Raises ConfigurationError for those that exist and differ, and OSError.
-    """
-    existing = _found(files)
-    changed = [path for path, text in files.items() if existing.get(path) != text]
-    differing = [path for path in changed if path in existing]
-    if differing and not force:
-        raise ConfigurationError([f"{path}: is there, and differs (--force replaces it)" for path in differing])
-    for path, text in files.items():
-        if path not in changed:
-            print(f"{path} is there already")
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(text)
-        new.chmod(_UNIT_MODE)
-        new.replace(path)
-        print(f"wrote {path}")
-    return changed
-
-
-def _found(paths: Iterable[Path]) -> dict[Path, str]:
-    """The text of the files that exist; "" for a link that leads nowhere."""
-    there = [path for path in paths if os.path.lexists(path)]
-    return {path: path.read_text(errors="replace") if path.exists() else "" for path in there}
-
-
-def _systemctl_command(options: argparse.Namespace, command: Sequence[str]) -> list[str]:
-    return ["systemctl", *(["--user"] if options.user else []), *command]
-
-
-def _systemctl(options: argparse.Namespace, commands: Sequence[Sequence[str]]) -> int:
-    """Run them until one fails. Raises OSError where there is no systemctl."""
-    if options.root is not None:
-        return EXIT_OK
-    for command in commands:
-        line = _systemctl_command(options, command)
-        if subprocess.run(line, check=False, timeout=_SYSTEMCTL_TIMEOUT_S).returncode:
-            print(f"vecd install-service: failed: {' '.join(line)}", file=sys.stderr)
-            return EXIT_COULD_NOT_START
-    return EXIT_OK
+def _change(texts: dict[str, str], folder: Path, config: Path, systemctl: Callable[..., None]) -> None:
+    """Install the units, or remove them if `texts` is empty. Raises ConfigurationError for units of others, and
+    OSError."""
+    there = [path for name in (SOCKET, SERVICE) if os.path.lexists(path := folder / name)]
+    if strange := [path for path in there if not (path.is_file() and path.read_bytes().startswith(_MADE_BY))]:
+        raise ConfigurationError(*([f"{path}: is not of `vecd install-service`: remove it first" for path in strange]))
+    if not texts:
+        if there:
+            systemctl("disable", "--now", *(path.name for path in there))
+        for path in there:
+            path.unlink()
+        systemctl("daemon-reload")
+        return
+    if folder / SOCKET in there and SOCKET not in texts:
+        raise ConfigurationError(f"{folder / SOCKET}: is there, and listens: give --socket, or --remove it first")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    systemctl("daemon-reload")
+    systemctl("enable", *texts)
+    # A socket that is there stays open: no client is refused.
+    systemctl("restart", *([SERVICE] if folder / SOCKET in there else texts))

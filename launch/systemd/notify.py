@@ -1,9 +1,7 @@
 """Notifies systemd that the server is ready, reloads, stops or is alive, and sends the line of `systemctl status`.
 
-Owns the protocol of sd_notify(3): datagrams of `NAME=value` lines to the unix socket that the environment names. Sends
-nothing where there is none, never raises, and removes the variables, so that no child notifies in the service's place.
-`vecd.supervisor`, its only caller, decides when to send what, and `vecd.launch.systemd.watchdog` whether the server is
-healthy.
+Owns the protocol of sd_notify(3). Sends nothing where the environment names no socket, and never raises. Removes the
+variables, so that no child notifies in the service's place. `vecd.supervisor` decides when to send what.
 """
 
 import os
@@ -14,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from vecd.shm.tasks import naming_limit
+from vecd.base.tasks import naming_limit
 
 EXTEND_EVERY_S = 5.0
 _EXTEND_BY_S = 30.0
@@ -51,17 +50,16 @@ class Notifier:
 
     @property
     def interval_s(self) -> float:
-        """The time between two notifications: at most a quarter of what the watchdog allows."""
         wanted_s = EXTEND_EVERY_S if self.watchdog_s is None else self.watchdog_s / 4
         return max(_MIN_INTERVAL_S, min(EXTEND_EVERY_S, wanted_s))
 
     def ready(self, status: str) -> None:
-        """To be called after the start, and after each reload, whatever its result."""
+        """To be called after each reload, too, whatever its result."""
         self._send_surely(status, "READY=1")
 
     def status(self, status: str) -> None:
         """Send the line that `systemctl status` shows, unless it shows this one already."""
-        if status != self._status and self._send(_status_line(status)):
+        if status != self._status and self.send(_status_line(status)):
             self._status = status
 
     def reloading(self, status: str) -> None:
@@ -69,15 +67,15 @@ class Notifier:
         self._send_surely(status, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str, within_s: float) -> None:
-        """The drain begins, and may take this long, regardless of TimeoutStopSec=."""
         self._send_surely(status, "STOPPING=1", _extend(within_s))
 
     def alive(self) -> None:
-        self._send("WATCHDOG=1")
+        self.send("WATCHDOG=1")
 
     def extend(self) -> None:
-        """A start or a reload goes on. To be called every EXTEND_EVERY_S: TimeoutStartSec= ends one that is silent."""
-        self._send(_extend(_EXTEND_BY_S))
+        """To be called every EXTEND_EVERY_S while a start or a reload goes on: TimeoutStartSec= ends one that is
+        silent."""
+        self.send(_extend(_EXTEND_BY_S))
 
     @contextmanager
     def extending(self) -> Iterator[None]:
@@ -103,13 +101,13 @@ class Notifier:
             thread.join()
 
     def _send_surely(self, status: str, *lines: str) -> None:
-        """Send a message that must arrive: without it the service would stay starting or reloading. If systemd is too
-        busy to take it, it is sent before the next message, which comes within `interval_s`."""
+        """Send what must arrive: without it the service would stay starting or reloading. If systemd is too busy to
+        take it, it is sent before the next message."""
         self._status = status
         self._unsent.append(_encoded(*lines, _status_line(status)))
-        self._send()
+        self.send()
 
-    def _send(self, *lines: str) -> bool:
+    def send(self, *lines: str) -> bool:
         """Returns whether it was taken. Never waits: it runs in the supervisor's loop."""
         if not self._address:
             return False
@@ -147,7 +145,7 @@ def serving(
 ) -> str:
     """The status line of a server that has been ready. `models`: for each that is loaded its name, how many of its
     workers are ready, of how many, and why there is no use in waiting for one, or None. `refused`: why the last reload
-    was refused, or "". `others`: name and state of each that is not loaded."""
+    was refused. `others`: name and state of each that is not loaded."""
     broken = [(name, why) for name, num_ready, _, why in models if why is not None and not num_ready]
     served = [model for model in models if (model[0], model[3]) not in broken]
     num_ready, num_workers = sum(model[1] for model in served), sum(model[2] for model in served)
@@ -162,3 +160,53 @@ def serving(
         parts = [f"Serving at {url}"]
     parts += [f"{name} is {state}" for name, state in others]
     return "; ".join([*parts, *([f"not reloaded: {refused}"] if refused else [])])
+
+
+# Decides when only a restart of the whole server helps: systemd's watchdog is then no longer notified.
+#
+# `vecd.supervisor` asks before each notification; a supervisor that hangs sends none, and is restarted for that.
+#
+# A restart costs every connection and every running request, and for seconds not even `/health` responds. So it is the
+# last resort for what the supervisor cannot repair. It restarts workers and gateways that die or hang by itself, in
+# seconds. A restart does not repair a model whose files are broken: it would only take the responses of `/health` away.
+
+MAX_WITHOUT_GATEWAY_S = 180.0
+"""A gateway that hangs is killed after 10 s; its restart waits at most 30 s and has 60 s to start: two tries."""
+_MARGIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSignals:
+    has_gateway: bool
+    can_serve: bool
+    is_broken: bool
+    """`/health` reports why there is no worker, and a start is tried again regularly."""
+
+
+HEALTHY = HealthSignals(has_gateway=True, can_serve=True, is_broken=False)
+
+
+class WatchdogState:
+    def __init__(self, now: float, interval_s: float) -> None:
+        self._called_at = self._gateway_at = self._served_at = now
+        self._interval_s = interval_s
+
+    def why_restart(self, health_signals: HealthSignals, now: float, start_timeout_s: float) -> str:
+        """Why the server must be restarted; "" while it need not be. `start_timeout_s`: the time that a worker may take
+        to start, and before it the fork server."""
+        away_s = now - self._called_at - 2 * self._interval_s
+        self._called_at = now
+        if away_s > 0:  # this process was stopped, or the machine: it could receive no heartbeat
+            self._gateway_at += away_s
+            self._served_at += away_s
+        if health_signals.has_gateway:
+            self._gateway_at = now
+        # Without a gateway no worker can serve: that time counts for the gateways, not for the workers.
+        if health_signals.can_serve or health_signals.is_broken or not health_signals.has_gateway:
+            self._served_at = now
+        without_gateway_s, without_worker_s = now - self._gateway_at, now - self._served_at
+        if without_gateway_s > MAX_WITHOUT_GATEWAY_S:
+            return f"no gateway has sent a heartbeat for {without_gateway_s:.0f} s"
+        if without_worker_s > 2 * start_timeout_s + _MARGIN_S:
+            return f"no worker has been able to serve for {without_worker_s:.0f} s, for an unknown reason"
+        return ""

@@ -1,9 +1,8 @@
 """The result of a reload, told on a socket; and `vecd reload`, which requests a reload and waits for its result.
 
-Owns an abstract unix socket of the supervisor, named after its user and process id, on which it says its address and
-takes requests for reloads. A signal has no reply: without the socket, `systemctl reload` would succeed before the
-reload has begun, whatever its result. An abstract socket has no file: it is gone with its process, however that ends,
-and /proc/net/unix lists those that there are. Only the server's own user and root are answered.
+Owns an abstract unix socket of the supervisor, named after its user and process id, because a signal has no reply:
+`systemctl reload` would succeed before the reload has begun. /proc/net/unix lists such sockets, and they are gone with
+their process. Only the server's own user and root are answered.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from vecd.client.suggestions import flag_hints
-from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
+from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK
+from vecd.base.flags import flag_hints
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -43,22 +42,19 @@ server."""
 
 
 class ReloadSocket:
-    """The supervisor's side of the socket. All methods are called by its event loop."""
-
     def __init__(self, request_reload: Callable[[], None], url: Callable[[], str]) -> None:
         """`request_reload` calls `requested`, unless the server is ending. `url`: where the server listens; "" before
         it does."""
         self._request_reload = request_reload
         self._url = url
-        self._num_requested = 0
+        self.num_requested = 0
         self._waiting: list[tuple[int, asyncio.Future[list[str]]]] = []
-        """By the number of the request, who waits for its result."""
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
         """Without a network namespace's abstract sockets, or under a name that is taken, there is no `vecd reload`.
-        A name that is taken is logged: any user of the machine can take it."""
-        address = _address(os.geteuid(), os.getpid())
+        That is logged: any user of the machine can take a name."""
+        address = address_of(os.geteuid(), os.getpid())
         try:
             self._server = await asyncio.start_unix_server(self._talk, address)
         except OSError as error:
@@ -66,11 +62,9 @@ class ReloadSocket:
                 log.error("no `vecd reload` of this server: %s has the socket @%s", _owner_of(address), address[1:])
 
     def requested(self) -> None:
-        """A reload was requested, by a signal or on the socket."""
-        self._num_requested += 1
+        self.num_requested += 1
 
     def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
-        """The first `num_requested` reloads are done. `problems`: why the last of them was refused."""
         for number, result in self._waiting:
             if number <= num_requested and not result.done():
                 result.set_result(list(problems))
@@ -84,7 +78,7 @@ class ReloadSocket:
         try:
             # ValueError: a line without end. CancelledError: the server ends, of which asyncio would log a traceback.
             with suppress(OSError, TimeoutError, ValueError, asyncio.CancelledError):
-                _, user = _peer(writer.get_extra_info("socket"))
+                _, user = peer_of(writer.get_extra_info("socket"))
                 if user not in (0, os.geteuid()):
                     return
                 writer.write(_line({"pid": os.getpid(), "url": self._url()}))
@@ -99,16 +93,14 @@ class ReloadSocket:
 
     async def _reload(self) -> list[str] | None:
         """Why the reload was refused, [] if it was not, None if the server is ending."""
-        number = self._num_requested + 1
+        number = self.num_requested + 1
         result: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._waiting.append((number, result))
         self._request_reload()  # which may be refused, and done, at once
-        return await result if self._num_requested >= number else None
+        return await result if self.num_requested >= number else None
 
 
 class RunningServer(NamedTuple):
-    """A server as `vecd reload` finds it. Its owner closes the connection."""
-
     pid: int
     url: str
     connection: socket.socket
@@ -134,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
         case _:
             hints = flag_hints(arguments, ["--port", "--help"]).replace("; ", "\nvecd reload: ")
             return _fail(_USAGE + hints, EXIT_BAD_CONFIGURATION)
-    servers = list(_find_servers())
+    servers = list(find_servers())
     try:
         return _reload_one(servers, pid, port)
     finally:
@@ -167,7 +159,7 @@ def _reload(server: RunningServer) -> int:
     return _fail("\n".join(problems), EXIT_BAD_CONFIGURATION) if problems else EXIT_OK
 
 
-def _find_servers() -> Iterator[RunningServer]:
+def find_servers() -> Iterator[RunningServer]:
     """Those of this user, or of all users for root, in the order of their process ids."""
     try:
         listed = _LISTED.read_text(errors="replace")
@@ -180,8 +172,8 @@ def _find_servers() -> Iterator[RunningServer]:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_GREETING_TIMEOUT_S)
         try:
-            connection.connect(_address(user, pid))
-            if _peer(connection) != (pid, user):  # another process has taken the name
+            connection.connect(address_of(user, pid))
+            if peer_of(connection) != (pid, user):  # another process has taken the name
                 raise ValueError(pid)
             greeting = _read(connection)
             yield RunningServer(int(greeting["pid"]), str(greeting["url"]), connection)
@@ -189,21 +181,19 @@ def _find_servers() -> Iterator[RunningServer]:
             connection.close()
 
 
-def _address(user: int, pid: int) -> str:
+def address_of(user: int, pid: int) -> str:
     return f"\0vecd-reload-{user}-{pid}"
 
 
 def _owner_of(address: str) -> str:
-    """Who listens there, in words."""
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.setblocking(False)
         connection.connect(address)
-        return "process {} of user {}".format(*_peer(connection))
+        return "process {} of user {}".format(*peer_of(connection))
     return "another process"
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user of the other end."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(packed)
     return pid, user

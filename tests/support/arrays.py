@@ -7,9 +7,9 @@ import numpy as np
 import orjson
 
 from tests.support.asking import PLAIN, body_of, embedded_of, reports_of
-from vecd.gateway.api.operations import ParsedEmbed
-from vecd.gateway.tokenization.vocabulary import TokenVocabulary
-from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
+from vecd.gateway.api.operation import ParsedEmbed
+from vecd.gateway.tokenization.tokenizer import TokenVocabulary
+from vecd.model.steps import ScoreHead, SparseHead, TokenHead
 from vecd.shm.output import Output
 
 WORDS = ("[PAD]", "[CLS]", "[SEP]", "ada", "love", "##lace", "paris")

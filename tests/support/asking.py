@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 from numpy.typing import NDArray
 
-from vecd.gateway.api.json_stream import Bounds, PieceReader
-from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, Operation, ParsedEmbed
+from vecd.gateway.api.large_json import Bounds, PieceReader
+from vecd.gateway.api.operation import Call, Operation, ParsedEmbed
+from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Collector, Embedded, InputReport, Overflow, Source, Stages
+from vecd.gateway.errors import ApiError
+from vecd.gateway.request import Collector, Embedded, InputReport, Overflow, Response, Source, Stages
 
 REQUEST_ID = "req_1"
 STAGES = Stages(0.004, 0.001, 0.001, 0.002)
@@ -55,6 +56,16 @@ def ask(
     asked = operation.embed(Call(operation.fields.read(fields), headers or {}, model_info, REQUEST_ID))
     assert isinstance(asked, ParsedEmbed)
     return asked
+
+
+def refusal(
+    operation: Operation, body: Mapping[str, Any], model_info: ModelInfo = PLAIN, *, in_pieces: bool = False
+) -> ApiError:
+    """The error that a body is refused with, which quotes no secret of it."""
+    with pytest.raises(ApiError) as caught:
+        ask(operation, body, model_info=model_info, in_pieces=in_pieces)
+    assert "secret" not in caught.value.message
+    return caught.value
 
 
 def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int) -> dict[str, Any]:

@@ -6,19 +6,20 @@ other results in the shapes of the routes that have them, which `record_of` know
 
 import base64
 import hashlib
-import ssl
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
 
 from tests.support.certificates import Certificate
-from vecd.client.bulk.kinds import PROBE
+from tests.support.http_stub import Answer, StubServer
+from vecd.client.embed.options import Pace
+from vecd.client.embed.service import PROBE
 
 DIM = 4
+AT_ONCE = Pace(first_commit_s=0.0, commit_s=0.0, first_pause_s=0.02, only_node_s=0.2)
+"""For runs of `vecd embed` that take no second."""
 Fail: TypeAlias = Callable[[list[str]], tuple[int, str] | None]
 """For the texts of a request: the status and message to answer with, or None. Status 0: the connection is closed."""
 
@@ -52,21 +53,14 @@ def record_of(item: str, kind: str, model: str = "made-up") -> dict[str, Any]:
     return {"embeddings": [vector] * (1 + len(item) % 3)}
 
 
-class QuietServer(ThreadingHTTPServer):
-    """A client that does not speak its protocol is no error of a test."""
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass
-
-
-class BulkServer:
-    """In threads of its own. To be closed by `with`."""
-
+class BulkServer(StubServer):
     def __init__(self, fail: Fail = lambda texts: None, certificate: Certificate | None = None) -> None:
+        super().__init__(certificate)
         self.fail = fail
         self.model = "made-up"
         self.capabilities: tuple[str, ...] = ()
         """In /info; empty: there is nothing of them, and vectors are dense."""
+        self.has_info = True
         self.dim = DIM
         self.nodes: list[tuple[str | None, str]] = []
         """Identity and model of the nodes that requests go to in turn; empty: a server that knows no identities."""
@@ -75,63 +69,29 @@ class BulkServer:
         self._num_routed = 0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                model = {"capabilities": server.capabilities} if server.capabilities else {}
-                model |= server.told
-                info = {"max_input_length": 256, "max_client_batch_size": 2048, **({"model": model} if model else {})}
-                self._answer(200, orjson.dumps(info), {})
-
-            def do_POST(self) -> None:
-                body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
-                server.bodies.append(body)
-                server.headers.append(dict(self.headers.items()))
-                texts = _items_of(body)
-                failure = server.fail(texts)
-                identity, model = server.next_node()
-                has_identity = {} if identity is None else {"x-vecd-identity": identity}
-                if identity is not None and self.headers.get("if-vecd-identity", identity) != identity:
-                    self._answer(412, orjson.dumps({"error": {"message": "identity_mismatch"}}), has_identity)
-                elif failure is None and (self.path != "/v1/embeddings" or "output" in body):
-                    self._answer(200, orjson.dumps(server.results(self.path, body, texts)), {})
-                elif failure is None:
-                    rows = np.array(
-                        [vector_of(text, model)[: server.dim] for text in texts],
-                        body.get("output_dtype", "float32"),
-                    )
-                    told = {"x-vecd-tokens": str(len(texts)), "x-vecd-dimensions": str(server.dim), "x-vecd-model": "m"}
-                    told |= has_identity
-                    self._answer(200, rows.tobytes(), told)
-                elif failure[0] == 0:
-                    self.close_connection = True
-                else:
-                    self._answer(failure[0], orjson.dumps({"error": {"message": failure[1]}}), {"Retry-After": "0"})
-
-            def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        self._http = QuietServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.address = f"127.0.0.1:{self._http.server_port}"
-        self.url = f"http://{self.address}"
-        if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate.cert, certificate.key)
-            # The handshake is for the connection's own thread, by its first read.
-            self._http.socket = context.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
-            self.url = f"https://{self.address}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer | None:
+        if method == "GET":
+            model = {**({"capabilities": self.capabilities} if self.capabilities else {}), **self.told}
+            info = {"max_input_length": 256, "max_client_batch_size": 2048, **({"model": model} if model else {})}
+            return 200 if self.has_info else 503, orjson.dumps(info), {}
+        fields = orjson.loads(body)
+        self.bodies.append(fields)
+        self.headers.append(dict(headers))
+        texts = _items_of(fields)
+        failure = self.fail(texts)
+        identity, model_name = self.next_node()
+        told = {} if identity is None else {"x-vecd-identity": identity}
+        if identity is not None and headers.get("if-vecd-identity", identity) != identity:
+            return 412, orjson.dumps({"error": {"message": "identity_mismatch"}}), told
+        if failure is not None:
+            status, message = failure
+            return (status, orjson.dumps({"error": {"message": message}}), {"Retry-After": "0"}) if status else None
+        if path != "/v1/embeddings" or "output" in fields:
+            return 200, orjson.dumps(self.results(path, fields, texts)), {}
+        vectors = [vector_of(text, model_name)[: self.dim] for text in texts]
+        told |= {"x-vecd-tokens": str(len(texts)), "x-vecd-dimensions": str(self.dim), "x-vecd-model": "m"}
+        return 200, np.array(vectors, fields.get("output_dtype", "float32")).tobytes(), told
 
     @property
     def texts(self) -> list[str]:
@@ -168,15 +128,6 @@ class BulkServer:
         as_base64 = body["encoding_format"] == "base64"
         dtype = body.get("output_dtype", "float32")
         return {name: _encoded(value, dtype, as_base64=as_base64) for name, value in found.items()}
-
-    def __enter__(self) -> "BulkServer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
 
 
 def _items_of(body: dict[str, Any]) -> list[str]:

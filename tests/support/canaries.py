@@ -9,14 +9,15 @@ import hashlib
 import json
 import os
 import re
-import selectors
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,7 +36,7 @@ _FIELD, _MODEL, _PATH, _QUERY, _HEADER = (WORD + kind for kind in ("field", "mod
 _FORBIDDEN_IN_ANSWERS = (f"{WORD}text", KEY)
 """Not even the caller's own error may quote these. A model's name or a wrong choice it may name."""
 
-_IDLE_S, _TOTAL_S = 0.4, 2.0
+_PATIENCE_S = 2.0
 """A server that answers nothing for so long hangs, which its test has wanted."""
 _MIN_KEY_CHARACTERS = 12
 """A shorter key stands in a log by chance."""
@@ -132,8 +133,8 @@ def keys_of(flags: Sequence[str], env: dict[str, str]) -> list[str]:
 def plant(url: str, secrets: Secrets) -> list[str]:
     """Send the canaries to a server; returns what its answers should not have said.
 
-    Takes tens of milliseconds, 2 s at most, and nothing of a server that is dead. Side effects: vectors that were
-    answered are added to `secrets`.
+    Takes tens of milliseconds, some seconds at most, and nothing of a server that is dead. Side effects: vectors that
+    were answered are added to `secrets`.
     """
     key = secrets.keys[0] if secrets.keys else None
     requests = list(_requests(key))
@@ -231,56 +232,19 @@ def _request(method: bytes, path: bytes, body: bytes, key: str | None, headers: 
 
 
 def _exchange(url: str, requests: Sequence[bytes]) -> list[bytes]:
-    """Each request on a connection of its own; what has come back when all are closed, or nothing comes any more."""
-    answers: dict[socket.socket, bytearray] = {}
-    unsent: dict[socket.socket, bytes] = {}
-    with selectors.DefaultSelector() as selector:
-        try:
-            for request in requests:
-                made = _connect(url)
-                made.setblocking(False)
-                answers[made], unsent[made] = bytearray(), request
-                selector.register(made, selectors.EVENT_READ | selectors.EVENT_WRITE)
-        except OSError:
-            pass  # it has ended
-        gives_up_at = time.monotonic() + _TOTAL_S
-        while selector.get_map() and time.monotonic() < gives_up_at:
-            events = selector.select(_IDLE_S)
-            if not events:
-                break
-            for ready, mask in events:
-                assert isinstance(ready.fileobj, socket.socket)
-                connection = ready.fileobj
-                if mask & selectors.EVENT_WRITE and not _send(connection, unsent):
-                    selector.modify(connection, selectors.EVENT_READ)
-                if mask & selectors.EVENT_READ and not _receive(connection, answers):
-                    selector.unregister(connection)
-    for connection in answers:
-        connection.close()
-    return [bytes(answer) for answer in answers.values()]
+    """Each request on a connection of its own, all at once; what has come back when the server closes or hangs."""
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(partial(_ask, url), requests))
 
 
-def _send(connection: socket.socket, unsent: dict[socket.socket, bytes]) -> bool:
-    """Whether there is more to send."""
-    try:
-        unsent[connection] = unsent[connection][connection.send(unsent[connection]) :]
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-        return True
-    except OSError:
-        return False
-    return bool(unsent[connection])
-
-
-def _receive(connection: socket.socket, answers: dict[socket.socket, bytearray]) -> bool:
-    """Whether there may be more to come."""
-    try:
-        data = connection.recv(1 << 20)
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-        return True
-    except OSError:
-        return False
-    answers[connection] += data
-    return bool(data)
+def _ask(url: str, request: bytes) -> bytes:
+    answer, gives_up_at = bytearray(), time.monotonic() + _PATIENCE_S
+    with suppress(OSError), _connect(url) as connection:
+        with suppress(OSError):  # it may be refused before its end
+            connection.sendall(request)
+        while time.monotonic() < gives_up_at and (data := connection.recv(1 << 20)):
+            answer += data
+    return bytes(answer)
 
 
 def _connect(url: str) -> socket.socket:
@@ -288,11 +252,11 @@ def _connect(url: str) -> socket.socket:
     scheme, _, rest = url.partition(":")
     if scheme == "unix":
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(_IDLE_S)
+        connection.settimeout(_PATIENCE_S)
         connection.connect(rest)
         return connection
     host, _, port = rest.removeprefix("//").rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_IDLE_S)
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S)
     if scheme == "https":
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

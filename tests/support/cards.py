@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from vecd.shm.card import ModelCard
-from vecd.shm.heads import ScoreHead, SparseHead, TokenHead
+from vecd.model.card import ModelCard
+from vecd.model.steps import ScoreHead, SparseHead, TokenHead
 
 DENSE = ModelCard("/m", "/m", "bert", 6, 6, 16, 2500, ("mean",), (), False, "")
 RERANKER = replace(DENSE, dim=1, num_labels=1, capabilities=("rerank",), score=ScoreHead(("score",), "sigmoid", "cls"))

@@ -21,15 +21,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedTokenizerFast
 
+from vecd.model.card import read_card
 from vecd.shm.arena import ArenaSpec
-from vecd.shm.card import read_card
 from vecd.shm.output import Output
+from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, PackedBatch
-from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.selection import build
-from vecd.workers.engines.torch.fused import FusedForward
-from vecd.workers.engines.torch.linear import type_between_layers
+from vecd.workers.parity import vectors_of
+from vecd.workers.select import build
+from vecd.workers.torch.fused import FusedForward
+from vecd.workers.torch.linear import type_between_layers
 
 FLOATS_OF_FUSED = tuple(dtype for dtype in ("float32", "bfloat16") if type_between_layers(dtype) is not None)
 """Number formats that the fused path can be computed in on this processor."""
@@ -116,16 +116,9 @@ class Checkpoints:
 def _save_transformer(
     folder: Path, family: str, max_tokens: int, stored: str, with_head: bool, settings: dict[str, Any]
 ) -> int:
-    """A model with random weights, larger than usual so that every part of it shows in the vectors. Returns the hidden
-    size."""
+    """A model with its tokenizer. Returns the hidden size."""
     config = tiny_config(family, **settings)
-    torch.manual_seed(0)
-    model_class: Any = (MODEL_FOR_MASKED_LM_MAPPING if with_head else MODEL_MAPPING)[type(config)]
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(getattr(torch, stored)).save_pretrained(folder)
+    save_random((MODEL_FOR_MASKED_LM_MAPPING if with_head else MODEL_MAPPING)[type(config)], config, folder, stored)
     words = {"[UNK]": 0, "[PAD]": 1, **{f"w{index}": index for index in range(2, VOCAB_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -135,6 +128,17 @@ def _save_transformer(
     return int(config.hidden_size)
 
 
+def save_random(make: Any, config: Any, folder: Path, stored: str = "float32", seed: int = 0) -> None:
+    """The model that `make` makes of a configuration, with random weights, larger than usual so that every part of it
+    shows in the vectors."""
+    torch.manual_seed(seed)
+    model = make(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(getattr(torch, stored)).save_pretrained(folder)
+
+
 def tiny_config(family: str, **settings: Any) -> Any:
     """transformers' configuration of a tiny model of a family."""
     if family == "distilbert":
@@ -142,8 +146,8 @@ def tiny_config(family: str, **settings: Any) -> Any:
     return CONFIG_MAPPING[family](**{**_SIZES, **_FAMILY_SIZES.get(family, {}), **settings})
 
 
-def worker_config(folder: Path, **changes: Any) -> WorkerConfig:
-    card = read_card(folder)
+def worker_config(folder: Path, kind: str = "auto", **changes: Any) -> WorkerConfig:
+    card = read_card(folder, kind)
     settings: dict[str, Any] = {
         "card": card,
         "arena": ArenaSpec(num_slots=2, rows_per_slot=16, dim=card.dim),
@@ -174,6 +178,10 @@ class Reference:
             rows = [_rows_of(model, ids, output) for ids, output in zip(sequences_of(batch), outputs, strict=True)]
         dim = max(part.shape[1] for part in rows)
         return np.concatenate([np.pad(part, ((0, 0), (0, dim - part.shape[1]))) for part in rows])
+
+
+reference = Reference()
+"""For all tests of this process."""
 
 
 def _rows_of(model: SentenceTransformer, ids: NDArray[np.int32], output: Output) -> NDArray[np.float32]:

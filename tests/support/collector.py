@@ -1,43 +1,42 @@
 """A collector of OpenTelemetry spans, as far as a test needs one: takes OTLP over HTTP and keeps what it is sent."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from tests.support.http_stub import Answer, StubServer
 
-@dataclass
+
 class Span:
-    name: str
-    trace_id: str
-    span_id: str
-    parent_id: str
-    state: str
-    start_ns: int
-    end_ns: int
-    kind: int
-    status: int
-    attributes: dict[str, Any]
-    resource: dict[str, Any]
+    def __init__(self, span: trace_pb2.Span, resource: dict[str, Any]) -> None:
+        self.name, self.kind, self.state, self.status = span.name, span.kind, span.trace_state, span.status.code
+        self.trace_id, self.span_id = span.trace_id.hex(), span.span_id.hex()
+        self.parent_id = span.parent_span_id.hex()
+        self.start_ns, self.end_ns = span.start_time_unix_nano, span.end_time_unix_nano
+        self.attributes, self.resource = _values(span.attributes), resource
 
     def encloses(self, other: "Span") -> bool:
         return self.start_ns <= other.start_ns <= other.end_ns <= self.end_ns
 
 
-@dataclass
-class Collector:
-    url: str
-    spans: list[Span] = field(default_factory=list)
-    bodies: list[bytes] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    status: int = 200
-    """That it answers with."""
+class Collector(StubServer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[Span] = []
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 200
+        """That it answers with."""
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        if path != "/v1/traces":
+            return 404, b"", {}
+        if self.status == 200:
+            self.take(body, {name.lower(): value for name, value in headers.items()})
+        return self.status, b"", {}
 
     def trace(self, trace_id: str) -> list[Span]:
         return [span for span in self.spans if span.trace_id == trace_id]
@@ -45,7 +44,7 @@ class Collector:
     def take(self, body: bytes, headers: dict[str, str]) -> None:
         message = ExportTraceServiceRequest.FromString(body)
         found = [
-            _span(span, _values(of_resource.resource.attributes))
+            Span(span, _values(of_resource.resource.attributes))
             for of_resource in message.resource_spans
             for scope in of_resource.scope_spans
             for span in scope.spans
@@ -53,49 +52,6 @@ class Collector:
         self.bodies.append(body)
         self.headers.append(headers)
         self.spans += found
-
-
-@contextmanager
-def collecting() -> Iterator[Collector]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.path == "/v1/traces" and collector.status == 200:
-                collector.take(body, {name.lower(): value for name, value in self.headers.items()})
-            self.send_response(collector.status if self.path == "/v1/traces" else 404)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    collector = Collector(f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield collector
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def _span(span: trace_pb2.Span, resource: dict[str, Any]) -> Span:
-    return Span(
-        name=span.name,
-        trace_id=span.trace_id.hex(),
-        span_id=span.span_id.hex(),
-        parent_id=span.parent_span_id.hex(),
-        state=span.trace_state,
-        start_ns=span.start_time_unix_nano,
-        end_ns=span.end_time_unix_nano,
-        kind=span.kind,
-        status=span.status.code,
-        attributes=_values(span.attributes),
-        resource=resource,
-    )
 
 
 def _values(attributes: Any) -> dict[str, Any]:

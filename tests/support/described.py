@@ -1,6 +1,6 @@
 """What a tokenizer says of texts, collected as an answer's writer would."""
 
-from vecd.gateway.types.request import Token
+from vecd.gateway.request import Token
 
 
 class Collected:

@@ -5,9 +5,10 @@ Owns their making and their end. Most tests take the fixture `bench`, whose disp
 
 import asyncio
 import os
+import threading
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,21 +18,28 @@ import zmq
 
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
-from vecd.gateway.encoding.pending import ChunkedInput, PendingResult
+from vecd.gateway.encoding.result import ChunkedInput, PendingResult
+from vecd.gateway.request import Chunk, Priority, TokenizedInput
+from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.request import Chunk, Priority, TokenizedInput
-from vecd.launch.processes.sockets import make_zmq_endpoint
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.launch.sockets import make_zmq_endpoint
+from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.control import InputDeaths, Message, Quarantined, WorkerConnected, WorkerStuck
+from vecd.shm.control import Channel, InputDeaths, Message, Quarantined, WorkerStuck
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
+from vecd.workers.process.loop import EngineLost, Loop, connected
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
+_OPTIONS: dict[str, Any] = {
+    "model": "", "quarantine_key": b"key", "num_gateways": 1, "widths": {}, "is_shared_by_tenants": False,
+    "vector_cache": None, "weight": 1.0,
+}  # fmt: skip
 SERVICE = ServiceKey(1)
 DEADLINE_S = 10.0
 
@@ -80,9 +88,8 @@ class Worker:
 
     def compute(self, batch: Batch) -> int:
         """Write the rows. How many there are."""
-        outputs = batch.outputs_bytes or bytes(batch.num_sequences)
         numbers: list[int] = []
-        for ids, output in zip(sequences_of(batch), outputs, strict=True):
+        for ids, output in zip(sequences_of(batch), batch.outputs_bytes or bytes(batch.num_sequences), strict=True):
             numbers += ids if output == Output.TOKENS else ids[:1]
         self.slots[batch.slot][: len(numbers)] = np.array(numbers)[:, None]
         return len(numbers)
@@ -153,8 +160,8 @@ def tokenized(ids: list[int]) -> TokenizedInput:
     return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
 
 
-class Bench:
-    """A dispatcher and its workers, for the length of one test."""
+class Dispatched:
+    """A dispatcher, and requests that are given to it."""
 
     def __init__(
         self,
@@ -173,7 +180,6 @@ class Bench:
         """What the dispatcher has reported to the supervisor."""
         self.others: list[Dispatcher] = []
         """Dispatchers of other gateways, which the deaths of inputs are passed on to."""
-        self.listening, self.address_fd = make_zmq_endpoint()
         self.dispatcher = Dispatcher(
             policy=self.policy,
             epoch=EPOCH,
@@ -182,18 +188,67 @@ class Bench:
             batch_timeout_s=batch_timeout_s,
             report=partial(_report, self.reported, self.others),
             shared_metrics=self.shared_metrics,
-            **options,
+            **{"cores": Cores(1), **_OPTIONS, **options},
         )
-        self.residence = Residence(service.generation, keep_alive_s=None, num_gateways=1, send=self.reported.append)
-        self.workers: list[Worker] = []
 
-    def incarnations(self, kind: type[WorkerStuck] | type[WorkerConnected]) -> list[Incarnation]:
-        """The workers that were reported by messages of this kind."""
-        return [Incarnation(message.worker, message.life) for message in self.reported if isinstance(message, kind)]
+    def request(
+        self,
+        *first_ids: int,
+        length: int = 2,
+        output: Output = Output.VECTORS,
+        priority: Priority = Priority.NORMAL,
+        tenant: str = "",
+    ) -> Request:
+        return self._request([[n] * length for n in first_ids], output, priority, tenant)
+
+    def tokens_of(self, *inputs: list[int]) -> Request:
+        """A request for the rows of all tokens, of inputs with these ids."""
+        return self._request(inputs, Output.TOKENS)
+
+    def chunked(self, *inputs: list[int]) -> Request:
+        """A request of inputs in chunks, each of two tokens with one of these ids and of the same weight; an input of
+        one id is no chunk."""
+        request = self._open(len(inputs))
+        sequences: list[QueuedSequence] = []
+        for index, ids in enumerate(inputs):
+            chunked = ChunkedInput(len(ids), is_normalized=False) if len(ids) > 1 else None
+            chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
+            sequences += [QueuedSequence(request.request_queue, index, chunk, chunked=chunked) for chunk in chunks]
+        self.queue(request.request_queue, sequences)
+        return request
+
+    def _request(
+        self, inputs: Sequence[list[int]], output: Output, priority: Priority = Priority.NORMAL, tenant: str = ""
+    ) -> Request:
+        request = self._open(len(inputs), priority, tenant)
+        queue = request.request_queue
+        self.queue(queue, [QueuedSequence(queue, i, tokenized(ids), output) for i, ids in enumerate(inputs)])
+        return request
+
+    def _open(self, num_inputs: int, priority: Priority = Priority.NORMAL, tenant: str = "") -> Request:
+        request = Request(num_inputs)
+        request.request_queue = RequestQueue(request, priority, tenant=tenant)
+        return request
+
+    def queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
+        self.dispatcher.submit(request_queue, sequences)
+
+
+class Bench(Dispatched):
+    """A dispatcher and its workers, for the length of one test."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.listening, self.address_fd = make_zmq_endpoint()
+        self.residence = Residence(
+            self.dispatcher.service.generation, keep_alive_s=None, num_gateways=1, send=self.reported.append
+        )
+        self.workers: list[Worker] = []
 
     @property
     def stuck(self) -> list[Incarnation]:
-        return self.incarnations(WorkerStuck)
+        """The workers that were reported so."""
+        return [Incarnation(each.worker, each.life) for each in self.reported if isinstance(each, WorkerStuck)]
 
     @property
     def quarantined(self) -> list[str]:
@@ -205,6 +260,19 @@ class Bench:
         self.dispatcher.worker_up(worker.incarnation, map_arena(worker.fd, self.spec, writable=False)[0], facts or {})
         return worker
 
+    async def replace(self, worker: Worker) -> Worker:
+        """Let a worker be killed, and another one answer its batch."""
+        self.dispatcher.worker_down(worker.incarnation, "was killed")
+        heir = self.add_worker(worker.incarnation.worker, worker.incarnation.life + 1)
+        heir.answer(await heir.receive())
+        return heir
+
+    async def one_is_stuck(self) -> None:
+        """Wait until a worker is reported that is not believed any more."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not self.stuck:
+                await asyncio.sleep(0.001)
+
     async def all_connected(self) -> None:
         """Answer probes until the dispatcher may use every worker."""
         while not all(link.is_usable for link in self.dispatcher.links):
@@ -212,57 +280,11 @@ class Bench:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(worker.receive(), 0.05)
 
-    def request(
-        self,
-        *first_ids: int,
-        length: int = 2,
-        output: Output = Output.VECTORS,
-        priority: Priority = Priority.NORMAL,
-        tenant: str = "",
-    ) -> Request:
-        request = self._open(len(first_ids), priority, tenant)
-        inputs = [tokenized([n] * length) for n in first_ids]
-        self._queue(
-            request.request_queue,
-            [QueuedSequence(request.request_queue, i, item, output) for i, item in enumerate(inputs)],
-        )
-        return request
-
-    def tokens_of(self, *inputs: list[int]) -> Request:
-        """A request for the rows of all tokens, of inputs with these ids."""
-        request = self._open(len(inputs))
-        request_queue = request.request_queue
-        self._queue(
-            request_queue,
-            [QueuedSequence(request_queue, i, tokenized(ids), Output.TOKENS) for i, ids in enumerate(inputs)],
-        )
-        return request
-
-    def chunked(self, *inputs: list[int]) -> Request:
-        """A request of inputs in chunks, each of two tokens with one of these ids and of the same weight; an input of
-        one id is no chunk."""
-        request = self._open(len(inputs))
-        sequences: list[QueuedSequence] = []
-        for index, ids in enumerate(inputs):
-            chunked = ChunkedInput(len(ids), is_normalized=False) if len(ids) > 1 else None
-            chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
-            sequences += [QueuedSequence(request.request_queue, index, chunk, chunked=chunked) for chunk in chunks]
-        self._queue(request.request_queue, sequences)
-        return request
-
     async def settled(self, batch: Batch) -> None:
         """Wait until the batch that was answered has been delivered, or queued again."""
         dispatcher = self.dispatcher
         while dispatcher._delivery.num_rows or any(batch.number in link.in_flight for link in dispatcher.links):
             await asyncio.sleep(0.001)
-
-    def _open(self, num_inputs: int, priority: Priority = Priority.NORMAL, tenant: str = "") -> Request:
-        request = Request(num_inputs)
-        request.request_queue = RequestQueue(request, priority, tenant=tenant)
-        return request
-
-    def _queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        self.dispatcher.submit(request_queue, sequences)
 
     def close(self) -> None:
         self.dispatcher.stop()
@@ -283,11 +305,29 @@ async def running_bench(**options) -> AsyncIterator[Bench]:
         bench.close()
 
 
-def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
-    """For tests that hypothesis runs: each example has a bench and an event loop of its own."""
+@contextmanager
+def live_worker(bench: Bench, engine: Any, card: ModelCard, life: int = 1) -> Iterator[threading.Thread]:
+    """A worker's real loop in a thread, in place of one that a test plays; afterwards it has ended."""
+    who = Incarnation(0, life)
+    fd = create_arena(bench.spec)
+    supervisor, theirs = Channel.pair()
+    loop = asyncio.get_running_loop()
 
-    async def main() -> None:
-        async with running_bench() as bench, asyncio.timeout(3 * DEADLINE_S):
-            await test(bench)
+    def live() -> None:
+        with connected([bench.address_fd], who) as sockets:
+            try:
+                Loop(sockets, theirs, engine, map_arena(fd, bench.spec, writable=True), bench.spec, card).run()
+            except EngineLost:
+                loop.call_soon_threadsafe(bench.dispatcher.worker_down, who, "has ended")
 
-    asyncio.run(main())
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        bench.dispatcher.worker_up(who, map_arena(fd, bench.spec, writable=False)[0], {})
+        yield thread
+    finally:
+        supervisor.close()
+        thread.join(DEADLINE_S)
+        theirs.close()
+        os.close(fd)
+        assert not thread.is_alive()

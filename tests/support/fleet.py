@@ -26,12 +26,10 @@ import httpx
 import psutil
 import yaml
 
-from tests.support.serving import clean_environment, eventually
-from tests.support.soak.connection import Answer
+from tests.support.serving import clean_environment, command_line, eventually
 from tests.support.soak.faults import is_alive
-from tests.support.soak.questions import Question, Tenant
-from tests.support.soak.tally import Tally
-from tests.support.soak.traffic import Traffic
+from tests.support.soak.questions import Answer, Question, Tenant
+from tests.support.soak.traffic import Tally, Traffic
 from vecd.workers.process.kernel import die_with_parent
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -159,7 +157,7 @@ class Node(_Program):
     def gateway(self) -> psutil.Process:
         """The only one, where `flags` ask for no more."""
         children = psutil.Process(self.pid).children()
-        [found] = [child for child in children if "vecd.launch.child gateway" in " ".join(child.cmdline())]
+        [found] = [child for child in children if "vecd.child gateway" in command_line(child)]
         return found
 
     def kill_supervisor(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Transformer
@@ -19,6 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
+
+from tests.support.checkpoints import change_weights, save_random
 
 MAX_TOKENS = 512
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -36,7 +37,6 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
 }
 
-DEFAULT_INSTRUCTION = "Find passages that answer"
 TEMPLATE = """\
 {%- set instruction = messages | selectattr("role", "eq", "system") | map(attribute="content") | first | default(\
 "Find passages that answer") -%}
@@ -84,12 +84,7 @@ def save_causal(
     """A plain *ForCausalLM with random weights, larger than usual. Returns the folder."""
     ids = {"vocab_size": save_tokenizer(folder, template), "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0}
     config = CONFIG_MAPPING[family](**{**_SIZES, **_FAMILY_SIZES.get(family, {}), **ids, **settings})
-    torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(torch.float32).save_pretrained(folder)
+    save_random(AutoModelForCausalLM.from_config, config, folder, seed=seed)
     return folder
 
 
@@ -105,13 +100,8 @@ def save_reranker(folder: Path, plain: Path, *, no: str | None = "no", yes: str 
 def save_converted(folder: Path) -> Path:
     """A Qwen3 model for sequence classification, with a template for conversations. Returns the folder."""
     ids = {"vocab_size": save_tokenizer(folder, CHATML), "pad_token_id": 0}
-    torch.manual_seed(0)
     config = CONFIG_MAPPING["qwen3"](**{**_SIZES, **ids, "num_labels": 1})
-    model: Any = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(torch.float32).save_pretrained(folder)
+    save_random(AutoModelForSequenceClassification.from_config, config, folder)
     return folder
 
 
@@ -123,10 +113,10 @@ def rank(folder: Path, better: tuple[str, str], worse: tuple[str, str]) -> Path:
     with torch.inference_mode():
         features = [transformer.preprocess([pair]) for pair in (better, worse)]
         states = [transformer.model.model(input_ids=each["input_ids"]).last_hidden_state[0, -1] for each in features]
-    path = folder / "model.safetensors"
-    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
     difference = states[0] - states[1]
-    weights["lm_head.weight"][score.true_token_id] = difference / difference.norm()
-    weights["lm_head.weight"][score.false_token_id] = 0
-    save_file(weights, path, metadata={"format": "pt"})
-    return folder
+
+    def order(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"][score.true_token_id] = difference / difference.norm()
+        weights["lm_head.weight"][score.false_token_id] = 0
+
+    return change_weights(folder, order)

@@ -1,7 +1,7 @@
 """A load of `vecd bench` that is described and not sent."""
 
+from vecd.base.target import Target
 from vecd.client.bench.load import Load, RequestShape
-from vecd.client.connection import Target
 
 
 def make_load(rate_per_s: float | None = None, goodput_ms: float | None = None) -> Load:

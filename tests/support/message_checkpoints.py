@@ -6,17 +6,14 @@ Owns their templates and their making. Imports torch, transformers and sentence-
 from pathlib import Path
 from typing import Any
 
-import torch
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
-from sentence_transformers.sparse_encoder import SparseEncoder
-from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedTokenizerFast
 
 from tests.support import tiny_tokenizers
-from tests.support.checkpoints import tiny_config
+from tests.support.checkpoints import save_random, tiny_config
 from tests.support.multi_vector_checkpoints import projection
 
 MAX_TOKENS = 60
@@ -58,13 +55,7 @@ def save_body(folder: Path, family: str, *, has_words: bool = False) -> Path:
     if family == "gemma3_text":
         tokenizer.add_special_tokens(["<start_of_turn>", "<end_of_turn>"])
     config = tiny_config(family, vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=2 * MAX_TOKENS)
-    torch.manual_seed(0)
-    model_class: Any = (MODEL_FOR_MASKED_LM_MAPPING if has_words else MODEL_MAPPING)[type(config)]
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    save_random((MODEL_FOR_MASKED_LM_MAPPING if has_words else MODEL_MAPPING)[type(config)], config, folder)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_max_length=MAX_TOKENS, chat_template=template, **named
     )
@@ -79,12 +70,6 @@ def save_dense(folder: Path, family: str, *, pooling: str = "lasttoken", **setti
     prompts = {"query": "Find texts", "document": ""}
     SentenceTransformer(modules=modules, prompts=prompts).save(str(folder / "dense"))
     return folder / "dense"
-
-
-def save_sparse(folder: Path, family: str = "bert") -> Path:
-    transformer = Transformer(str(save_body(folder / "body", family, has_words=True)), transformer_task="fill-mask")
-    SparseEncoder(modules=[transformer, SpladePooling()], device="cpu").save(str(folder / "sparse"))
-    return folder / "sparse"
 
 
 def save_multi_vector(folder: Path, family: str, **settings: Any) -> Path:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from benchmarks.several import Canaries, ModelTable, draw_requests
 from benchmarks.trials import Stretch
-from tests.support.soak.tenants import weightless_reference
+from tests.support.soak.tenants import dummy_reference
 
-FLAGS = ("--engine", "weightless", "--gateways", "2")
+FLAGS = ("--engine", "dummy", "--gateways", "2")
 _NUM_TEXTS = 16
 
 
@@ -16,7 +16,7 @@ def dummy_canaries(model_folder: Path) -> list[Canaries]:
     for seed, (name, max_tokens) in enumerate((("first", 256), ("second", 6), ("third", 5))):
         table = ModelTable(name, model_folder, settings={"workers": 1, "max-tokens": max_tokens})
         texts = draw_requests(table, _NUM_TEXTS, seed)
-        vectors = weightless_reference(model_folder, [text for [text] in texts], max_tokens)
+        vectors = dummy_reference(model_folder, [text for [text] in texts], max_tokens)
         found.append(Canaries(table, texts, list(vectors)))
     return found
 

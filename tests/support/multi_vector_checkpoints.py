@@ -19,6 +19,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedTokenizerFast
 
+from tests.support.checkpoints import save_random
+
 TOKEN_DIM = 8
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", "[Q] ", "[D] ")
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far", "away", "home", "sun", "moon", "sea")
@@ -45,16 +47,10 @@ _FAMILY_SIZES = {
 
 
 def save_body(folder: Path, family: str) -> None:
-    """A transformer and its tokenizer. The weights are larger than usual, so that every part of them shows."""
+    """A transformer and its tokenizer."""
     settings: dict[str, Any] = {**_SIZES, **_FAMILY_SIZES.get(family, {})}
     config = CONFIG_MAPPING[family](**settings)
-    torch.manual_seed(0)
-    model_class: Any = MODEL_MAPPING[type(config)]
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    save_random(MODEL_MAPPING[type(config)], config, folder)
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.serving import cache_folder
-from vecd.client.ray.environment import environment
+from tests.support.serving import cache_folder, command_line
+from tests.support.soak.faults import is_alive
+from vecd.client.ray.start import environment
 from vecd.workers.process.kernel import die_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -78,11 +79,12 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         """All that live, whoever their parent is: they have inherited this node's XDG_RUNTIME_DIR."""
-        return [each for each in psutil.process_iter() if _runtime_folder(each) == str(self.folder) and _lives(each)]
+        return [each for each in psutil.process_iter() if _runtime_folder(each) == str(self.folder) and is_alive(each)]
 
     def supervisors(self) -> list[psutil.Process]:
-        """The `vecd serve` of this node."""
-        return [each for each in self.processes() if "vecd serve" in _command_line(each)]
+        """The `vecd serve` of this node, without the guard that started it, which names it in its own arguments."""
+        lines = {each: command_line(each) for each in self.processes()}
+        return [each for each, line in lines.items() if "vecd serve" in line and " guard " not in line]
 
     def kill(self) -> None:
         """As the power failing: every process at once, none with a last word."""
@@ -191,7 +193,7 @@ class RayCluster:
         everything = [*self.nodes, self.head]
         for node in everything:
             node.kill()
-        left = [_command_line(each) for node in everything for each in node.processes()]
+        left = [command_line(each) for node in everything for each in node.processes()]
         assert not left, left
 
 
@@ -222,15 +224,3 @@ def _runtime_folder(process: psutil.Process) -> str | None:
     with suppress(psutil.Error):  # it has ended, or is another user's
         return process.environ().get("XDG_RUNTIME_DIR")
     return None
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _command_line(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""

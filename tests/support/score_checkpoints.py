@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.support.checkpoints import MAX_TOKENS, VOCAB_SIZE, sequences_of, tiny_config
-from vecd.workers.engine import PackedBatch
+from tests.support.checkpoints import MAX_TOKENS, VOCAB_SIZE, save_random, sequences_of, tiny_config
+from vecd.workers.batch import PackedBatch
 
 _ROBERTAS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl")
 """Their tokenizers give every token type 0."""
@@ -64,13 +64,8 @@ def save_classifier(
             **settings,
         },
     )
-    torch.manual_seed(0)
     classes: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_of_tokens else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    model = classes[type(config)](config)
-    with torch.no_grad():  # so that every part of it shows in the logits
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(getattr(torch, stored)).save_pretrained(folder)
+    save_random(classes[type(config)], config, folder, stored)
     has_types = family not in _ROBERTAS and getattr(config, "type_vocab_size", 0) > 1
     if family == "mbart":  # a language in the place of [CLS]
         save_pair_tokenizer(folder, single="$A [SEP] [CLS]", pair="$A [SEP] [SEP] $B [SEP] [CLS]")

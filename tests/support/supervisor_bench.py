@@ -12,7 +12,7 @@ from tests.support.supervision import FakeGateway, FakeNotifier, Fakes, FakeSock
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import make_plans
 from vecd.launch.config.settings import Settings, load_settings
-from vecd.launch.processes.sockets import Inherited
+from vecd.launch.sockets import Inherited
 from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import Heartbeat
 from vecd.supervisor import Supervisor
@@ -59,13 +59,13 @@ class FakeReloadSocket(ReloadSocket):
 
 class Bench:
     def __init__(self, folder: Path, fakes: Fakes, arguments: list[str]) -> None:
-        self.folder, self.fakes, self.notifier = folder, fakes, FakeNotifier(WATCHDOG_S)
+        self.folder, self.fakes, self.arguments, self.notifier = folder, fakes, arguments, FakeNotifier(WATCHDOG_S)
         self.config = folder / "vecd.toml"
         self.socket = FakeSocket()
         inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
         self.plans = make_plans(load_models(load_settings(arguments)))
         self.supervisor = Supervisor(self.plans, arguments, self.notifier, inherited, system=fakes.system)
-        self.reloads = self.supervisor._reload_socket = FakeReloadSocket()
+        self.reloads = self.supervisor.reload_socket = FakeReloadSocket()
         self.task = asyncio.create_task(self.supervisor.run())
 
     @property
@@ -83,7 +83,7 @@ class Bench:
 
     def close_plans(self) -> None:
         """To be called once, when the supervisor has ended."""
-        for worker_pool in self.supervisor._reloader.active:
+        for worker_pool in self.supervisor.reloader.active:
             worker_pool.plan.close()
 
     async def end(self) -> int:
@@ -104,7 +104,7 @@ async def supervising(
             setattr(gateway, name, value)
 
     fakes.on_spawn = on_spawn
-    arguments = [str(model), "--engine", "weightless", "--config", str(folder / "vecd.toml"), *flags]
+    arguments = [str(model), "--engine", "dummy", "--config", str(folder / "vecd.toml"), *flags]
     bench = Bench(folder, fakes, arguments)
     try:
         await settle()
@@ -121,6 +121,10 @@ async def supervising(
 
 def beat(gateway: FakeGateway, seconds: int = 10_000) -> None:
     """Send heartbeats as a healthy gateway does, for so long."""
-    loop = asyncio.get_running_loop()
-    for second in range(seconds):
-        loop.call_later(second, gateway.inbox.put_nowait, Heartbeat())
+
+    def send(num_left: int) -> None:
+        gateway.inbox.put_nowait(Heartbeat())
+        if num_left > 1:
+            asyncio.get_running_loop().call_later(1, send, num_left - 1)
+
+    send(seconds)

@@ -28,7 +28,7 @@ def _trained_once(make: Callable[[], tokenizers.Tokenizer]) -> Callable[[], toke
 def bert() -> tokenizers.Tokenizer:
     """[CLS] q [SEP] d [SEP], the document of type 1."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = _trained(
+    tokenizer = trained(
         models.WordPiece(unk_token="[UNK]"),
         trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False),
         normalizers.BertNormalizer(),
@@ -45,7 +45,7 @@ def bert() -> tokenizers.Tokenizer:
 @_trained_once
 def roberta() -> tokenizers.Tokenizer:
     """<s> q </s></s> d </s>, all of type 0."""
-    tokenizer = _byte_pairs(["<s>", "</s>", "<mask>"], pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer = byte_pairs(["<s>", "</s>", "<mask>"], pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0))
     return tokenizer
 
@@ -54,7 +54,7 @@ def roberta() -> tokenizers.Tokenizer:
 def xlm_roberta() -> tokenizers.Tokenizer:
     """As RoBERTa's, of unigrams."""
     special = ["<s>", "</s>", "<unk>"]
-    tokenizer = _trained(
+    tokenizer = trained(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False),
         normalizers.NFKC(),
@@ -76,13 +76,13 @@ def qwen() -> tokenizers.Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    return _byte_pairs(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pattern, normalizers.NFC())
+    return byte_pairs(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pattern, normalizers.NFC())
 
 
 @_trained_once
 def gemma() -> tokenizers.Tokenizer:
     """Byte pairs over the whole text, whose blanks are letters: it can be cut nowhere."""
-    tokenizer = _trained(
+    tokenizer = trained(
         models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True),
         trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<eos>", "<bos>", "<unk>"], show_progress=False),
         normalizers.Replace(" ", "▁"),
@@ -113,15 +113,17 @@ def repeating() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _byte_pairs(special: list[str], pre_tokenizer: Any, normalizer: Any = None) -> tokenizers.Tokenizer:
+def byte_pairs(special: list[str], pre_tokenizer: Any, normalizer: Any = None) -> tokenizers.Tokenizer:
+    """Over bytes, as GPT-2's."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    return _trained(models.BPE(), trainer, normalizer, pre_tokenizer)
+    return trained(models.BPE(), trainer, normalizer, pre_tokenizer)
 
 
-def _trained(model: Any, trainer: Any, normalizer: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
+def trained(model: Any, trainer: Any, normalizer: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
+    """On the three lines."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     tokenizer.train_from_iterator(CORPUS, trainer)

@@ -1,4 +1,4 @@
-"""A `vecd.gateway.http.server.Server` with a tiny app, on real sockets in the test's own process, and raw clients of
+"""A `vecd.gateway.http.listeners.Server` with a tiny app, on real sockets in the test's own process, and raw clients of
 it."""
 
 import asyncio
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.certificates import Certificate
-from vecd.gateway.api.dialects import openai
-from vecd.gateway.http.contract import Timeouts
-from vecd.gateway.http.server import Server
+from vecd.gateway.dialects import openai
+from vecd.gateway.errors import ApiError, BadRequest, InvalidApiKey
+from vecd.gateway.http.connection import Timeouts
+from vecd.gateway.http.listeners import Server
 from vecd.gateway.http.tls import ServerTls
-from vecd.gateway.types.errors import ApiError, BadRequest, InvalidApiKey
-from vecd.gateway.types.messages import HttpRequest, Limits, Response
+from vecd.gateway.request import HttpRequest, Limits, Response
 
 DEADLINE_S = 20.0
 """For everything that a test waits for."""
@@ -235,7 +235,6 @@ async def serving(
     tls: ServerTls | None = None,
     max_arriving_bytes: int | None = None,
     max_unsent_bytes: int | None = None,
-    proxy_protocol: bool = False,
     **options: Any,
 ) -> AsyncIterator[ModelInfo]:
     app = TinyApp()
@@ -244,7 +243,7 @@ async def serving(
     server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
     server.unsent.max_bytes = max_unsent_bytes or server.unsent.max_bytes
     model_info = ModelInfo(app, server, sock or listening(), admin)
-    await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls, proxy_protocol=proxy_protocol)
+    await server.start(model_info.listening.sock, tls=tls or model_info.listening.tls)
     if admin is not None:
         await server.start(admin.sock, is_admin=True)
     try:

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from vecd.missing import not_installed
+from vecd.base.programs import not_installed
 
 
 def test_an_installation_is_told_what_to_install() -> None:

@@ -1,6 +1,6 @@
 """The first lines of the binary: the `vecd` command, or, for `-P -m MODULE …`, one of its modules as a process.
 
-Those are Python's own words, by which `launch/base/programs.py` starts processes. Only modules of this program are run:
+Those are Python's own words, by which `vecd/base/programs.py` starts processes. Only modules of this program are run:
 the binary is no Python interpreter. Built in by `tools/binary/vecd.spec`; never imported, and imports by name, so that
 PyInstaller looks at nothing but the standard library.
 """

@@ -1,8 +1,7 @@
 """The part of `vecd check` that needs torch, in a process of its own: load the engine, compare and measure it.
 
-Owns the process, its order and its responses, and the reasons for the selected path. It loads the engine as the fork
-server does; each computation runs in a process forked from it, as in a worker, so its memory is a worker's and its
-crash becomes an error message. Called by `vecd.launch.child`; `vecd.launch.check.command` gives the order.
+Owns the process, and the reasons for the selected path. It loads the engine as the fork server does; each computation
+runs in a process forked from it, so its memory is a worker's and its crash becomes an error message.
 
 The order is an `Order`. What is found is named "path", twice if texts are compared, "reference_file" and
 "measurements", and has the types of `vecd.launch.check.report`.
@@ -19,36 +18,42 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from vecd.missing import not_installed
-from vecd.shm.card import ModelError
-from vecd.shm.model_files import source_of
+from vecd.base.files import JsonObject
+from vecd.base.programs import not_installed
+from vecd.model.card import ModelError
+from vecd.model.files import source_of
 from vecd.shm.output import Output
-from vecd.workers.check.forks import in_workers
-from vecd.workers.check.libraries import library_of, our_rows
+from vecd.workers.batch import Engine, ReportProgress
 from vecd.workers.check.order import USED_MEMORY, Order
-from vecd.workers.check.speed import measure
-from vecd.workers.check.vectors import batch_of, compare_by_length, embed, reference_model_vectors, refuse_not_finite
+from vecd.workers.check.speed import in_worker, measure
+from vecd.workers.check.vectors import (
+    batch_of,
+    compare_by_length,
+    embed,
+    library_of,
+    our_rows,
+    reference_model_vectors,
+    refuse_not_finite,
+)
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
-from vecd.workers.engine import Engine, ReportProgress
-from vecd.workers.engines.load import load_engine
-from vecd.workers.engines.references import digest_of, recall_reference, write_reference
-from vecd.workers.engines.selection_cache import Selection, recall
-from vecd.workers.engines.timing import Times, in_words
+from vecd.workers.load import load_engine
+from vecd.workers.machine import this_processor
+from vecd.workers.parity import digest_of, recall_reference, write_reference
 from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
-from vecd.workers.processor import this_processor
+from vecd.workers.select import Selection, Times, in_words, recall
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
-    """Do what the order says; returns the exit code. Side effects on the process: those of `carry_out`; logging."""
+    """Returns the exit code. Side effects on the process: those of `carry_out`; logging."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     return carry_out(_check, orders, response_fd, "vecd-check")
 
 
-def _check(fields: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
+def _check(fields: JsonObject, report: ReportProgress, on_found: OnFound) -> None:
     started_at = time.monotonic()
-    order = Order(**{**fields, "config": WorkerConfig.from_json(fields["config"])})
+    order = Order.from_json(fields)
     report("reading the weights")
     refuse_not_finite(order.config.card)
     report("loading the model")
@@ -71,13 +76,12 @@ def _check(fields: dict[str, Any], report: ReportProgress, on_found: OnFound) ->
         on_found("reference_file", _write_reference(order.config, report))
     if order.seconds and is_right:
         others, not_measured = _load_others(order, path["dtype"], report)
-        measured = measure(order, [engine, *others], order.available_mb - path["shared_mb"], report)
+        measured = measure(order, [engine, *others], report)
         on_found("measurements", {**measured, "not_measured": not_measured})
 
 
 def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, float]:
-    """The engine in a dtype, selected or recalled as in the fork server, and the seconds of the selection. Raises
-    ModelError."""
+    """The engine in a dtype, and the seconds of its selection; 0 if it was recalled. Raises ModelError."""
     config, selecting_s = replace(order.config, dtype=dtype), 0.0
 
     def select(report: ReportProgress) -> Selection:
@@ -119,7 +123,6 @@ def _load_others(order: Order, served_dtype: str, report: ReportProgress) -> tup
 
 
 _WORDS = {Output.SCORES: "scores", Output.TOKEN_SCORES: "scores", Output.SPARSE: "sparse weights"}
-"""What a model of each main output gives, for messages."""
 
 # --- the path ---------------------------------------------------------------------------------------------------
 
@@ -133,13 +136,13 @@ _ATTENTION = {
 }
 
 
-def _describe_path(config: WorkerConfig, engine: Engine) -> dict[str, Any]:
+def _describe_path(config: WorkerConfig, engine: Engine) -> JsonObject:
     facts = engine.facts
     path, dtype = facts["path"], facts["dtype"]
     attention = _ATTENTION.get(path, "none")
     if path == "packed" and config.device != "cpu":
         attention = "torch's variable-length attention where the GPU has it, else SDPA"
-    elif path == "fused" and dtype != "float32":  # Source: vecd.workers.engines.torch.fused
+    elif path == "fused" and dtype != "float32":  # Source: vecd.workers.torch.fused
         attention += "; oneDNN's kernels for long ones"
     return {
         "path": path,
@@ -162,8 +165,8 @@ def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
         return "export: the folder has no other weights than an ONNX export, which has one engine"
     if path in ("lean", "fused"):
         return f"{path}: the family {config.card.model_type} has it, and it agrees with the reference model"
-    from vecd.workers.engines.torch.build import build_engine
-    from vecd.workers.families.description import NotDescribed
+    from vecd.workers.description import NotDescribed
+    from vecd.workers.torch.transformer import build_engine
 
     not_fused = "fused is refused"
     try:
@@ -191,30 +194,30 @@ def _why_dtype(config: WorkerConfig, dtype: str, times: Times) -> str:
 # --- comparisons ------------------------------------------------------------------------------------------------
 
 
-def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportProgress) -> dict[str, Any]:
-    """With the reference model, and with sentence-transformers or transformers, each in a forked process. Raises
-    ModelError for rows that are not finite, and when the reference model cannot be run."""
+def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgress) -> JsonObject:
+    """With the reference model, and with sentence-transformers or transformers. Raises ModelError for rows that are not
+    finite, and when the reference model cannot be run."""
     config, card = order.config, order.config.card
 
     def run(work: Callable[[], Any], stage: str) -> Any:
         report(stage)
-        [result] = in_workers(config, lambda: work)
-        return result
+        return in_worker(config, work)
 
     batch = batch_of(card, order.sequences, order.borders)
 
-    def comparison(against: str, ours: Any, theirs: Any, num_rows: list[int], output: Output) -> dict[str, Any]:
+    def comparison(against: str, ours: Any, theirs: Any, num_rows: list[int], output: Output) -> JsonObject:
         found = compare_by_length(ours, theirs, batch, num_rows, output, path["dtype"], path["probes"])
         return {"against": against, **found}
 
     ours = run(lambda: embed(engine, card, batch), f"computing {len(order.texts)} texts")
     if not np.isfinite(ours).all():
         raise ModelError(f"{card.folder}: the {path['outputs']} of some texts contain nan or infinity")
-    agreements: list[dict[str, Any]] = []
+    agreements: list[JsonObject] = []
     not_compared: list[str] = []
+    compared = {"agreements": agreements, "not_compared": not_compared}
     if card.export_file:
         not_compared.append("not compared with the reference model, because the folder lacks the weights for it")
-        return {"agreements": agreements, "not_compared": not_compared}
+        return compared
     if not card.is_static:
         dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
         theirs = run(lambda: reference_model_vectors(on_cpu, dtype, batch), "comparing with the reference model")
@@ -223,10 +226,11 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
     elif card.model_type == "model2vec":
         not_compared.append("not compared with sentence-transformers, which keeps unknown tokens; Model2Vec drops them")
         return {"agreements": agreements, "not_compared": not_compared}
-    name, compute, output = library_of(card)
+    library = library_of(card)
+    name, output = library.name, library.output
     try:
         name = f"{name} {importlib.metadata.version(name)}"
-        found = run(lambda: compute(card, order.max_tokens, order.texts), f"comparing with {name}")
+        found = run(lambda: library.compute(card, order.max_tokens, order.texts), f"comparing with {name}")
         same = [i for i, one in enumerate(found) if one.token_ids in (None, order.sequences[i])]
         if len(same) < len(found):
             not_compared.append(_other_token_ids(name, order, [one.token_ids for one in found]))
@@ -245,11 +249,10 @@ def _compare(order: Order, engine: Engine, path: dict[str, Any], report: ReportP
         not_compared.append(f"not compared with {name}, which is {not_installed(name)}")
     except ModelError as error:
         not_compared.append(f"not compared with {name}: {error}")
-    return {"agreements": agreements, "not_compared": not_compared}
+    return compared
 
 
 def _other_token_ids(name: str, order: Order, theirs: list[list[int] | None]) -> str:
-    """How the tokenizer of a library differs, by the first text of which it makes other token ids."""
     differing = [i for i, ids in enumerate(theirs) if ids not in (None, order.sequences[i])]
     first = differing[0]
     pairs = itertools.zip_longest(order.sequences[first], theirs[first] or [])
@@ -266,16 +269,16 @@ def _or_none(token_id: int | None) -> str:
 
 
 def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
-    """The file beside the model, with its float32 reference vectors, which are computed unless they are remembered.
-    Raises ModelError when they cannot be computed or written."""
+    """Raises ModelError when the float32 reference vectors cannot be computed or written."""
     if config.card.export_file:
         raise ModelError(f"{config.card.export_file}: an ONNX export has no weights to compute reference vectors from")
     reference, path = recall_reference(config), Path(source_of(config.card.folder)) / REFERENCE_FILE
     if reference is None:
-        from vecd.workers.engines.selection import compute_reference
+        from vecd.workers.select import compute_reference
 
         report("computing the reference vectors in float32")
-        [reference] = in_workers(on_cpu := replace(config, device="cpu"), lambda: lambda: compute_reference(on_cpu))
+        on_cpu = replace(config, device="cpu")
+        reference = in_worker(on_cpu, lambda: compute_reference(on_cpu))
     try:
         write_reference(reference, digest_of(config.card), path)
     except OSError as error:
@@ -283,8 +286,8 @@ def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
     return str(path)
 
 
-def _reference_dtype(order: Order, path: dict[str, Any]) -> str:
-    """float32, unless weights stored in a shorter type do not fit into memory in float32, here and in
+def _reference_dtype(order: Order, path: JsonObject) -> str:
+    """float32, unless weights in a shorter type do not fit into memory in float32, here and in
     sentence-transformers."""
     dtype: str = path["dtype"]
     needed_mb = 2 * 4 * order.num_parameters >> 20

@@ -1,26 +1,89 @@
-"""The speed of engines in one worker and in several, and the memory that a worker needs for itself.
+"""Runs work in a forked process, as workers do it: with an engine that was loaded before the fork.
 
-Owns the batches, the clock, and the turns in which dtypes, batches and numbers of workers are measured. Called by
-`vecd.workers.check.run`; each measurement runs in processes forked for it.
+Owns the fork and the way back of its result. Knows no engine.
 """
 
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from vecd.shm.batch_limits import FULL_BATCH_S, MAX_BATCH_TOKENS
-from vecd.workers.check.forks import in_workers
-from vecd.workers.check.order import USED_MEMORY, Order
+from vecd.base.files import JsonObject
+from vecd.model.card import ModelError, one_line
+from vecd.shm.output import FULL_BATCH_S, MAX_BATCH_TOKENS
+from vecd.workers.batch import Engine, PackedBatch, ReportProgress
+from vecd.workers.check.order import Order
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import Engine, PackedBatch, ReportProgress
-from vecd.workers.engines.parity import random_batch
-from vecd.workers.process.kernel import kilobytes, private_memory_mb
+from vecd.workers.parity import random_batch
+from vecd.workers.process.kernel import (
+    describe_status,
+    die_with_parent,
+    is_single_threaded,
+    kilobytes,
+    num_threads,
+    private_memory_mb,
+    volunteer_for_oom_kill,
+)
+
+
+def in_worker(config: WorkerConfig, work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked process. An engine on an accelerator does not survive a fork; then this process
+    does the work. Raises ModelError, in one line, for what the work raises, and for a process that died."""
+    if config.device != "cpu":
+        return _call(work)
+    if not is_single_threaded():  # a fork would lose the threads, and the locks that they hold
+        raise ModelError(f"loading the model has started threads that do not end ({num_threads()})")
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=_work_and_send, args=(config, work, theirs, os.getpid()))
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        raise ModelError(f"a worker {describe_status(process.exitcode)}") from None
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+    if isinstance(result, ModelError):
+        raise result
+    return result
+
+
+def _work_and_send(
+    config: WorkerConfig, work: Callable[[], Any], connection: "Connection[Any, Any]", parent_pid: int
+) -> None:
+    die_with_parent(parent_pid)
+    volunteer_for_oom_kill()
+    torch.set_num_threads(config.num_threads)
+    try:
+        result = _call(work)
+    except ModelError as error:
+        result = error
+    connection.send(result)
+
+
+def _call(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except ModelError:
+        raise
+    except Exception as error:  # a model may raise anything
+        raise ModelError(one_line(error)) from error
+
+
+# --- speed ------------------------------------------------------------------------------------------------------
 
 _ROUNDS = 5
 _SHORT_TOKENS, _LONG_TOKENS = 24, 256
@@ -31,42 +94,29 @@ _PILOT_TOKENS, _PILOT_S = 256, 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """One thing to measure, in turns with others."""
-
     engine: Engine
     text_tokens: int
     batch_tokens: int
-    """The requested size of the batch; whole texts come close to it."""
-    num_workers: int = 1
 
     def batch(self, config: WorkerConfig) -> PackedBatch:
-        """Of random ids: they have no influence on speed. No more texts than the rows of a slot are enough for."""
+        """Of random ids, which have no influence on speed. No more texts than the rows of a slot are enough for."""
         rows_of_one = random_batch(config.card, [self.text_tokens]).num_rows
         most = min(_MAX_SEQUENCES, config.arena.rows_per_slot // rows_of_one)
         num_texts = max(1, min(most, self.batch_tokens // self.text_tokens))
         return random_batch(config.card, [self.text_tokens] * num_texts)
 
 
-def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: ReportProgress) -> dict[str, Any]:
-    """Measure engines in turns, so that a disturbance affects all; the first one, which is served, also in several
-    workers at once. `room_mb`: memory for workers. Raises ModelError when an engine cannot be measured."""
-    of_served, *of_others = [_cases(order, engine, may_be_larger=engine is engines[0]) for engine in engines]
-    private_mb = max(_turn(order, case, _PILOT_S)["private_mb"] for case in of_served)
-    longest, cases = of_served[-1], [*of_served, *(case for cases in of_others for case in cases)]
-    if order.config.device == "cpu":
-        counts = [count for count in order.worker_counts if count * private_mb < USED_MEMORY * room_mb]
-        cases += [replace(longest, num_workers=count) for count in counts]
+def measure(order: Order, engines: Sequence[Engine], report: ReportProgress) -> JsonObject:
+    """Measure engines in turns, so that a disturbance affects all. Raises ModelError when one cannot be measured."""
+    cases = [case for engine in engines for case in _cases(order, engine, may_be_larger=engine is engines[0])]
     turn_s = order.seconds / _ROUNDS
-    turns: dict[_Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    turns: dict[_Case, list[JsonObject]] = {case: [] for case in cases}
     for number in range(_ROUNDS):
         report(f"measuring, round {number + 1} of {_ROUNDS}")
         for case, results in turns.items():
             results.append(_turn(order, case, turn_s))
-    speeds = {case: _speed(case, results) for case, results in turns.items()}
-    together = [speed for case, speed in speeds.items() if case.num_workers > 1]
     return {
-        "speeds": [speed for case, speed in speeds.items() if case.num_workers == 1],
-        "scaling": [speeds[longest], *together] if together else [],
+        "speeds": [_speed(case, results) for case, results in turns.items()],
         "agreements": {engine.facts["dtype"]: engine.facts.get("agreement", {}) for engine in engines},
         "num_rounds": _ROUNDS,
         "turn_s": turn_s,
@@ -74,8 +124,7 @@ def measure(order: Order, engines: Sequence[Engine], room_mb: int, report: Repor
 
 
 def _cases(order: Order, engine: Engine, *, may_be_larger: bool) -> list[_Case]:
-    """Batches as they are served, for both lengths of text: at most what a quarter of a second computes. The served
-    type also gets larger ones with short texts if the worker is fast enough for them."""
+    """Batches as they are served, for both lengths of text: at most what a quarter of a second computes."""
     cases = []
     for text_tokens in sorted({min(_SHORT_TOKENS, order.max_tokens), min(_LONG_TOKENS, order.max_tokens)}):
         pilot = _Case(engine, text_tokens, _PILOT_TOKENS)
@@ -87,10 +136,9 @@ def _cases(order: Order, engine: Engine, *, may_be_larger: bool) -> list[_Case]:
     return cases
 
 
-def _speed(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _speed(case: _Case, results: list[JsonObject]) -> JsonObject:
     rates = [result["tokens_per_s"] for result in results]
     return {
-        "num_workers": case.num_workers,
         "dtype": case.engine.facts["dtype"],
         "path": case.engine.facts["path"],
         "text_tokens": case.text_tokens,
@@ -107,29 +155,22 @@ def _speed(case: _Case, results: list[dict[str, Any]]) -> dict[str, Any]:
 # --- one turn ---------------------------------------------------------------------------------------------------
 
 
-def _turn(order: Order, case: _Case, turn_s: float) -> dict[str, Any]:
-    """Compute batches for `turn_s` in all workers of a case at once: tokens per second of all together, the largest
-    private memory of one, and the smallest share of a core."""
+def _turn(order: Order, case: _Case, turn_s: float) -> JsonObject:
     card = order.config.card
 
-    def prepare() -> Callable[[], dict[str, Any]]:
+    def work() -> JsonObject:
         batch = case.batch(order.config)
         rows = np.zeros((batch.num_rows, card.row_dim), np.float32)
         _forget_peak()
         case.engine.use_threads(order.config.num_threads)
         case.engine.embed(batch, rows)
-        return lambda: _run(case.engine, batch, rows, turn_s)
+        return _run(case.engine, batch, rows, turn_s)
 
-    results = in_workers(order.config, prepare, case.num_workers)
-    return {
-        "tokens_per_s": sum(result["tokens_per_s"] for result in results),
-        "core_share": min(result["core_share"] for result in results),
-        "private_mb": max(result["private_mb"] for result in results),
-    }
+    found: JsonObject = in_worker(order.config, work)
+    return found
 
 
-def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> dict[str, Any]:
-    """At least one batch, and none is started after `turn_s`."""
+def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> JsonObject:
     num_batches, elapsed_s, started_at, processor_s = 0, 0.0, time.perf_counter(), time.process_time()
     while elapsed_s < turn_s:
         engine.embed(batch, rows)
@@ -149,7 +190,6 @@ def _forget_peak() -> None:
 
 
 def _peak_private_mb() -> int:
-    """The most memory that this process alone wrote: what it has now, and what it has returned since the peak."""
     status = Path("/proc/self/status")
     returned = max(0, kilobytes(status, "VmHWM") - kilobytes(status, "VmRSS"))
     return private_memory_mb() + returned // 1024

@@ -1,7 +1,6 @@
 """Requests of a process to the kernel about itself: death with its parent, name, memory priority, core files, crashes.
 
-Owns the calls into libc and /proc, and the description of how a process ended. Called by every process except the
-gateway. Linux only.
+Owns the calls into libc and /proc, and the description of how a process ended. Linux only.
 """
 
 import ctypes
@@ -43,11 +42,8 @@ def adopt_orphans() -> None:
 
 
 def reap_strangers(is_known: Callable[[int], bool]) -> int:
-    """Reap adopted processes that have ended; returns how many. Children for whose pid `is_known` is true are left to
-    their owner.
-
-    A known child that has ended may hide others behind it until its owner reaps it; the next call finds those.
-    """
+    """Reap adopted processes that have ended, but for known ones, which their owner reaps; returns how many. A known
+    child that has ended may hide others behind it until then; the next call finds those."""
     num_reaped = 0
     while (pid := _first_zombie()) is not None and not is_known(pid):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
@@ -64,33 +60,26 @@ def _first_zombie() -> int | None:
 
 
 def trace_crashes() -> None:
-    """On SIGABRT, SIGSEGV, SIGBUS, SIGFPE and SIGILL, write each thread's stack to stderr, and die of the signal.
-
-    The stack has files, lines and function names, no values. SIGABRT works even during a long call into C. Forked
-    children do the same. Without effect if there is no stderr.
-    """
+    """On SIGABRT, SIGSEGV, SIGBUS, SIGFPE and SIGILL, write each thread's stack to stderr, and die of the signal. The
+    stack has files, lines and function names, no values. SIGABRT works even during a long call into C. Forked children
+    do the same."""
     with suppress(RuntimeError, OSError, ValueError):
         faulthandler.enable(sys.stderr)
 
 
 def outlive_sent_faults() -> None:
     """Live on when another process sends SIGSEGV, SIGBUS, SIGFPE or SIGILL, so that only a fault of this process's own
-    ends it by one: the kernel does not let a signal be ignored that it sends for a fault.
-
-    Call in the main thread, before `trace_crashes`, whose handler hands on to what was there before it: the first of
-    each signal, from wherever, writes the stacks.
-    """
+    ends it by one: the kernel does not let a signal be ignored that it sends for a fault. Call in the main thread,
+    before `trace_crashes`, whose handler hands on to what was there before it."""
     faulthandler.disable()  # a fork has that of its parent
     for number in FAULTS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def leave_no_core() -> None:
-    """Write no core file on a crash, because it would contain texts. Children inherit this.
-
-    The limit is 1 byte, because with any other limit the kernel still passes a core to a program that collects them
-    (systemd-coredump, apport). Source: Linux, fs/coredump.c.
-    """
+    """Write no core file on a crash, because it would contain texts. Children inherit this. The limit is 1 byte,
+    because with any other the kernel still passes a core to a program that collects them. Source: Linux,
+    fs/coredump.c."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     limit = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
     resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
@@ -136,10 +125,8 @@ def is_single_threaded() -> bool:
 
 
 def private_memory_mb() -> int:
-    """Memory written by this process alone, which is the cost of one more worker; 0 if the kernel does not say.
-
-    Weights mapped from a file are not included, because all workers share them.
-    """
+    """Memory written by this process alone; 0 if the kernel does not say. Weights mapped from a file are not
+    included."""
     return kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") // 1024
 
 

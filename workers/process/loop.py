@@ -1,17 +1,14 @@
 """The worker's loop: a batch comes in, its rows are written, a reply goes out.
 
-Owns a DEALER socket for each gateway and the reply to every message. Knows no model, only an engine. Called by
-`vecd.workers.process.main` once the engine is warm; ends when the supervisor ends.
-
-Gateways take turns, one message each, so that none waits for more than one batch of every other. A gateway's messages
-are about its own slots, and the replies go to its own socket.
+Owns a DEALER socket for each gateway and the reply to every message. Knows no model, only an engine. Gateways take
+turns, one message each, so that none waits for more than one batch of every other. A gateway's messages are about its
+own slots, and the replies go to its own socket.
 
 One thread. On a processor the rows are complete when the engine returns, and the reply is sent before the next message
 is read. On an accelerator a running batch is left alone while the next one is begun, if one is waiting, so that its
 copy overlaps the other's computation; if none is waiting, it is finished at once. At most two batches run, in two
-slots, and replies keep their order.
-
-Waiting has no deadline, because both events that need the worker end it: a message, and the end of the control channel.
+slots, and replies keep their order. Waiting has no deadline, because both events that need the worker end it: a
+message, and the end of the control channel.
 """
 
 import logging
@@ -24,22 +21,30 @@ from dataclasses import dataclass
 
 import zmq
 
+from vecd.base.programs import return_free_memory
+from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
-from vecd.shm.card import ModelCard
 from vecd.shm.control import Channel
-from vecd.shm.failure_code import FailureCode
-from vecd.shm.free_memory import return_free_memory
 from vecd.shm.views import BatchNumbers, Rows, SlotViews
-from vecd.shm.wire import Alive, Batch, Done, Failed, Incarnation, Probe, ToGateway, WireError, decode_to_worker, encode
-from vecd.workers.batch import BadBatch, read_batch
-from vecd.workers.engine import Engine, Finish
-from vecd.workers.out_of_memory import means_no_more_code, means_out_of_memory
+from vecd.shm.wire import (
+    Alive,
+    Batch,
+    Done,
+    Failed,
+    FailureCode,
+    Incarnation,
+    Probe,
+    ToGateway,
+    WireError,
+    decode_to_worker,
+    encode,
+)
+from vecd.workers.batch import BadBatch, Engine, Finish, means_no_more_code, means_out_of_memory, read_batch
 
 log = logging.getLogger("vecd.worker")
 
 _RECONNECT_INTERVAL_MS = 20
-"""The interval at which a worker tries to connect to a new gateway after the old one's death. Measured: connected in
-30 ms."""
+"""The interval at which a worker tries to connect to a new gateway after the old one's death. Measured: 30 ms."""
 
 _TRIM_AFTER_MS = 1000
 """Time without a batch until unused memory is returned to the kernel: the allocator keeps some 80 MB after batches of
@@ -53,10 +58,8 @@ _MAX_RUNNING = 2
 
 @contextmanager
 def connected(address_fds: Sequence[int], incarnation: Incarnation) -> Iterator[list["zmq.Socket[bytes]"]]:
-    """Sockets connected to the gateways that listen behind `address_fds`, O_PATH descriptors of unix sockets.
-
-    Their paths are no files, so none has to be removed. The sockets are closed without waiting.
-    """
+    """Sockets connected to the gateways that listen behind `address_fds`, O_PATH descriptors of unix sockets. Their
+    paths are no files, so none has to be removed. The sockets are closed without waiting."""
     context = zmq.Context()
     try:
         yield [_connected(context, fd, incarnation) for fd in address_fds]
@@ -95,7 +98,6 @@ class _Running:
     started_ns: int
     num_padding_tokens: int
     num_threads: int
-    """As in `Done`."""
     finish: Finish
 
 
@@ -108,25 +110,24 @@ class Loop:
         slots: Sequence[SlotViews],
         arena: ArenaSpec,
         card: ModelCard,
+        *,
+        trim_after_ms: int = _TRIM_AFTER_MS,
     ) -> None:
-        """`sockets` and `slots` are by the gateway's index."""
+        """`sockets` and `slots` are by the gateway's index. `trim_after_ms` without a batch, memory is returned."""
         self._peers = deque(
             _Peer(socket, theirs.rows, theirs.begun) for socket, theirs in zip(sockets, slots, strict=True)
         )
-        """In the order of their turns: the one that has waited longest is first."""
         self._channel = channel
         self._engine = engine
         self._arena = arena
         self._card = card
+        self._trim_after_ms = trim_after_ms
         self._running: deque[_Running] = deque()
         """In the order of arrival, which is the order of the replies."""
         self._finished_ns = 0
-        """The time when the last batch was finished."""
         self._has_trimmed = True
-        """Whether unused memory has been returned since the last batch."""
 
     def run(self) -> None:
-        """Reply to messages until the supervisor closes the control channel or dies."""
         poller = zmq.Poller()
         for peer in self._peers:
             poller.register(peer.socket, zmq.POLLIN)
@@ -145,7 +146,6 @@ class Loop:
                 self._has_trimmed = True
 
     def _next_peer(self, ready: Container[object]) -> _Peer | None:
-        """The next peer in turn among those that have sent a message."""
         for _ in range(len(self._peers)):
             self._peers.rotate(-1)
             if self._peers[-1].socket in ready:
@@ -155,7 +155,7 @@ class Loop:
     def _poll_timeout_ms(self) -> int | None:
         if self._running:
             return 0
-        return None if self._has_trimmed else _TRIM_AFTER_MS
+        return None if self._has_trimmed else self._trim_after_ms
 
     def _supervisor_is_gone(self) -> bool:
         try:
@@ -168,18 +168,14 @@ class Loop:
         return False
 
     def _receive(self, peer: _Peer) -> None:
-        """Receive at most one batch, and all probes before it.
-
-        Further batches wait for later turns, so that other gateways get theirs and the end of the supervisor is noticed
-        between two batches. Probes take no turn: a gateway that has just started sends many while others' batches are
-        computed.
-        """
+        """Receive at most one batch, and all probes before it: a gateway that has just started sends many. Further
+        batches wait for later turns, so that other gateways get theirs."""
         message = self._next_message(peer)
         probe: Probe | None = None
         while isinstance(message, Probe):
             probe, message = message, self._next_message(peer)
         if probe is not None:
-            self._finish_all_of(peer)  # a gateway that receives Alive treats every slot as free
+            self._finish_all(peer)  # a gateway that receives Alive treats every slot as free
             peer.epoch = max(peer.epoch, probe.epoch)
             self._send(peer, Alive(probe.epoch))
         if message is None:
@@ -190,7 +186,6 @@ class Loop:
             self._begin(peer, message)
 
     def _next_message(self, peer: _Peer) -> Probe | Batch | None:
-        """None if there is no message, or none that can be read."""
         try:
             return decode_to_worker(peer.socket.recv_multipart(zmq.DONTWAIT))
         except zmq.Again:
@@ -200,9 +195,8 @@ class Loop:
             return None
 
     def _begin(self, peer: _Peer, message: Batch) -> None:
-        """Begin a batch; finish and reply to the batches that need not, or must not, wait for another."""
         if any(batch.peer is peer and batch.message.slot == message.slot for batch in self._running):
-            self._finish_all_of(peer)  # never while the slot is being written
+            self._finish_all(peer)  # never while the slot is being written
         self._has_trimmed = False
         started_ns = time.perf_counter_ns()
         try:
@@ -224,13 +218,9 @@ class Loop:
         self._finish_all()
         self._reply(peer, message, failed)
 
-    def _finish_all(self) -> None:
-        while self._running:
-            self._finish_first()
-
-    def _finish_all_of(self, peer: _Peer) -> None:
-        """Finish all batches of a peer, and those begun before them, because batches finish in their order."""
-        while any(batch.peer is peer for batch in self._running):
+    def _finish_all(self, of: _Peer | None = None) -> None:
+        """Of a peer, also those begun before its own, because batches finish in their order."""
+        while any(of is None or batch.peer is of for batch in self._running):
             self._finish_first()
 
     def _finish_first(self) -> None:
@@ -265,7 +255,7 @@ class Loop:
         )
 
     def _failed(self, message: Batch, error: Exception) -> Failed:
-        """The reply to a batch that raised `error`, which is logged. Raises EngineLost if the engine cannot go on."""
+        """Raises EngineLost if the engine cannot go on."""
         if isinstance(error, BadBatch):
             log.error("batch %d refused: %s", message.number, error)
             code = FailureCode.BAD_MESSAGE
@@ -296,7 +286,7 @@ def _means_device_lost(error: Exception) -> bool:
 
 
 def _log_without_content(message: Batch, error: Exception) -> None:
-    """Log where it failed, but not the message: torch quotes values in its messages, and values are token ids."""
+    """torch quotes values in its messages, and values are token ids."""
     log.error(
         "batch %d (%d sequences, %d tokens) failed: %s\n%s",
         message.number,

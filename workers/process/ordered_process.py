@@ -1,9 +1,7 @@
 """A process that carries out one order: JSON on its standard input, responses as lines of JSON through a pipe.
 
 Owns both ends: `OrderedProcess` starts the process and reads from it, `carry_out` runs in it. The parent keeps none of
-the memory that the work needs, and a crash of the work becomes an error message. Called for the selection of an engine
-(`vecd.workers.process.selection_process`), and for `vecd check` (`vecd.launch.check.command`, which orders,
-`vecd.launch.check.tokens` and `vecd.workers.check.run`, which carry out).
+the memory that the work needs, and a crash of the work becomes an error message.
 
 The responses: {"stage": …} and {"found": name, "value": …} any number of times, then {"end": true} or {"error": …}.
 """
@@ -16,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, Self, TextIO, TypeAlias
 
-from vecd.shm.card import ModelError
-from vecd.shm.tasks import naming_limit
-from vecd.workers.engine import ReportProgress
+from vecd.base.tasks import naming_limit
+from vecd.model.card import ModelError
+from vecd.workers.batch import ReportProgress
 from vecd.workers.process.kernel import (
     describe_status,
     die_with_parent,
@@ -34,8 +32,6 @@ OnFound: TypeAlias = Callable[[str, Any], None]
 
 
 class OrderedProcess:
-    """The process, seen from its parent. It ends with its parent, and when its context ends."""
-
     def __init__(
         self,
         command: Sequence[str],
@@ -45,11 +41,9 @@ class OrderedProcess:
         environment: Mapping[str, str] | None = None,
         stderr: BinaryIO | None = None,
     ) -> None:
-        """Start `command` with the descriptor for its responses as last argument, and give it the order.
-
-        `title` names it in errors. `environment` and `stderr`: None for this process's own. Errors repeat the last line
-        in `stderr`. Raises OSError.
-        """
+        """Start `command` with the descriptor for its responses as last argument, and give it the order. `title` names
+        it in errors. `environment` and `stderr`: None for this process's own. Errors repeat the last line in `stderr`.
+        Raises OSError."""
         self._title, self._stderr = title, stderr
         reader, writer = os.pipe()
         self._responses = open(reader, "rb", buffering=0)  # noqa: SIM115  (closed by `__exit__`)
@@ -74,7 +68,6 @@ class OrderedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process, whether or not its results were read."""
         self._end()
         self._responses.close()
 
@@ -83,16 +76,15 @@ class OrderedProcess:
         self._process.wait()
 
     def results(self, report: ReportProgress, timeout_s: float | None = None) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the value of each result as it comes. At the end the process and its memory are gone.
-
-        Raises ModelError with the error of the work, or with a sentence about a process that died, or that wrote
-        nothing for `timeout_s`.
-        """
+        """Yield the name and the value of each result as it comes. Raises ModelError with the error of the work, or
+        with a sentence about a process that died, or that wrote nothing for `timeout_s`."""
         stage, unread = "starting", b""
         while select.select([self._responses], [], [], timeout_s)[0]:
             received = self._responses.read(1 << 16)
             if not received:
-                raise ModelError(f"{self._title} {self._how_it_ended()}, while busy with: {stage}{self._last_words()}")
+                how = describe_status(self._process.wait())
+                how += ", as the kernel does when memory runs out" if "SIGKILL" in how else ""
+                raise ModelError(f"{self._title} {how}, while busy with: {stage}{self._last_words()}")
             *lines, unread = (unread + received).split(b"\n")
             for response in map(json.loads, lines):
                 match response:
@@ -107,12 +99,7 @@ class OrderedProcess:
                         return
         raise ModelError(f"no answer within {timeout_s:.0f} s from {self._title} that was busy with: {stage}")
 
-    def _how_it_ended(self) -> str:
-        how = describe_status(self._process.wait())
-        return f"{how}, as the kernel does when memory runs out" if "SIGKILL" in how else how
-
     def _last_words(self) -> str:
-        """The last line that the process wrote to `stderr`, in parentheses."""
         if self._stderr is None:
             return ""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_LINES_BYTES))
@@ -123,11 +110,8 @@ class OrderedProcess:
 def carry_out(
     work: Callable[[dict[str, Any], ReportProgress, OnFound], None], orders: TextIO, response_fd: int, name: str
 ) -> int:
-    """Do `work` with the order that is read from `orders`, and write the responses to `response_fd`. A ModelError of
-    the work becomes a response. Returns the exit code.
-
-    Side effects on the process: it dies with its parent; `name`, memory priority, no core file.
-    """
+    """A ModelError of the work becomes a response. Returns the exit code. Side effects on the process: it dies with its
+    parent; `name`, memory priority, no core file."""
     order = json.loads(orders.read() or "{}")
     if not order or not die_with_parent(order.pop("parent_pid")):
         return 0  # the parent died before it gave the order, or has died since

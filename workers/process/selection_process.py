@@ -1,19 +1,17 @@
 """Selects an engine in a process of its own, because the comparison loads transformers and a second copy of the model.
 
-Owns both ends of that process: `SelectionProcess` orders, `serve` selects. So the fork server, whose memory every
-worker shares, holds nothing that only the comparison needs, and a crash of the comparison becomes an error message.
-Called by `vecd.workers.process.forkserver` and `vecd.workers.check.run` (SelectionProcess), and by `vecd.launch.child`
-(serve).
+So the fork server, whose memory every worker shares, holds nothing that only the comparison needs, and a crash of the
+comparison becomes an error message.
 """
 
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from vecd.shm import logs
+from vecd.base import logs
+from vecd.workers.batch import ReportProgress
 from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import ReportProgress
-from vecd.workers.engines.selection_cache import Selection
 from vecd.workers.process.ordered_process import OnFound, OrderedProcess, carry_out
+from vecd.workers.select import Selection, select
 
 
 class SelectionProcess(OrderedProcess):
@@ -23,7 +21,6 @@ class SelectionProcess(OrderedProcess):
         super().__init__(command, config.to_json(), title)
 
     def result(self, report: ReportProgress) -> Selection:
-        """Wait for the selection. Raises ModelError when there is none, or when the process died."""
         [(_, selection)] = self.results(report)
         return Selection.from_json(selection)
 
@@ -37,7 +34,5 @@ def serve(orders: TextIO, response_fd: int) -> int:
 def _select(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
     config = WorkerConfig.from_json(order)
     logs.configure("choosing", config.log_level, config.log_format)
-    from vecd.workers.engines.selection import select
-
     selection, _ = select(config, report)
     on_found("selection", selection.to_json())

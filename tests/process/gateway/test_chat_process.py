@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 
 import orjson
 import pytest
-import uvloop
 
+from vecd.base.programs import command_of
+from vecd.gateway.config import ChatTemplateSpec
+from vecd.gateway.errors import BadRequest, ServerError
 from vecd.gateway.tokenization.chat_process import ChatProcess
-from vecd.gateway.types.config import ChatTemplateSpec
-from vecd.gateway.types.errors import BadRequest, ServerError
-from vecd.launch.base.programs import command_of
 
 FINE = "{{ messages[0].content }}"
 ON_REQUEST = "{% if messages[0].content == 'evil' %}EVIL{% endif %}{{ messages[0].content }}"
@@ -29,7 +28,7 @@ async def chat_process(source: str) -> AsyncIterator[ChatProcess]:
     try:
         yield chat
     finally:
-        process = chat._process
+        process = chat.process
         chat.close()
         if process is not None:
             await process.wait()
@@ -50,74 +49,59 @@ async def chat_process(source: str) -> AsyncIterator[ChatProcess]:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"fails on the conversation \(RecursionError\)"),
     ],
 )  # fmt: skip
-def test_a_template_that_takes_all_time_or_memory_harms_its_own_request_alone(evil, says):
-    async def main() -> None:
-        async with chat_process(ON_REQUEST.replace("EVIL", evil)) as chat:
-            for _ in range(2):
-                assert await chat.render(payload("a")) == ["a"]
-                with pytest.raises(BadRequest, match=says) as caught:
-                    await chat.render(payload("evil"))
-                assert caught.value.param == "messages"
-            assert await chat.render(payload("b")) == ["b"]
-
-    uvloop.run(main())
+async def test_a_template_that_takes_all_time_or_memory_harms_its_own_request_alone(evil, says):
+    async with chat_process(ON_REQUEST.replace("EVIL", evil)) as chat:
+        for _ in range(2):
+            assert await chat.render(payload("a")) == ["a"]
+            with pytest.raises(BadRequest, match=says) as caught:
+                await chat.render(payload("evil"))
+            assert caught.value.param == "messages"
+        assert await chat.render(payload("b")) == ["b"]
 
 
 @pytest.mark.parametrize(("source", "says"), [("{% if %}", "cannot be compiled"), (LOOP, "takes more than a second")])
-def test_a_template_that_cannot_be_used_is_said_of_every_request(source, says):
-    async def main() -> None:
-        async with chat_process(source) as chat:
-            for _ in range(2):
-                with pytest.raises(BadRequest, match=says):
-                    await chat.render(payload("a"))
-
-    uvloop.run(main())
+async def test_a_template_that_cannot_be_used_is_said_of_every_request(source, says):
+    async with chat_process(source) as chat:
+        for _ in range(2):
+            with pytest.raises(BadRequest, match=says):
+                await chat.render(payload("a"))
 
 
-def test_the_longest_texts_arrive_whole():
-    async def main() -> None:
-        async with chat_process("{{ '\\x01' * 2 ** 20 }}") as chat:
-            assert await chat.render(payload("a")) == ["\x01" * 2**20]
-
-    uvloop.run(main())
+async def test_the_longest_texts_arrive_whole() -> None:
+    async with chat_process("{{ '\\x01' * 2 ** 20 }}") as chat:
+        assert await chat.render(payload("a")) == ["\x01" * 2**20]
 
 
-def test_a_caller_who_leaves_takes_no_other_callers_reply():
-    async def main() -> None:
-        async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
-            leaving = asyncio.ensure_future(chat.render(payload("evil")))
-            waiting = asyncio.ensure_future(chat.render(payload("a")))
-            while (process := chat._process) is None:
-                await asyncio.sleep(0.01)
-            leaving.cancel()
-            assert await asyncio.wait_for(waiting, 30) == ["a"]
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            await process.wait()
-
-    uvloop.run(main())
+async def test_a_caller_who_leaves_takes_no_other_callers_reply() -> None:
+    async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
+        leaving = asyncio.ensure_future(chat.render(payload("evil")))
+        waiting = asyncio.ensure_future(chat.render(payload("a")))
+        while (process := chat.process) is None:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        assert await asyncio.wait_for(waiting, 30) == ["a"]
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        await process.wait()
 
 
-def test_a_process_that_ended_is_replaced():
-    async def main() -> None:
-        async with chat_process(FINE) as chat:
-            assert await chat.render(payload("a")) == ["a"]
-            for is_ours in (True, False):  # killed by us, or by somebody else
-                process = chat._process
-                assert process is not None
-                (chat.close if is_ours else process.kill)()
-                await process.wait()
-                assert await chat.render(payload("b")) == ["b"]
-                assert chat._process is not process
-            process = chat._process
+async def test_a_process_that_ended_is_replaced() -> None:
+    async with chat_process(FINE) as chat:
+        assert await chat.render(payload("a")) == ["a"]
+        for is_ours in (True, False):  # killed by us, or by somebody else
+            process = chat.process
             assert process is not None
-            assert process.stdin is not None
-            process.stdin.close()
-            with pytest.raises(ServerError):
-                await chat.render(payload("c"))
-            assert await chat.render(payload("d")) == ["d"]
-        gone = ChatProcess(ChatTemplateSpec(FINE, {}, ("/bin/false",)))
+            (chat.close if is_ours else process.kill)()
+            await process.wait()
+            assert await chat.render(payload("b")) == ["b"]
+            assert chat.process is not process
+        process = chat.process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.close()
         with pytest.raises(ServerError):
-            await gone.render(payload("a"))
-
-    uvloop.run(main())
+            await chat.render(payload("c"))
+        assert await chat.render(payload("d")) == ["d"]
+    gone = ChatProcess(ChatTemplateSpec(FINE, {}, ("/bin/false",)))
+    with pytest.raises(ServerError):
+        await gone.render(payload("a"))

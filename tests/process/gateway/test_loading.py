@@ -14,16 +14,14 @@ import pytest
 
 from tests.support.asking import body_of
 from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Worker
-from tests.unit.gateway.test_service import planned_config
+from tests.support.pipelines import planned_config
+from tests.unit.gateway.test_service import NoTexts, http_request
+from vecd.gateway.errors import ApiError
+from vecd.gateway.request import HttpRequest, Response, TokenizedInput
 from vecd.gateway.service import GatewayFacts, Service, Services
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.tokenization.vocabulary import NO_VOCABULARY
-from vecd.gateway.types.errors import ApiError
-from vecd.gateway.types.messages import HttpRequest, Response
-from vecd.gateway.types.request import TokenizedInput
-from vecd.launch.processes.sockets import make_zmq_endpoint
+from vecd.launch.sockets import make_zmq_endpoint
 from vecd.shm.control import (
     Activate,
     KeepAlive,
@@ -42,24 +40,16 @@ GENERATION = 1
 WANTED, DRAINED = ModelWanted(GENERATION), ModelDrained(GENERATION)
 
 
-class Numbers:
+class Numbers(NoTexts):
     """A tokenizer of texts that are numbers, each of two tokens."""
 
-    max_chars = max_ids = max_tokens = 16
     least_tokens = 1
-    vocabulary = NO_VOCABULARY
-
-    def __init__(self) -> None:
-        self.threads = Threads(1)
 
     def estimate_tokens(self, inputs: list[str], tokenizing: object) -> int:
         return 2 * len(inputs)
 
     def tokenize_now(self, inputs: list[str], tokenizing: object) -> list[TokenizedInput]:
         return [TokenizedInput(array("i", [int(text)] * 2).tobytes(), 2, False) for text in inputs]
-
-    def id_of(self, token: str) -> None:
-        """No token is in its vocabulary."""
 
 
 class Bench:
@@ -73,14 +63,14 @@ class Bench:
             chat_template=None, **{"keep_alive_s": 300.0, "loads_on_demand": True, **changes},
         )  # fmt: skip
         self._facts = facts
-        self.service = self._make(GENERATION)
+        self.service = self.make(GENERATION)
         self.services = Services(self.service, facts, read_tokenizer=lambda config: cast(Tokenizer, None))
         self._listening, self._address_fd = make_zmq_endpoint()
         self.service.dispatcher.start(self._listening.detach())
-        self.worker: Worker | None = None
+        self._worker: Worker | None = None
         self._num_lives = 0
 
-    def _make(self, generation: int) -> Service:
+    def make(self, generation: int) -> Service:
         return Service(self._config, generation, cast(Tokenizer, self.tokenizer), self._facts)
 
     def tell(self, message: Message, fds: Iterable[int] = ()) -> None:
@@ -89,17 +79,21 @@ class Bench:
     def change(self, state: str, **fields: Any) -> None:
         self.tell(ModelIs(GENERATION, state, **fields))
 
+    @property
+    def worker(self) -> Worker:
+        assert self._worker is not None
+        return self._worker
+
     def start_worker(self) -> Worker:
         self._num_lives += 1
-        self.worker = Worker(self._address_fd, 0, self._num_lives)
+        self._worker = Worker(self._address_fd, 0, self._num_lives)
         self.tell(WorkerUp(GENERATION, 0, self._num_lives, {}), [self.worker.fd])
         return self.worker
 
     def end_worker(self, *, is_planned: bool = True) -> None:
-        assert self.worker is not None
         self.tell(WorkerDown(0, self._num_lives, "was ended", is_planned=is_planned))
         self.worker.close()
-        self.worker = None
+        self._worker = None
 
     async def load(self) -> Worker:
         self.change("loading", wait_s=3.0)
@@ -109,13 +103,10 @@ class Bench:
         return worker
 
     def ask(self, path: str, body: Any = None, **options: Any) -> "asyncio.Task[Response]":
-        return asyncio.ensure_future(self._ask("GET" if body is None else "POST", path, body, **options))
+        fields = {"body": orjson.dumps(body or {}), "is_admin": path.startswith("/admin"), **options}
+        return asyncio.ensure_future(self._ask(http_request(path, method="GET" if body is None else "POST", **fields)))
 
-    async def _ask(self, method: str, path: str, body: Any, **options: Any) -> Response:
-        request = HttpRequest(
-            method=method, path=path, http_minor=1, keep_alive=True, request_id="id", body=orjson.dumps(body or {}),
-            **{"query": b"", "headers": {}, "is_admin": path.startswith("/admin"), **options},
-        )  # fmt: skip
+    async def _ask(self, request: HttpRequest) -> Response:
         try:
             return await self.services.handle(request)
         except ApiError as error:
@@ -129,8 +120,8 @@ class Bench:
 
     def close(self) -> None:
         self.service.stop()
-        if self.worker is not None:
-            self.worker.close()
+        if self._worker is not None:
+            self._worker.close()
         os.close(self._address_fd)
 
 
@@ -160,12 +151,10 @@ async def serving(state: str = "unloaded", **changes: Any) -> AsyncIterator[Benc
         bench.close()
 
 
-def run(test: Any, state: str = "unloaded", **changes: Any) -> None:
-    async def whole() -> None:
-        async with serving(state, **changes) as bench:
-            await test(bench)
-
-    asyncio.run(whole())
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with serving() as bench:
+        yield bench
 
 
 def _note(finished: list[int], number: int, _: "asyncio.Task[Response]") -> None:
@@ -186,60 +175,53 @@ def error_of(response: Response) -> tuple[int, str, str]:
 # --- a load ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["unloaded", "parked"])
-def test_a_request_waits_for_the_load(state):
-    async def test(bench: Bench) -> None:
-        assert (await bench.ask("/health")).status == 200
-        asking = [bench.embed(7, 8), bench.embed(9)]
-        await turns()
-        assert bench.sent == [WANTED]
-        assert (await bench.ask("/health")).status == 200
-        bench.change("loading", wait_s=3.0)
-        worker = bench.start_worker()
-        await turns()
-        assert not any(each.done() for each in asking)
-        batch = await worker.receive()  # as soon as it is connected
-        worker.answer(batch)
-        bench.change("ready")
-        assert [numbers_in(await each) for each in asking] == [[7, 8], [9]]
-        assert bench.of_kind(ModelWanted) == [WANTED]
-        assert orjson.loads(body_of(await bench.ask("/health"))) == {
-            "status": "ok",
-            "model_files": "as loaded",
-            "state": "ready",
-        }
-
-    run(test, state)
+async def test_a_request_waits_for_the_load(bench: Bench):
+    assert (await bench.ask("/health")).status == 200
+    asking = [bench.embed(7, 8), bench.embed(9)]
+    await turns()
+    assert bench.sent == [WANTED]
+    assert (await bench.ask("/health")).status == 200
+    bench.change("loading", wait_s=3.0)
+    worker = bench.start_worker()
+    await turns()
+    assert not any(each.done() for each in asking)
+    batch = await worker.receive()  # as soon as it is connected
+    worker.answer(batch)
+    bench.change("ready")
+    assert [numbers_in(await each) for each in asking] == [[7, 8], [9]]
+    assert bench.of_kind(ModelWanted) == [WANTED]
+    assert orjson.loads(body_of(await bench.ask("/health"))) == {
+        "status": "ok",
+        "model_files": "as loaded",
+        "state": "ready",
+    }
 
 
-def test_a_thousand_requests_make_one_load_and_are_answered_in_their_order():
-    async def test(bench: Bench) -> None:
-        finished: list[int] = []
-        asking = [bench.embed(number) for number in range(1000)]
-        for number, each in enumerate(asking):
-            each.add_done_callback(partial(_note, finished, number))
-        await turns()
-        bench.change("loading", wait_s=3.0)
-        await turns()
-        assert bench.of_kind(ModelWanted) == [WANTED]
-        assert bench.service.admission.num_requests == 1000
-        refused = [await bench.embed(5) for _ in range(3)]
-        assert [error_of(each) for each in refused] == [(503, "model_loading", "3")] * 3
-        worker = await bench.load()
-        while not all(each.done() for each in asking):
-            if (batch := worker.receive_nowait()) is not None:
-                worker.answer(batch)
-            await asyncio.sleep(0)
-        assert [numbers_in(each.result()) for each in asking] == [[number] for number in range(1000)]
-        assert finished == sorted(finished)
-        assert len(bench.of_kind(ModelWanted)) == 1
-        assert not bench.service.admission.num_requests
-
-    run(test)
+async def test_a_thousand_requests_make_one_load_and_are_answered_in_their_order(bench: Bench):
+    finished: list[int] = []
+    asking = [bench.embed(number) for number in range(1000)]
+    for number, each in enumerate(asking):
+        each.add_done_callback(partial(_note, finished, number))
+    await turns()
+    bench.change("loading", wait_s=3.0)
+    await turns()
+    assert bench.of_kind(ModelWanted) == [WANTED]
+    assert bench.service.admission.num_requests == 1000
+    refused = [await bench.embed(5) for _ in range(3)]
+    assert [error_of(each) for each in refused] == [(503, "model_loading", "3")] * 3
+    worker = await bench.load()
+    while not all(each.done() for each in asking):
+        if (batch := worker.receive_nowait()) is not None:
+            worker.answer(batch)
+        await asyncio.sleep(0)
+    assert [numbers_in(each.result()) for each in asking] == [[number] for number in range(1000)]
+    assert finished == sorted(finished)
+    assert len(bench.of_kind(ModelWanted)) == 1
+    assert not bench.service.admission.num_requests
 
 
-def test_the_estimate_of_the_wait_counts_again_once_the_model_is_ready():
-    async def test(bench: Bench) -> None:
+async def test_the_estimate_of_the_wait_counts_again_once_the_model_is_ready():
+    async with serving(max_wait_s=1e-9) as bench:
         asking = [bench.embed(number) for number in range(20)]
         await turns()
         assert not any(each.done() for each in asking), "none is refused for a wait that nothing is known of"
@@ -250,109 +232,89 @@ def test_the_estimate_of_the_wait_counts_again_once_the_model_is_ready():
             each.cancel()
         await asyncio.wait(asking)
 
-    run(test, max_wait_s=1e-9)
+
+async def test_a_failed_load(bench: Bench):
+    asking = [bench.embed(7), bench.embed(8)]
+    describing = bench.ask("/v1/models")
+    await turns()
+    bench.change("loading")
+    bench.change("failed", reason="no file config.json", wait_s=20.0)
+    for each in asking:
+        assert error_of(await each) == (503, "model_failed", "20")
+    assert (await describing).status == 200
+    refused = await bench.embed(9)
+    assert error_of(refused)[:2] == (503, "model_failed")
+    assert b"no file config.json" in body_of(refused)
+    health = await bench.ask("/health")
+    assert health.status == 503
+    assert b"no file config.json" in body_of(health)
+    assert bench.of_kind(ModelWanted) == [WANTED]
+    bench.change("failed", reason="no file config.json", wait_s=0.01)
+    await asyncio.sleep(0.02)
+    again = bench.embed(10)
+    await turns()
+    assert bench.of_kind(ModelWanted) == [WANTED, WANTED]
+    worker = await bench.load()
+    worker.answer(await worker.receive())
+    assert numbers_in(await again) == [10]
 
 
-def test_a_failed_load():
-    async def test(bench: Bench) -> None:
-        asking = [bench.embed(7), bench.embed(8)]
-        describing = bench.ask("/v1/models")
-        await turns()
-        bench.change("loading")
-        bench.change("failed", reason="no file config.json", wait_s=20.0)
-        for each in asking:
-            assert error_of(await each) == (503, "model_failed", "20")
-        assert (await describing).status == 200
-        refused = await bench.embed(9)
-        assert error_of(refused)[:2] == (503, "model_failed")
-        assert b"no file config.json" in body_of(refused)
-        health = await bench.ask("/health")
-        assert health.status == 503
-        assert b"no file config.json" in body_of(health)
-        assert bench.of_kind(ModelWanted) == [WANTED]
-        bench.change("failed", reason="no file config.json", wait_s=0.01)
-        await asyncio.sleep(0.02)
-        again = bench.embed(10)
-        await turns()
-        assert bench.of_kind(ModelWanted) == [WANTED, WANTED]
-        worker = await bench.load()
-        worker.answer(await worker.receive())
-        assert numbers_in(await again) == [10]
-
-    run(test)
+async def test_deadlines(bench: Bench):
+    in_vain = bench.embed(1, headers={"x-vecd-timeout-ms": "1000"})
+    assert error_of(await in_vain) == (503, "model_loading", "3"), "the load takes three seconds"
+    assert bench.sent == [WANTED]
+    bench.change("loading", wait_s=0.01)
+    late = bench.embed(1, headers={"x-vecd-timeout-ms": "100"})
+    assert error_of(await late) == (503, "model_loading", "1")
+    assert not bench.service.admission.num_requests
 
 
-def test_deadlines():
-    async def test(bench: Bench) -> None:
-        in_vain = bench.embed(1, headers={"x-vecd-timeout-ms": "1000"})
-        assert error_of(await in_vain) == (503, "model_loading", "3"), "the load takes three seconds"
-        assert bench.sent == [WANTED]
-        bench.change("loading", wait_s=0.01)
-        late = bench.embed(1, headers={"x-vecd-timeout-ms": "100"})
-        assert error_of(await late) == (503, "model_loading", "1")
-        assert not bench.service.admission.num_requests
-
-    run(test)
-
-
-def test_a_client_that_goes_while_it_waits_leaves_nothing():
-    async def test(bench: Bench) -> None:
-        asking = [bench.embed(7), bench.embed(8), bench.ask("/admin/models/m/load", {})]
-        await turns()
-        assert bench.service.policy.queued_sequences == 2
-        for each in asking:
-            each.cancel()
-        await asyncio.wait(asking)
-        assert (bench.service.admission.num_requests, bench.service.policy.queued_sequences) == (0, 0)
-        assert (bench.service.num_handled, bench.service.residence._watchers) == (0, {})
-        bench.change("unloaded")
-        assert bench.of_kind(ModelWanted) == [WANTED]
-
-    run(test)
+async def test_a_client_that_goes_while_it_waits_leaves_nothing(bench: Bench):
+    asking = [bench.embed(7), bench.embed(8), bench.ask("/admin/models/m/load", {})]
+    await turns()
+    assert bench.service.policy.queued_sequences == 2
+    for each in asking:
+        each.cancel()
+    await asyncio.wait(asking)
+    assert (bench.service.admission.num_requests, bench.service.policy.queued_sequences) == (0, 0)
+    assert (bench.service.num_handled, bench.service.residence._watchers) == (0, {})
+    bench.change("unloaded")
+    assert bench.of_kind(ModelWanted) == [WANTED]
 
 
-def test_the_drain_of_the_server_answers_those_who_wait():
-    async def test(bench: Bench) -> None:
-        asking = [bench.embed(7), bench.ask("/admin/models/m/load", {}), bench.ask("/api/embed", {"input": ""})]
-        await turns()
-        bench.services.begin_drain()
-        assert not any(each.done() for each in asking)
-        bench.services.give_up()
-        for each in asking:
-            response = await each
-            assert response.status == 503
-            assert b"shutting down" in body_of(response)
-
-    run(test)
+async def test_the_drain_of_the_server_answers_those_who_wait(bench: Bench):
+    asking = [bench.embed(7), bench.ask("/admin/models/m/load", {}), bench.ask("/api/embed", {"input": ""})]
+    await turns()
+    bench.services.begin_drain()
+    assert not any(each.done() for each in asking)
+    bench.services.give_up()
+    for each in asking:
+        response = await each
+        assert response.status == 503
+        assert b"shutting down" in body_of(response)
 
 
-def test_those_who_wait_for_a_generation_that_is_replaced_come_again():
-    async def test(bench: Bench) -> None:
-        asking = bench.embed(7)
-        await turns()
-        after = bench.services.all[2] = bench._make(2)
-        cast(Any, after.dispatcher).activate = lambda: None  # it has no socket
-        bench.tell(Activate(2))
-        assert error_of(await asking) == (503, "reloading", "1")
-        await until(lambda: Retired(GENERATION) in bench.sent)
-
-    run(test)
+async def test_those_who_wait_for_a_generation_that_is_replaced_come_again(bench: Bench):
+    asking = bench.embed(7)
+    await turns()
+    after = bench.services.all[2] = bench.make(2)
+    cast(Any, after.dispatcher).activate = lambda: None  # it has no socket
+    bench.tell(Activate(2))
+    assert error_of(await asking) == (503, "reloading", "1")
+    await until(lambda: Retired(GENERATION) in bench.sent)
 
 
-def test_a_state_that_comes_while_the_generation_is_prepared_is_kept():
-    async def test(bench: Bench) -> None:
-        bench.services._preparing[2] = asyncio.ensure_future(asyncio.sleep(0))
-        bench.tell(ModelIs(2, "unloaded"))
-        assert bench.services._told == {2: ModelIs(2, "unloaded")}
-        bench.services._forget_preparing(2)
-        bench.tell(ModelIs(2, "ready"))
-        assert bench.services._told == {}
-
-    run(test)
+async def test_a_state_that_comes_while_the_generation_is_prepared_is_kept(bench: Bench):
+    bench.services.preparing[2] = asyncio.ensure_future(asyncio.sleep(0))
+    bench.tell(ModelIs(2, "unloaded"))
+    assert bench.services.told == {2: ModelIs(2, "unloaded")}
+    bench.services.forget_preparing(2)
+    bench.tell(ModelIs(2, "ready"))
+    assert bench.services.told == {}
 
 
-def test_a_model_is_available_before_its_first_worker_has_answered():
-    async def test(bench: Bench) -> None:
+async def test_a_model_is_available_before_its_first_worker_has_answered():
+    async with serving("loading") as bench:
         worker = bench.start_worker()
         bench.change("ready")
         assert (await bench.ask("/health")).status == 200
@@ -362,16 +324,13 @@ def test_a_model_is_available_before_its_first_worker_has_answered():
         bench.end_worker(is_planned=False)
         assert (await bench.ask("/health")).status == 503
 
-    run(test, "loading")
-
 
 # --- the end of a stay ----------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_drains_gets_no_batch_and_is_reported_when_it_has_none():
-    async def test(bench: Bench) -> None:
+async def test_a_model_that_drains_gets_no_batch_and_is_reported_when_it_has_none():
+    async with serving("ready") as bench:
         worker = bench.worker
-        assert worker is not None
         before = bench.embed(7)
         batch = await worker.receive()
         bench.change("draining", reason="operator")
@@ -389,13 +348,11 @@ def test_a_model_that_drains_gets_no_batch_and_is_reported_when_it_has_none():
         worker = await bench.load()
         worker.answer(await worker.receive())
         assert numbers_in(await after) == [8]
-        assert bench.service.dispatcher._num_deaths == 0
-
-    run(test, "ready")
+        assert bench.service.dispatcher.num_deaths == 0
 
 
-def test_an_idle_model_is_drained_at_once_and_is_not_wanted():
-    async def test(bench: Bench) -> None:
+async def test_an_idle_model_is_drained_at_once_and_is_not_wanted():
+    async with serving("ready") as bench:
         bench.change("draining", reason="idle")
         assert bench.sent == [DRAINED]
         bench.change("draining", reason="idle", nbytes=5)
@@ -403,11 +360,9 @@ def test_an_idle_model_is_drained_at_once_and_is_not_wanted():
         bench.change("unloaded", reason="idle")
         assert bench.sent == [DRAINED]
 
-    run(test, "ready")
 
-
-def test_a_worker_that_has_not_answered_its_probe_is_waited_for():
-    async def test(bench: Bench) -> None:
+async def test_a_worker_that_has_not_answered_its_probe_is_waited_for():
+    async with serving("loading") as bench:
         bench.start_worker()
         bench.change("draining")
         await asyncio.sleep(0.05)
@@ -415,13 +370,10 @@ def test_a_worker_that_has_not_answered_its_probe_is_waited_for():
         bench.end_worker(is_planned=False)
         assert bench.of_kind(ModelDrained) == [DRAINED]
 
-    run(test, "loading")
 
-
-def test_a_batch_that_is_lost_while_the_model_drains_waits_for_the_next_load(caplog):
-    async def test(bench: Bench) -> None:
+async def test_a_batch_that_is_lost_while_the_model_drains_waits_for_the_next_load(caplog):
+    async with serving("ready") as bench:
         worker = bench.worker
-        assert worker is not None
         asking = bench.embed(7)
         await worker.receive()
         bench.change("draining")
@@ -434,11 +386,9 @@ def test_a_batch_that_is_lost_while_the_model_drains_waits_for_the_next_load(cap
         assert numbers_in(await asking) == [7]
         assert not caplog.records, "an end that is planned is no news"
 
-    run(test, "ready")
 
-
-def test_a_model_whose_workers_did_not_stay_alive_is_loaded_again_after_an_unload():
-    async def test(bench: Bench) -> None:
+async def test_a_model_whose_workers_did_not_stay_alive_is_loaded_again_after_an_unload():
+    async with serving("ready") as bench:
         bench.service.dispatcher.set_broken("crashes")
         assert error_of(await bench.embed(1))[1] == "model_broken"
         bench.change("draining")
@@ -449,16 +399,13 @@ def test_a_model_whose_workers_did_not_stay_alive_is_loaded_again_after_an_unloa
         assert bench.of_kind(ModelWanted) == [WANTED]
         asking.cancel()
 
-    run(test, "ready")
-
 
 # --- its use --------------------------------------------------------------------------------------------------------
 
 
-def test_use_is_reported_where_it_matters():
-    async def test(bench: Bench) -> None:
+async def test_use_is_reported_where_it_matters():
+    async with serving("ready") as bench:
         worker = bench.worker
-        assert worker is not None
         asking = bench.embed(7)
         batch = await worker.receive()
         await until(lambda: bench.of_kind(ModelUsed))
@@ -468,95 +415,65 @@ def test_use_is_reported_where_it_matters():
         await until(lambda: len(bench.of_kind(ModelUsed)) == 2)
         assert bench.of_kind(ModelUsed)[1] == ModelUsed(GENERATION, 1e-6, 0)
 
-    run(test, "ready")
-
-
-def test_use_is_not_looked_at_where_the_only_model_stays():
-    async def test(bench: Bench) -> None:
-        assert bench.service.dispatcher.on_sweep is None
-
-    run(test, "ready", keep_alive_s=None, loads_on_demand=False)
-
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-def test_an_operator_s_commands():
-    async def test(bench: Bench) -> None:
-        loading = bench.ask("/admin/models/m/load", {})
-        at_once = await bench.ask("/admin/models/m/load", {}, query=b"wait=false")
-        assert (at_once.status, orjson.loads(body_of(at_once))["state"]) == (202, "unloaded")
-        assert bench.sent == [ModelAsked(GENERATION, "load")] * 2
-        assert not loading.done()
-        await bench.load()
-        described = orjson.loads(body_of(await loading))
-        assert ((await loading).status, described["id"], described["state"]) == (200, "m", "ready")
-        unloading = bench.ask("/admin/models/m/unload", {})
-        await turns()
-        bench.change("draining", reason="operator")
-        bench.end_worker()
-        bench.change("unloaded", reason="operator", num_unloads={"operator": 1}, nbytes=77, num_loads=2, load_s=1.5)
-        described = orjson.loads(body_of(await unloading))
-        assert described["unloads"] == {"operator": 1}
-        assert (described["bytes"], described["loads"], described["load_s"]) == (77, 2, 1.5)
-        failing = bench.ask("/admin/models/m/load", {})
-        await turns()
-        bench.change("loading")
-        bench.change("failed", reason="no file", wait_s=5.0)
-        response = await failing
-        assert response.status == 503
-        assert b"no file" in body_of(response)
-
-    run(test)
+async def test_an_operator_s_commands(bench: Bench):
+    loading = bench.ask("/admin/models/m/load", {})
+    at_once = await bench.ask("/admin/models/m/load", {}, query=b"wait=false")
+    assert (at_once.status, orjson.loads(body_of(at_once))["state"]) == (202, "unloaded")
+    assert bench.sent == [ModelAsked(GENERATION, "load")] * 2
+    assert not loading.done()
+    await bench.load()
+    described = orjson.loads(body_of(await loading))
+    assert ((await loading).status, described["id"], described["state"]) == (200, "m", "ready")
+    unloading = bench.ask("/admin/models/m/unload", {})
+    await turns()
+    bench.change("draining", reason="operator")
+    bench.end_worker()
+    bench.change("unloaded", reason="operator", num_unloads={"operator": 1}, nbytes=77, num_loads=2, load_s=1.5)
+    described = orjson.loads(body_of(await unloading))
+    assert described["unloads"] == {"operator": 1}
+    assert (described["bytes"], described["loads"], described["load_s"]) == (77, 2, 1.5)
+    failing = bench.ask("/admin/models/m/load", {})
+    await turns()
+    bench.change("loading")
+    bench.change("failed", reason="no file", wait_s=5.0)
+    response = await failing
+    assert response.status == 503
+    assert b"no file" in body_of(response)
 
 
-@pytest.mark.parametrize("name", ["n", "M", "m/", "../m", "http://a/m", "x" * 5000, "m/load"])
-def test_only_names_of_the_configuration_are_commanded(name):
-    async def test(bench: Bench) -> None:
-        response = await bench.ask(f"/admin/models/{name}/load", {})
-        if name != "m/":  # a slash more is no other name
-            assert response.status == 404
-            assert b"GET /admin/models" in body_of(response) or b"nothing at this path" in body_of(response)
-            assert bench.sent == []
-
-    run(test, "ready")
-
-
-def test_aliases_and_names_with_slashes_are_commanded():
-    async def test(bench: Bench) -> None:
+async def test_aliases_and_names_with_slashes_are_commanded():
+    async with serving("ready", aliases=("org/m", "other")) as bench:
         for name in ("org/m", "other"):
             assert (await bench.ask(f"/admin/models/{name}/load", {})).status == 200
         assert bench.sent == [ModelAsked(GENERATION, "load")] * 2
         [listed] = orjson.loads(body_of(await bench.ask("/admin/models")))["models"]
         assert (listed["id"], listed["aliases"], listed["state"]) == ("m", ["org/m", "other"], "ready")
 
-    run(test, "ready", aliases=("org/m", "other"))
-
 
 # --- Ollama's clients -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "body"), [("/api/embed", {"input": ""}), ("/api/embeddings", {"model": "m"})])
-def test_a_request_without_a_text_has_the_model_loaded(path, body):
-    async def test(bench: Bench) -> None:
-        asking = bench.ask(path, body)
-        await turns()
-        assert bench.sent == [WANTED]
-        assert not asking.done()
-        await bench.load()
-        response = orjson.loads(body_of(await asking))
-        if path == "/api/embed":
-            assert response["embeddings"] == []
-            assert response["load_duration"] > 0
-        assert bench.of_kind(KeepAlive) == []
-
-    run(test)
+async def test_a_request_without_a_text_has_the_model_loaded(bench: Bench, path, body):
+    asking = bench.ask(path, body)
+    await turns()
+    assert bench.sent == [WANTED]
+    assert not asking.done()
+    await bench.load()
+    response = orjson.loads(body_of(await asking))
+    if path == "/api/embed":
+        assert response["embeddings"] == []
+        assert response["load_duration"] > 0
+    assert bench.of_kind(KeepAlive) == []
 
 
-def test_a_client_s_time_counts_where_that_is_allowed():
-    async def test(bench: Bench) -> None:
+async def test_a_client_s_time_counts_where_that_is_allowed():
+    async with serving("ready", allows_keep_alive=True) as bench:
         worker = bench.worker
-        assert worker is not None
         for _ in range(2):
             asking = bench.ask("/api/embed", {"input": "7", "keep_alive": "1h"})
             worker.answer(await worker.receive())
@@ -569,13 +486,10 @@ def test_a_client_s_time_counts_where_that_is_allowed():
         assert bench.of_kind(KeepAlive)[1:] == [KeepAlive(GENERATION, 0.0)]
         assert bench.of_kind(ModelWanted) == []
 
-    run(test, "ready", allows_keep_alive=True)
 
-
-def test_a_client_s_time_is_ignored_where_it_is_not_allowed():
-    async def test(bench: Bench) -> None:
+async def test_a_client_s_time_is_ignored_where_it_is_not_allowed():
+    async with serving("ready") as bench:
         worker = bench.worker
-        assert worker is not None
         asking = bench.ask("/api/embed", {"input": "7", "keep_alive": "soon"})
         worker.answer(await worker.receive())
         assert (await asking).status == 200
@@ -583,29 +497,22 @@ def test_a_client_s_time_is_ignored_where_it_is_not_allowed():
             assert (await bench.ask("/api/embed", {"input": "", "keep_alive": value})).status == 200
         assert bench.of_kind(KeepAlive, ModelWanted) == []
 
-    run(test, "ready")
 
-
-def test_an_unload_by_a_client_loads_nothing():
-    async def test(bench: Bench) -> None:
+async def test_an_unload_by_a_client_loads_nothing():
+    async with serving(allows_keep_alive=True) as bench:
         assert (await bench.ask("/api/embed", {"input": "", "keep_alive": 0})).status == 200
         assert bench.sent == []
 
-    run(test, allows_keep_alive=True)
 
-
-def test_what_runs():
-    async def test(bench: Bench) -> None:
-        assert orjson.loads(body_of(await bench.ask("/api/ps"))) == {"models": []}
-        assert [each["name"] for each in orjson.loads(body_of(await bench.ask("/api/tags")))["models"]] == ["m:latest"]
-        assert orjson.loads(body_of(await bench.ask("/v1/models")))["data"][0]["state"] == "unloaded"
-        await bench.load()
-        [running] = orjson.loads(body_of(await bench.ask("/api/ps")))["models"]
-        assert running["size_vram"] == 0
-        assert running["expires_at"][:2] == "20"
-        assert orjson.loads(body_of(await bench.ask("/v1/models")))["data"][0]["state"] == "ready"
-        bench.service.residence.keep_alive(None)
-        [running] = orjson.loads(body_of(await bench.ask("/api/ps")))["models"]
-        assert running["expires_at"] == "2262-04-11T23:47:16+00:00"
-
-    run(test)
+async def test_what_runs(bench: Bench):
+    assert orjson.loads(body_of(await bench.ask("/api/ps"))) == {"models": []}
+    assert [each["name"] for each in orjson.loads(body_of(await bench.ask("/api/tags")))["models"]] == ["m:latest"]
+    assert orjson.loads(body_of(await bench.ask("/v1/models")))["data"][0]["state"] == "unloaded"
+    await bench.load()
+    [running] = orjson.loads(body_of(await bench.ask("/api/ps")))["models"]
+    assert running["size_vram"] == 0
+    assert running["expires_at"][:2] == "20"
+    assert orjson.loads(body_of(await bench.ask("/v1/models")))["data"][0]["state"] == "ready"
+    bench.service.residence.keep_alive(None)
+    [running] = orjson.loads(body_of(await bench.ask("/api/ps")))["models"]
+    assert running["expires_at"] == "2262-04-11T23:47:16+00:00"

@@ -2,12 +2,10 @@
 
 import asyncio
 import threading
-from array import array
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +16,13 @@ import pytest
 
 from tests.support.described import Collected
 from tests.support.dispatching import EPOCH, SPEC, Bench, Worker
-from vecd.gateway import pipeline as app_module
-from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import BURST_S, Principal, Principals
-from vecd.gateway.api.operations import ParsedDecode, ParsedTokenize
+from tests.support.pipelines import SPLIT, Ids, Piped, planned_config
+from vecd.gateway import pipeline as pipeline_module
+from vecd.gateway.api.operation import ParsedDecode, ParsedTokenize
+from vecd.gateway.config import ApiKey
 from vecd.gateway.encoding.fragments import JsonRows
-from vecd.gateway.encoding.late_rows import LateChunkRows
-from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.tokenization.fair_pool import Threads
-from vecd.gateway.tokenization.late_chunks import find_chunks
-from vecd.gateway.types.config import ApiKey, GatewayConfig
-from vecd.gateway.types.errors import (
+from vecd.gateway.encoding.result import LateChunkRows
+from vecd.gateway.errors import (
     ApiError,
     BadRequest,
     DeadlinePassed,
@@ -38,36 +32,16 @@ from vecd.gateway.types.errors import (
     TooManyRequests,
     Unavailable,
 )
-from vecd.gateway.types.messages import Response
-from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, LateChunking, Source, TokenIds, TokenizedInput
-from vecd.gateway.types.tenant_room import TenantRoom
-from vecd.gateway.types.timeline import RequestTimeline
-from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import load_settings
-from vecd.shm.failure_code import FailureCode
+from vecd.gateway.request import Embedded, LateChunking, RequestTimeline, Response, TokenizedInput
+from vecd.gateway.scheduling.keys import BURST_S, Principal, Principals
+from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.tokenization.late_chunks import find_chunks
+from vecd.gateway.tokenization.tokenize_api import MAX_IDS, TokenizeApi
 from vecd.shm.output import Output
-from vecd.shm.wire import Failed
+from vecd.shm.wire import Failed, FailureCode
 
 FAR_S = 60.0
-SPLIT = 1000
 ESTIMATE = 1_000_000
-
-
-class Ids:
-    """A tokenizer of what is tokenized already. What begins with SPLIT is an input in chunks, of a token each."""
-
-    threads: Any = None
-    max_chars = max_tokens = max_ids = 16
-    least_tokens = 1
-
-    def tokenize_now(self, inputs, tokenizing) -> list[TokenizedInput]:
-        return [self._tokenized(ids) for ids in inputs]
-
-    def _tokenized(self, ids) -> TokenizedInput:
-        if ids[0] != SPLIT:
-            return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
-        chunks = tuple(Chunk(array("i", [n]).tobytes(), 1, 1) for n in ids[1:])
-        return TokenizedInput(chunks[0].token_ids, len(chunks), False, chunks=chunks)
 
 
 class Letters(Ids):
@@ -84,59 +58,26 @@ class Letters(Ids):
         return 0, 0
 
 
-@cache
-def planned_config() -> GatewayConfig:
-    """What a gateway is told, of the bundled model."""
-    return make_plan(load_settings(["--port", "0"])).gateway
-
-
-class Service:
-    """An app in front of a bench's dispatcher, and a key with limits."""
+class Service(Piped):
+    """A pipeline in front of a bench's dispatcher, and a key with limits."""
 
     def __init__(self, bench: Bench, *, normalizes: bool = True) -> None:
         """`normalizes`: the model's last step does."""
-        key = ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)
-        planned = planned_config()
-        steps = planned.card.steps if normalizes else ()
-        card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim, steps=steps)
-        config = replace(planned, keys=(key,), card=card, arena=SPEC, request_timeout_s=FAR_S)
-        self.admission = Admission(
-            max_requests=100,
-            max_wait_s=FAR_S,
-            policy=bench.policy,
-            workers=bench.dispatcher,
-        )
-        tokenizer: Any = Ids()
-        self.app = Pipeline(
-            config,
-            admission=self.admission,
-            tokenizer=tokenizer,
-            policy=bench.policy,
-            dispatcher=bench.dispatcher,
-            residence=bench.residence,
-            shared_metrics=bench.shared_metrics,
-        )
-        [self.principal] = Principals(config.keys, config.num_gateways).with_keys
+        planned = planned_config().card
+        steps = planned.steps if normalizes else ()
+        card = replace(planned, dim=SPEC.dim, hidden_size=SPEC.dim, steps=steps)
+        super().__init__(bench, card=card, request_timeout_s=FAR_S)
+        [self.key] = Principals([ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)], 1).with_keys
+        self.principal = self.key
 
-    def embed(
-        self,
-        *inputs: list[int],
-        timeout_s: float = FAR_S,
-        principal: Principal | None = None,
-        output: Output = Output.VECTORS,
-        timeline: RequestTimeline | None = None,
-    ) -> asyncio.Task[Embedded]:
-        ids: list[TokenIds] = list(inputs)
-        request = EmbedRequest(ids, timeout_s=timeout_s, output=output)
-        timeline = RequestTimeline() if timeline is None else timeline
-        timeline.arrived_at = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(self.app.embed(request, ESTIMATE, timeline, principal or self.principal))
+    def embed(self, *inputs: Any, **options: Any) -> asyncio.Task[Embedded]:
+        return super().embed(*inputs, num_estimated=ESTIMATE, **options)
 
     def num_paid(self) -> int:
         """Tokens, as counted; those that the key may send now say the same."""
-        paid = self.principal.describe()["use"]["tokens"]
-        assert self.principal._tokens_per_s is not None
-        assert self.principal._level == self.principal._tokens_per_s * BURST_S - paid
+        paid = self.key.describe()["use"]["tokens"]
+        assert self.key.tokens_per_s is not None
+        assert self.key.level == self.key.tokens_per_s * BURST_S - paid
         return paid
 
 
@@ -154,40 +95,6 @@ def inputs_of(batch) -> list[int]:
 @pytest.fixture
 async def service(bench: Bench) -> Service:
     return Service(bench)
-
-
-async def test_what_happens_to_a_request_is_noted(bench, service):
-    worker = bench.add_worker()
-    timeline = RequestTimeline()
-    embedding = service.embed([1, 1], [2], timeline=timeline)
-    await asyncio.sleep(0)
-    assert not timeline.is_embedded
-    worker.answer(await worker.receive())
-    await embedding
-    assert (timeline.num_inputs, timeline.num_tokens) == (2, 3)
-    assert timeline.is_embedded
-    instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
-    assert list(instants) == sorted(instants)
-
-
-async def test_a_permit_knows_what_no_worker_has_of_its_request(bench, service):
-    embedding = service.embed([1, 1], [2])
-    await asyncio.sleep(0)
-    [permit] = service.admission._permits
-    assert permit.num_waiting == 3
-    worker = bench.add_worker()
-    batch = await worker.receive()
-    assert permit.num_waiting == 0
-    worker.answer(batch)
-    await embedding
-
-
-async def test_an_answered_request_pays_for_its_tokens(bench, service):
-    worker = bench.add_worker()
-    embedding = service.embed([1, 1], [2])
-    worker.answer(await worker.receive())
-    assert (await embedding).num_tokens == 3
-    assert service.num_paid() == 3
 
 
 async def test_what_never_came_to_a_worker_costs_nothing(bench, service):
@@ -211,7 +118,7 @@ async def test_vectors_are_computed_once_there_is_room_for_the_response(bench, s
 
     def take_room(num_bytes: int, num_input_bytes: int) -> asyncio.Future[None]:
         held.append(num_input_bytes)
-        asked.append(num_bytes // service.app.config.card.dim)
+        asked.append(num_bytes // service.pipeline.config.card.dim)
         rooms.append(asyncio.get_running_loop().create_future())
         return rooms[-1]
 
@@ -256,7 +163,7 @@ async def test_requests_are_refused_until_a_worker_serves_for_the_first_time_and
 
 async def test_requests_on_a_socket_that_systemd_holds_wait_for_the_first_worker(bench, service):
     bench.dispatcher.start_stage = "loading weights"
-    service.app.config = replace(service.app.config, keeps_listening=True)
+    service.pipeline.config = replace(service.pipeline.config, keeps_listening=True)
     waiting = service.embed([1, 1])
     worker = bench.add_worker()
     worker.answer(await worker.receive())
@@ -291,34 +198,16 @@ async def test_what_a_worker_has_is_paid_for_by_whoever_does_not_wait(bench, ser
     assert service.num_paid() == 3
 
 
-async def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_for_it(bench, service):
-    for life in range(1, 4):
-        worker = bench.add_worker(0, life)
-        embedding = service.embed([13], [life], principal=Principal("anybody"))
-        batch = await worker.receive()
-        assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
-        embedding.cancel()
-        await asyncio.wait([embedding])
-        crash(bench, worker)
-    with pytest.raises(ServerError) as caught:
-        await service.embed([13], principal=Principal("anybody"))
-    assert caught.value.code == "poison_input"
-
-
 async def test_an_input_that_has_been_computed_is_not_isolated_any_more(bench, service):
     first = bench.add_worker(0, 1)
     embedding = service.embed([1], [2])
     await first.receive()
-    crash(bench, first)
-    second = bench.add_worker(0, 2)
-    second.answer(await second.receive())
+    second = await bench.replace(first)
     await embedding
-    for life in (3, 4):  # each alone, and never the third in a row
+    for _ in range(4):  # each alone; counted together with the first death, they would be enough for a rejection
         embedding = service.embed([1])
         await second.receive()
-        crash(bench, second)
-        second = bench.add_worker(0, life)
-        second.answer(await second.receive())
+        second = await bench.replace(second)
         await embedding
 
 
@@ -327,20 +216,6 @@ def fragments_of(embedded: Embedded) -> list[Any]:
     [collector] = embedded.collectors
     assert isinstance(collector, JsonRows)
     return [orjson.loads(fragment) for fragment in collector.fragments]
-
-
-async def test_a_chunk_that_is_sent_again_counts_once_and_is_paid_for_once(bench):
-    service = Service(bench, normalizes=False)
-    doomed = bench.add_worker(0, 1)
-    embedding = service.embed([SPLIT, 10, 20], [7])
-    await doomed.receive()
-    crash(bench, doomed)
-    heir = bench.add_worker(0, 2)
-    heir.answer(await heir.receive())
-    embedded = await embedding
-    assert fragments_of(embedded) == [[15.0] * SPEC.dim, [7.0] * SPEC.dim]
-    assert (embedded.num_tokens, embedded.num_chunked) == (3, 1)
-    assert service.num_paid() == 3
 
 
 async def test_a_caller_who_leaves_amid_chunks_leaves_nothing_behind(bench, service):
@@ -366,23 +241,15 @@ async def test_a_caller_who_leaves_amid_chunks_leaves_nothing_behind(bench, serv
     assert (await after).num_tokens == 1
 
 
-async def test_rows_of_tokens_survive_a_worker_and_are_paid_for_once(bench, service):
-    doomed = bench.add_worker(0, 1)
-    embedding = service.embed([1, 2], [3], output=Output.TOKENS)
-    await doomed.receive()
-    crash(bench, doomed)
-    heir = bench.add_worker(0, 2)
-    heir.answer(await heir.receive())
-    assert fragments_of(await embedding) == [[[1.0] * SPEC.dim, [2.0] * SPEC.dim], [[3.0] * SPEC.dim]]
-    assert service.num_paid() == 3
-
-
 @pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
-async def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(output, bench, service):
+async def test_an_input_that_ends_workers_is_found_out_though_nobody_waits_and_refused_whatever_is_asked(
+    output, bench, service
+):
     for life in range(1, 4):
         worker = bench.add_worker(0, life)
-        embedding = service.embed([13], principal=Principal("anybody"), output=output)
-        await worker.receive()
+        embedding = service.embed([13], [life], principal=Principal("anybody"), output=output)
+        batch = await worker.receive()
+        assert inputs_of(batch) == ([13, life] if life < 3 else [13]), "the third time it is isolated"
         embedding.cancel()
         await asyncio.wait([embedding])
         crash(bench, worker)
@@ -391,18 +258,6 @@ async def test_an_input_that_ends_workers_is_refused_whatever_is_asked_of_it(out
             await service.embed(*again, principal=Principal("anybody"))
         assert caught.value.code == "poison_input"
     assert bench.policy.queued_sequences == 0
-
-
-async def test_offsets_of_tokens_come_with_the_result(bench, service, monkeypatch):
-    tokenized = service.app.tokenizer._tokenized
-    offsets = [np.array([[0, 1], [2, 5]], np.int32), np.array([[-1, -1]], np.int32)]
-    found = iter(offsets)
-    monkeypatch.setattr(service.app.tokenizer, "_tokenized", lambda ids: tokenized(ids)._replace(offsets=next(found)))
-    worker = bench.add_worker()
-    embedding = service.embed([1, 2], [3], output=Output.TOKENS)
-    worker.answer(await worker.receive())
-    embedded = await embedding
-    assert [rows.tolist() for rows in embedded.offsets] == [rows.tolist() for rows in offsets]
 
 
 async def test_a_text_has_no_more_rows_than_a_slot(bench, service):
@@ -425,11 +280,11 @@ class Superseded(ApiError):
 async def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given(bench, service):
     waiting = [service.embed([1]) for _ in range(2)]
     await asyncio.sleep(0)
-    service.app.end(Superseded)
+    service.pipeline.end(Superseded)
     results = await asyncio.gather(*waiting, service.embed([1]), return_exceptions=True)
     assert [type(result) for result in results] == [Superseded] * 3
     assert len(set(map(id, results))) == 3
-    service.app.give_up()
+    service.pipeline.give_up()
     with pytest.raises(Unavailable, match="shutting down"):
         await service.embed([1])
     assert service.num_paid() == 0
@@ -437,8 +292,8 @@ async def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given(be
 
 async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch, bench, service):
     """5 tokens of a request, 8 of one caller's and 16 of all that run: what is over leaves room for others."""
-    monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 5 * SPEC.dim)
-    service.app.token_room.total = 16 * SPEC.dim
+    monkeypatch.setattr(pipeline_module, "MAX_TOKEN_FLOATS", 5 * SPEC.dim)
+    service.pipeline.token_room.total = 16 * SPEC.dim
     with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
         await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
     running = service.embed([1] * 5, output=Output.TOKENS)
@@ -447,37 +302,33 @@ async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypat
     await asyncio.sleep(0)
     with pytest.raises(TooManyRequests, match=f"at most {16 * SPEC.dim} may be .* and {8 * SPEC.dim} of one caller"):
         await service.embed([2] * 4, output=Output.TOKENS)
-    assert dict(service.app.token_room.num_of) == {service.principal.tenant: 5 * SPEC.dim, "b": 8 * SPEC.dim}
+    assert dict(service.pipeline.token_room.num_of) == {service.principal.tenant: 5 * SPEC.dim, "b": 8 * SPEC.dim}
     for embedding in (running, *others):
         assert not embedding.done()
         embedding.cancel()
         with suppress(asyncio.CancelledError):
             await embedding
-    assert not service.app.token_room.num
+    assert not service.pipeline.token_room.num
     worker = bench.add_worker()
     after = service.embed([3] * 4, output=Output.TOKENS)
     worker.answer(await worker.receive())
     assert (await after).num_tokens == 4
     failing = service.embed([4] * 4, output=Output.TOKENS)
     await asyncio.sleep(0)
-    service.app.end(Superseded)
+    service.pipeline.end(Superseded)
     with pytest.raises(Superseded):
         await failing
-    assert not service.app.token_room.num_of
+    assert not service.pipeline.token_room.num_of
 
 
 async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(monkeypatch, bench, service):
     """3 chunks of a request, 4 of one caller's that run."""
-    monkeypatch.setattr(app_module, "_MAX_TOKEN_FLOATS", 3 * SPEC.dim)
-    service.app.token_room.total = 8 * SPEC.dim
-    service.app.tokenizer = Letters()
+    monkeypatch.setattr(pipeline_module, "MAX_TOKEN_FLOATS", 3 * SPEC.dim)
+    service.pipeline.token_room.total = 8 * SPEC.dim
+    service.pipeline.tokenizer = Letters()
 
     def embed(*texts: str, max_tokens: int) -> asyncio.Task[Embedded]:
-        late = LateChunking(max_tokens=max_tokens)
-        request = EmbedRequest([*texts], timeout_s=FAR_S, late=late)
-        timeline = RequestTimeline()
-        timeline.arrived_at = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(service.app.embed(request, ESTIMATE, timeline, service.principal))
+        return service.embed(*texts, late=LateChunking(max_tokens=max_tokens))
 
     with pytest.raises(BadRequest, match=r"'late_chunking': 4 chunks or more, at most 3"):
         await embed("abc", "d", max_tokens=1)
@@ -494,7 +345,7 @@ async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(m
     assert isinstance(collector, LateChunkRows)
     assert [len(list(collector.fragments(index))) for index in range(2)] == [2, 1]
     assert (await running).num_tokens == 12
-    assert not service.app.token_room.num_of
+    assert not service.pipeline.token_room.num_of
 
 
 async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(monkeypatch, bench, service):
@@ -513,12 +364,9 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
         turns.append((index, turn))
         return find_chunks(text, item, late, index, *others, **options)
 
-    monkeypatch.setattr(app_module, "find_chunks", find)
-    service.app.tokenizer = OneRun()
-    request = EmbedRequest(["ab"] * 100, timeout_s=FAR_S, late=LateChunking(max_tokens=1))
-    timeline = RequestTimeline()
-    timeline.arrived_at = asyncio.get_running_loop().time()
-    running = asyncio.ensure_future(service.app.embed(request, ESTIMATE, timeline, service.principal))
+    monkeypatch.setattr(pipeline_module, "find_chunks", find)
+    service.pipeline.tokenizer = OneRun()
+    running = service.embed(*["ab"] * 100, late=LateChunking(max_tokens=1))
     while len(turns) < 100:
         await asyncio.sleep(0)
         turn += 1
@@ -527,7 +375,7 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
         await running
     assert [index for index, _ in turns] == list(range(100))
     in_each = Counter(turn for _, turn in turns)
-    assert max(in_each.values()) <= app_module._LATE_INPUTS_PER_TURN
+    assert max(in_each.values()) <= pipeline_module._LATE_INPUTS_PER_TURN
 
 
 # --- what is asked of the tokenizer itself ---------------------------------------------------------------------
@@ -556,8 +404,7 @@ class Endless(Ids):
 
 @pytest.fixture
 async def tokenizer(service: Service) -> AsyncIterator[Endless]:
-    app: Any = service.app
-    tokenizer = app.tokenizer = Endless()
+    tokenizer = service.pipeline.tokenizer = Endless()  # type: ignore[assignment]
     yield tokenizer
     tokenizer.is_done.set()
     tokenizer.threads.close()
@@ -568,7 +415,7 @@ def describe(
 ) -> asyncio.Task[None]:
     ask = ParsedTokenize(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
     now = asyncio.get_running_loop().time()
-    return asyncio.ensure_future(service.app.describe(ask, timeout_s, now, principal or service.principal))
+    return asyncio.ensure_future(service.pipeline.describe(ask, timeout_s, now, principal or service.principal))
 
 
 async def test_who_asks_the_tokenizer_pays_for_the_tokens(service, tokenizer):
@@ -581,13 +428,24 @@ async def test_who_asks_the_tokenizer_pays_for_the_tokens(service, tokenizer):
     assert service.principal.num_tokens == 7
     now = asyncio.get_running_loop().time()
     ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
-    assert await service.app.decode(ask, None, now, service.principal) == ["decoded"]
+    assert await service.pipeline.decode(ask, None, now, service.principal) == ["decoded"]
     assert service.principal.num_tokens == 10
     service.principal.charge(10**9)
-    for asked in (describe(service), service.app.decode(ask, None, now, service.principal)):
+    for asked in (describe(service), service.pipeline.decode(ask, None, now, service.principal)):
         with pytest.raises(RateLimited):
             await asked
     assert service.principal.num_running == 0
+
+
+async def test_what_the_tokenizer_refuses_costs_nothing(service, tokenizer):
+    anything: Any = SimpleNamespace(max_chars=4)
+    tokenizer.api = TokenizeApi(anything, anything, {}, vocab_size=0)
+    ask = ParsedDecode([[0] * (MAX_IDS + 1)], True, lambda texts: Response(200, b""))
+    now = asyncio.get_running_loop().time()
+    for asked in (describe(service), service.pipeline.decode(ask, None, now, service.principal)):
+        with pytest.raises(BadRequest):
+            await asked
+        assert service.num_paid() == 0
 
 
 async def test_the_tokenizer_is_asked_with_a_deadline(service, tokenizer):
@@ -600,82 +458,41 @@ async def test_the_tokenizer_is_asked_with_a_deadline(service, tokenizer):
         await describe(service, timeout_s=0.01)
 
 
-async def test_an_app_that_has_ended_asks_no_tokenizer(service, tokenizer):
-    asking = describe(service)
-    await asyncio.sleep(0)
-    service.app.end(Superseded)
-    for asked in (asking, describe(service)):
-        with pytest.raises(Superseded):
-            await asked
-    assert service.principal.num_running == 0
-
-
-async def test_so_much_is_asked_of_the_tokenizer_at_a_time(service, tokenizer):
-    asking = describe(service, num_chars=200_000)
-    await asyncio.sleep(0)
-    with pytest.raises(TooManyRequests, match="200065 characters are with the tokenizer") as caught:
-        await describe(service, num_chars=100_000)
-    assert int(caught.value.headers["retry-after"]) >= 1
-    assert service.principal.num_tokens == 100, "a rejected request costs nothing"
-    other = describe(service, num_chars=200_000, principal=Principal("b"))
-    await asyncio.sleep(0)
-    assert not other.done()
-    tokenizer.is_done.set()
-    await other
-    await describe(service, num_chars=100)
-    await asking
-    await describe(service, num_chars=200_000)
-
-
 async def test_short_requests_and_conversations_of_one_caller_leave_room_for_another(service, tokenizer):
-    """Whether they end, are cancelled or fail, all is given back."""
+    """Whether they end, are cancelled or fail, all is given back. A rejected request costs nothing."""
 
     class Chat:
         async def render(self, payload: bytes) -> list[str]:
             await asyncio.Event().wait()
             return []
 
-    app: Any = service.app
-    app.chat = Chat()
+    service.pipeline.chat = Chat()
     payload = b"a" * 16 * 1024
 
     def render(principal: Principal) -> asyncio.Task[list[str]]:
         parsed: Any = SimpleNamespace(payload=payload)
-        return asyncio.ensure_future(service.app.render(parsed, None, asyncio.get_running_loop().time(), principal))
+        return asyncio.ensure_future(
+            service.pipeline.render(parsed, None, asyncio.get_running_loop().time(), principal)
+        )
 
-    a, b = Principal("a"), Principal("b")
+    a, b = service.principal, Principal("b")
     conversations = [render(a) for _ in range(8)]
     short = [describe(service, num_chars=8 * 1024 - 65, principal=a) for _ in range(32)]
     await asyncio.sleep(0)
-    assert service.app.tokenizer_room.num_of["a"] == 2**19
+    assert service.pipeline.tokenizer_room.num_of["a"] == 2**19
     for refused in (render(a), describe(service, principal=a)):
         with pytest.raises(TooManyRequests, match="of them yours"):
             await refused
+    assert service.principal.num_tokens == 32 * 100
     others = [render(b), describe(service, principal=b)]
     await asyncio.sleep(0)
     tokenizer.is_done.set()
     await asyncio.gather(*short, others[1])
     for rendering in (*conversations[1:], others[0]):
         rendering.cancel()
-    service.app.end(Superseded)
+    service.pipeline.end(Superseded)
     results = await asyncio.gather(*conversations, others[0], return_exceptions=True)
     assert [type(result) for result in results] == [Superseded] + 8 * [asyncio.CancelledError]
-    assert not service.app.tokenizer_room.num_of
-
-
-def test_counts_of_runs():
-    counts = app_module._Counts(TenantRoom(1, "").share(""), wants_reports=True)
-    plain, cut = TokenizedInput(b"", 3, False), TokenizedInput(b"", 8, True, Source.CL100K)
-    split = TokenizedInput(b"", 9, False, Source.MODEL, (Chunk(b"", 5, 3), Chunk(b"", 4, 2)))
-    assert counts.add([plain, plain]) == 6
-    assert counts.sources == {Source.TEXT}
-    assert counts.add([split, cut, plain]) == 20
-    assert (counts.num_tokens, counts.num_truncated, counts.num_chunked) == (26, 1, 1)
-    assert counts.sources == set(Source)
-    assert [(report.num_tokens, report.num_chunks) for report in counts.reports] == [
-        (3, 1),
-        (3, 1),
-        (9, 2),
-        (8, 1),
-        (3, 1),
-    ]
+    with pytest.raises(Superseded):
+        await describe(service)
+    assert not service.pipeline.tokenizer_room.num_of

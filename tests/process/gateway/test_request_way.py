@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 
 from tests.support.dispatching import EPOCH, SPEC, Worker
-from vecd.gateway.http.contract import Timeouts
-from vecd.gateway.http.server import Server
+from tests.support.pipelines import planned_config
+from vecd.gateway.http.connection import Timeouts
+from vecd.gateway.http.listeners import Server
+from vecd.gateway.request import Limits
 from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.messages import Limits
-from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import load_settings
-from vecd.launch.processes.sockets import make_zmq_endpoint
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.launch.sockets import make_zmq_endpoint
 from vecd.shm.control import WorkerUp
 
 MAX_CHANGES = 12
@@ -135,7 +134,7 @@ def holders_of(callbacks: list[Run]) -> list[Holder]:
 
 async def trace() -> list[Holder]:
     """What one short request goes through, from its first byte to the last of its response."""
-    planned = make_plan(load_settings(["--port", "0"])).gateway
+    planned = planned_config()
     card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim)
     config = replace(planned, card=card, arena=SPEC, num_gateways=1)
     shared_metrics = SharedMetrics.private()

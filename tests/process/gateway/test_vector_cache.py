@@ -2,11 +2,9 @@
 
 import asyncio
 import mmap
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
 from hashlib import sha256
 from typing import Any
 
@@ -14,93 +12,53 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.support.dispatching import SERVICE, SPEC, Bench, Worker, running_bench, sequences_of
-from vecd.gateway import pipeline as pipeline_module
-from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principals
+from tests.support.dispatching import EPOCH, SERVICE, SPEC, Bench, Worker, running_bench, sequences_of
+from tests.support.pipelines import SPLIT, Ids, Piped
+from vecd.gateway.config import ApiKey
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import JsonRows
-from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.config import ApiKey, GatewayConfig
-from vecd.gateway.types.errors import BadRequest, EngineFailed
-from vecd.gateway.types.request import Chunk, Embedded, EmbedRequest, TokenIds, TokenizedInput
-from vecd.gateway.types.timeline import RequestTimeline
-from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import load_settings
+from vecd.gateway.errors import BadRequest, EngineFailed
+from vecd.gateway.request import Embedded, RequestTimeline, TokenizedInput
+from vecd.gateway.scheduling.keys import Principals
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
 from vecd.shm.vector_cache import VectorCacheMemory, VectorCacheSpec
+from vecd.shm.wire import Done
 
-SPLIT, RUN, WRONG, BORDERED = 1000, 2000, 3000, 4000
-"""First ids of an input in chunks of a token each, of a request that is tokenized in runs of two inputs, of an input
-that is refused, and of one whose border is the id behind it."""
+RUN, WRONG, BORDERED = 2000, 3000, 4000
+"""First ids of a request that is tokenized in runs of two inputs, of an input that is refused, and of one whose border
+is the id behind it."""
 CACHE = VectorCacheSpec(1 << 16, 1)
 
 
-def tokenized(ids: TokenIds) -> TokenizedInput:
-    if ids[0] == WRONG:
-        raise BadRequest("wrong", param="input")
-    if ids[0] == BORDERED:
-        return TokenizedInput(array("i", ids[2:]).tobytes(), len(ids) - 2, False, border=ids[1])
-    if ids[0] != SPLIT:
-        return TokenizedInput(array("i", ids).tobytes(), len(ids), False)
-    chunks = tuple(Chunk(array("i", [n]).tobytes(), 1, 1) for n in ids[1:])
-    return TokenizedInput(chunks[0].token_ids, len(chunks), False, chunks=chunks)
+class Inputs(Ids):
+    def tokenize_now(self, inputs: list[list[int]], tokenizing: object) -> list[TokenizedInput] | None:
+        return None if inputs[0][0] == RUN else super().tokenize_now(inputs, tokenizing)
 
-
-class Ids:
-    """A tokenizer of what is tokenized already."""
-
-    def tokenize_now(self, inputs: list[TokenIds], how: object) -> list[TokenizedInput] | None:
-        return None if inputs[0][0] == RUN else [tokenized(ids) for ids in inputs]
-
-    async def tokenize(self, inputs: list[TokenIds], how: object, tenant: str) -> AsyncIterator[list[TokenizedInput]]:
+    async def tokenize(
+        self, inputs: list[list[int]], tokenizing: object, tenant: str
+    ) -> AsyncIterator[list[TokenizedInput]]:
         for start in range(0, len(inputs), 2):
             await asyncio.sleep(0)
-            yield [tokenized(ids) for ids in inputs[start : start + 2]]
+            yield [self.tokenized(ids) for ids in inputs[start : start + 2]]
+
+    def tokenized(self, ids: list[int]) -> TokenizedInput:
+        if ids[0] == WRONG:
+            raise BadRequest("wrong", param="input")
+        if ids[0] != BORDERED:
+            return super().tokenized(ids)
+        return super().tokenized(ids[2:])._replace(border=ids[1])
 
 
-@cache
-def planned_config() -> GatewayConfig:
-    return make_plan(load_settings(["--port", "0"])).gateway
-
-
-class Service:
+class Service(Piped):
     """A pipeline with a vector cache, in front of a bench's dispatcher; and two keys."""
 
     def __init__(self, bench: Bench, vector_cache: VectorCache) -> None:
-        keys = tuple(ApiKey(name, sha256(name.encode()).hexdigest()) for name in "ab")
-        card = replace(planned_config().card, dim=bench.spec.dim, hidden_size=bench.spec.dim)
-        config = replace(planned_config(), keys=keys, card=card, arena=bench.spec)
-        tokenizer: Any = Ids()
-        self.bench = bench
+        super().__init__(bench, Inputs(), options={"vector_cache": vector_cache})
         self.vector_cache = vector_cache
-        self.admission = Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher)
-        self.pipeline = Pipeline(
-            config,
-            admission=self.admission,
-            tokenizer=tokenizer,
-            policy=bench.policy,
-            dispatcher=bench.dispatcher,
-            residence=bench.residence,
-            shared_metrics=bench.shared_metrics,
-            vector_cache=vector_cache,
-        )
-        self.principals = Principals(keys, 1).with_keys
-
-    def embed(
-        self,
-        *inputs: list[int],
-        key: int = 0,
-        output: Output = Output.VECTORS,
-        timeline: RequestTimeline | None = None,
-    ) -> asyncio.Task[Embedded]:
-        ids: list[TokenIds] = list(inputs)
-        timeline = RequestTimeline() if timeline is None else timeline
-        timeline.arrived_at = asyncio.get_running_loop().time()
-        request = EmbedRequest(ids, output=output)
-        return asyncio.ensure_future(self.pipeline.embed(request, 100, timeline, self.principals[key]))
+        keys = tuple(ApiKey(name, sha256(name.encode()).hexdigest()) for name in "ab")
+        self.principal, self.other = Principals(keys, 1).with_keys
 
     async def computed(self, worker: Worker, *inputs: list[int], **options: Any) -> list[float]:
         """The rows' first numbers, of a request of which a worker computes what is not known."""
@@ -131,10 +89,23 @@ def numbers_of(embedded: Embedded) -> list[float]:
     return [orjson.loads(fragment)[0] for fragment in rows.fragments]
 
 
+def memory() -> VectorCacheMemory:
+    return VectorCacheMemory(mmap.mmap(-1, CACHE.nbytes), CACHE, 0, b"key")
+
+
+def succeed(service: Service, key: ServiceKey, dim: int) -> VectorCache:
+    """Make the cache of another generation, or of another model, in the memory of a service's, and activate it."""
+    made = VectorCache(
+        service.vector_cache.shared, key, dim=dim, is_shared_by_tenants=False,
+        shared_metrics=service.bench.shared_metrics,
+    )  # fmt: skip
+    made.activate()
+    return made
+
+
 @asynccontextmanager
 async def running_service(*, is_shared_by_tenants: bool = False) -> AsyncIterator[Service]:
-    shared_metrics = SharedMetrics.private()
-    shared = VectorCacheMemory(mmap.mmap(-1, CACHE.nbytes), CACHE, 0, b"key")
+    shared_metrics, shared = SharedMetrics.private(), memory()
     made = VectorCache(
         shared, SERVICE, dim=SPEC.dim, is_shared_by_tenants=is_shared_by_tenants, shared_metrics=shared_metrics
     )
@@ -162,9 +133,7 @@ async def test_what_has_been_computed_reaches_no_worker_again(service):
     assert embedded.num_tokens == 4
     assert (embedded.stages.queue_s, timeline.num_inputs, timeline.num_tokens) == (0, 3, 4)
     assert not timeline.batches
-    instants = (timeline.arrived_at, timeline.entered_at, timeline.tokenized_at, timeline.sent_at, timeline.done_at)
-    assert list(instants) == sorted(instants)
-    assert service.principals[0].describe()["use"]["tokens"] == 3 + 4, "charged as if computed"
+    assert service.principal.describe()["use"]["tokens"] == 3 + 4, "charged as if computed"
 
 
 async def test_a_border_is_a_part_of_the_input(service):
@@ -190,23 +159,20 @@ async def test_a_request_is_complete_when_all_that_is_not_known_waits(inputs, se
     service.bench.dispatcher.worker_down(service.bench.workers[0].incarnation, "died")
     embedding = service.embed(*inputs)
     await asyncio.sleep(0)
-    [permit] = service.admission._permits
+    [permit] = service.admission.permits
     assert permit.request_queue.is_complete
     embedding.cancel()
 
 
-async def test_a_tenant_does_not_learn_what_another_has_sent(service):
+async def test_a_tenant_does_not_learn_what_another_has_sent_unless_the_operator_wants_that(service):
     worker = service.bench.add_worker()
     await service.computed(worker, [1])
-    await service.computed(worker, [1], key=1)
+    await service.computed(worker, [1], principal=service.other)
     assert service.counts() == (0, 2, 2)
-    assert numbers_of(await service.embed([1], key=1)) == [1]
-
-
-async def test_tenants_share_if_the_operator_wants_that():
+    assert numbers_of(await service.embed([1], principal=service.other)) == [1]
     async with running_service(is_shared_by_tenants=True) as service:
         await service.computed(service.bench.add_worker(), [1])
-        assert numbers_of(await service.embed([1], key=1)) == [1]
+        assert numbers_of(await service.embed([1], principal=service.other)) == [1]
 
 
 async def test_another_output_is_another_row_and_tokens_are_not_kept(service):
@@ -230,27 +196,6 @@ async def test_chunks_are_kept_one_by_one(service):
     assert service.counts() == (6, 3, 3)
 
 
-async def test_many_are_looked_up_in_several_turns_of_the_loop(monkeypatch, service):
-    monkeypatch.setattr(pipeline_module, "_FLOATS_PER_TURN", 2 * SPEC.dim)
-    service = Service(service.bench, service.vector_cache)
-    worker = service.bench.add_worker()
-    inputs = [[n] for n in range(1, 8)]
-    await service.computed(worker, *inputs)
-    turns, num_batches = 0, service.num_batches
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    counting = asyncio.ensure_future(count_turns())
-    assert numbers_of(await service.embed(*inputs)) == list(range(1, 8))
-    counting.cancel()
-    assert turns >= 3
-    assert service.num_batches == num_batches
-
-
 @pytest.mark.parametrize("error", [None, BadRequest])
 async def test_a_large_request_is_looked_up_run_by_run(error, service):
     worker = service.bench.add_worker()
@@ -269,18 +214,11 @@ async def test_a_row_that_is_not_finite_is_not_kept(service):
     worker = service.bench.add_worker()
     embedding = service.embed([1])
     batch = await worker.receive()
-    compute = worker.compute
-
-    def compute_wrongly(batch) -> int:
-        num_rows = compute(batch)
-        worker.slots[batch.slot][0] = np.nan
-        return num_rows
-
-    worker.compute = compute_wrongly
-    worker.answer(batch)
+    worker.compute(batch)
+    worker.slots[batch.slot][0] = np.nan
+    worker.send(Done(EPOCH, batch.number, batch.slot, 1, 1))
     with pytest.raises(EngineFailed):
         await embedding
-    worker.compute = compute
     assert service.counts() == (0, 1, 0)
     assert await service.computed(worker, [1]) == [1]
 
@@ -301,11 +239,7 @@ async def test_a_generation_that_is_replaced_neither_asks_nor_fills_the_cache(se
     await service.computed(worker, [1])
     embedding = service.embed([2])
     batch = await worker.receive()
-    successor = VectorCache(
-        service.vector_cache._shared, ServiceKey(2), dim=2 * SPEC.dim, is_shared_by_tenants=False,
-        shared_metrics=service.bench.shared_metrics,
-    )  # fmt: skip
-    successor.activate()
+    succeed(service, ServiceKey(2), 2 * SPEC.dim)
     assert service.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES) == 0
     worker.answer(batch)
     assert numbers_of(await embedding) == [2]
@@ -317,10 +251,9 @@ async def test_a_generation_that_is_replaced_neither_asks_nor_fills_the_cache(se
 
 
 @asynccontextmanager
-async def two_models() -> AsyncIterator[tuple[VectorCacheMemory, Service, Service]]:
+async def two_models() -> AsyncIterator[tuple[Service, Service]]:
     """With rows of other lengths, in one memory. The longer ones become active last."""
-    shared_metrics = SharedMetrics.private()
-    shared = VectorCacheMemory(mmap.mmap(-1, CACHE.nbytes), CACHE, 0, b"key")
+    shared_metrics, shared = SharedMetrics.private(), memory()
     specs = SPEC, replace(SPEC, dim=2 * SPEC.dim)
     keys = ServiceKey(1, 0), ServiceKey(2, 1)
     first, other = (
@@ -335,11 +268,11 @@ async def two_models() -> AsyncIterator[tuple[VectorCacheMemory, Service, Servic
         for index, bench in enumerate((short, long)):
             bench.dispatcher.activate()
             bench.add_worker(index)
-        yield shared, Service(short, first), Service(long, other)
+        yield Service(short, first), Service(long, other)
 
 
 async def test_models_with_rows_of_other_lengths_share_the_memory_and_no_row():
-    async with two_models() as (_, short, long):
+    async with two_models() as (short, long):
         services = (short, long, short)  # what is stored last is not what is asked first
         for service in services[:2]:
             [worker] = service.bench.workers
@@ -357,22 +290,14 @@ async def test_models_with_rows_of_other_lengths_share_the_memory_and_no_row():
 
 
 async def test_another_generation_of_one_model_leaves_the_other_s_rows():
-    async with two_models() as (shared, short, long):
+    async with two_models() as (short, long):
         for service in (short, long):
             [worker] = service.bench.workers
             await service.computed(worker, [1])
-        successor = VectorCache(
-            shared, ServiceKey(3, 0), dim=SPEC.dim, is_shared_by_tenants=False,
-            shared_metrics=short.bench.shared_metrics,
-        )  # fmt: skip
-        successor.activate()
+        successor = succeed(short, ServiceKey(3, 0), SPEC.dim)
         assert (successor.is_active, short.vector_cache.is_active, long.vector_cache.is_active) == (True, False, True)
         assert numbers_of(await long.embed([1])) == [1], "found"
         assert await short.computed(short.bench.workers[0], [1]) == [1], "computed again"
-        longest = VectorCache(
-            shared, ServiceKey(4, 2), dim=4 * SPEC.dim, is_shared_by_tenants=False,
-            shared_metrics=short.bench.shared_metrics,
-        )  # fmt: skip
-        longest.activate()
+        succeed(short, ServiceKey(4, 2), 4 * SPEC.dim)
         assert short.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES) == 0
         assert await long.computed(long.bench.workers[0], [1]) == [1], "laid out anew"

@@ -40,7 +40,7 @@ def run(code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("start", _STARTS)
-@pytest.mark.parametrize("module", ["vecd.launch", "vecd.launch.cli", "vecd.supervisor", "vecd.shm.card"])
+@pytest.mark.parametrize("module", ["vecd.launch", "vecd.supervisor"])
 def test_ctrl_c_while_a_module_is_imported(module, start):
     done = run(_INTERRUPTED_IMPORT + _STARTS[start], "serve", "--log-format", module)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

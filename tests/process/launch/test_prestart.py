@@ -5,15 +5,15 @@ import resource
 import psutil
 import pytest
 
-from tests.support.serving import eventually
-from vecd.launch.base import prestart
+from tests.support.serving import command_line, eventually
+from vecd.launch import prestart
 
 
 @pytest.fixture(autouse=True)
 def none_stays():
     yield
     prestart.end_rest()
-    assert not [child for child in psutil.Process().children() if "vecd.launch.child" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if "vecd.child" in command_line(child)]
 
 
 def test_a_child_that_is_taken_has_our_limits_and_no_secret(monkeypatch: pytest.MonkeyPatch):
@@ -38,7 +38,7 @@ def test_a_child_that_is_taken_has_our_limits_and_no_secret(monkeypatch: pytest.
 
 def test_a_child_that_has_died_is_not_given():
     prestart.begin("forkserver")
-    [child] = [child for child in psutil.Process().children() if "vecd.launch.child" in " ".join(child.cmdline())]
+    [child] = [child for child in psutil.Process().children() if "vecd.child" in command_line(child)]
     child.kill()
     eventually(lambda: child.status() == psutil.STATUS_ZOMBIE)
     assert prestart.take("forkserver") is None

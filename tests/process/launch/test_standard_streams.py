@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.serving import running_server
 
-_CLOSED = ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
 _IN_PYTHON = """
 import os, vecd
 os.closerange(0, 3)
@@ -18,10 +17,9 @@ with vecd.Server(engine="dummy", workers=1) as server:
 """
 
 
-@pytest.mark.parametrize("closed", _CLOSED)
-def test_a_server_whose_streams_are_closed_serves_and_ends_in_good_order(closed: str) -> None:
+def test_a_server_whose_streams_are_closed_serves_and_ends_in_good_order() -> None:
     flags = ("--engine", "dummy", "--workers", "1", "--log-level", "debug")
-    with running_server(*flags, command=("sh", "-c", f'exec "$0" "$@" {closed}')) as server:
+    with running_server(*flags, command=("sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-')) as server:
         for _ in range(3):
             assert len(server.embed(["a text", "another"])) == 2
         for process in server.processes():

@@ -12,17 +12,8 @@ import pytest
         ("srve", "vecd: unknown command 'srve'; did you mean serve?"),
         ("serve --wrokers 2", "vecd: unrecognized arguments: --wrokers; --wrokers: did you mean --workers?"),
         ("check --quik", "vecd check: unrecognized arguments: --quik; --quik: did you mean --quick?"),
-        ("check --wrokers 2", "vecd check: unrecognized arguments: --wrokers; --wrokers: did you mean --workers?"),
-        ("install-service --sokcet", "vecd install-service: unrecognized arguments: --sokcet; --sokcet: did you mean "
-         "--socket?"),
         ("embed a.txt --ouput b.npy", "vecd embed: error: unrecognized arguments: --ouput b.npy; --ouput: did you mean "
          "--output?"),
-        ("embed a.txt -o b.npy --filed q", "vecd embed: error: unrecognized arguments: --filed q; --filed: did you "
-         "mean --field?"),
-        ("bench --clinets 3", "vecd bench: error: unrecognized arguments: --clinets 3; --clinets: did you mean "
-         "--clients?"),
-        ("top --intervall 3", "vecd top: error: unrecognized arguments: --intervall 3; --intervall: did you mean "
-         "--interval?"),
         ("reload --prot 8000", "vecd reload: --prot: did you mean --port?"),
     ],
 )  # fmt: skip

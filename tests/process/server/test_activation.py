@@ -23,11 +23,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.serving import START_TIMEOUT_S, STOP_TIMEOUT_S, clean_environment, eventually
+from tests.support.serving import START_TIMEOUT_S, STOP_TIMEOUT_S, clean_environment, command_line, eventually
 from vecd.workers.process.kernel import die_with_parent
 
 MAX_WAITING = 50
-FLAGS = ["--engine", "weightless", "--workers", "1"]
+FLAGS = ["--engine", "dummy", "--workers", "1"]
 needs_soak = pytest.mark.skipif("VECD_SOAK" not in os.environ, reason="takes seconds: with VECD_SOAK=1")
 # What systemd does between fork and exec.
 HAND_OVER = """
@@ -171,7 +171,7 @@ class Service:
     @property
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        [server] = [child for child in children if "vecd.launch.child forkserver" in " ".join(child.cmdline())]
+        [server] = [child for child in children if "vecd.child forkserver" in command_line(child)]
         return server.children()
 
 
@@ -207,8 +207,8 @@ def test_no_child_speaks_for_the_service_or_listens_for_it(service):
     for child in psutil.Process(service.process.pid).children(recursive=True):
         assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "LISTEN_FDS"} & child.environ().keys()
         if f"socket:[{inode}]" in [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]:
-            listeners.append(" ".join(child.cmdline()))
-    assert ["vecd.launch.child gateway" in listener for listener in listeners] == [True]
+            listeners.append(command_line(child))
+    assert ["vecd.child gateway" in listener for listener in listeners] == [True]
 
 
 def test_the_admin_socket_is_handed_over_too(service):

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, keys_f
         f'[models."{OTHER}"]\nsource = "{minilm_folder}"\naliases = ["hidden-alias"]\n'
     )
     with running_server(
-        "--engine", "weightless", "--workers", "1", "--unknown-model", "refuse", "--log-format", "json",
+        "--engine", "dummy", "--workers", "1", "--unknown-model", "refuse", "--log-format", "json",
         "--config", str(config), "--keys-file", str(keys_file),
     ) as server:  # fmt: skip
         yield server

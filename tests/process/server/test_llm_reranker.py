@@ -9,24 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer
 
 from tests.support.checkpoints import worker_config
+from tests.support.every_kind import remember_reference
 from tests.support.llm_checkpoints import rank, save_causal, save_converted, save_reranker
 from tests.support.score_checkpoints import logits_of
-from tests.support.serving import running_server
+from tests.support.serving import cache_folder, running_server
+from vecd.gateway.request import Pair, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.request import Pair, Tokenizing
-from vecd.launch.config.ordered_pair import ANSWER, OTHER, QUERY, ordered_pair
+from vecd.launch.config.plan import ANSWER, OTHER, QUERY, ordered_pair
 from vecd.launch.config.templates import with_pair_template
-from vecd.shm.card import read_card
+from vecd.model.card import ModelCard, read_card
 from vecd.shm.output import Output
-from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.parity import vectors_of, vectors_one_by_one
-from vecd.workers.engines.torch.build import build_engine
+from vecd.workers.batch import Engine, PackedBatch
+from vecd.workers.parity import vectors_of, vectors_one_by_one
+from vecd.workers.torch.transformer import build_engine
 
 RIGHT, WRONG = (QUERY, ANSWER), (QUERY, OTHER)
 PAIRS = [
@@ -39,7 +41,7 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2", "gemma"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen2", marks=pytest.mark.full), "gemma"])
 def reranker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     no = None if request.param == "gemma" else "no"
     plain = save_causal(tmp_path_factory.mktemp("causal"), request.param)
@@ -51,18 +53,27 @@ def ranking(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Folders of a model that ranks the plain pair right, and of one that does not."""
     plain = save_causal(tmp_path_factory.mktemp("causal"))
     folders = [save_reranker(tmp_path_factory.mktemp("ranking"), plain) for _ in range(2)]
-    return {True: rank(folders[0], RIGHT, WRONG), False: rank(folders[1], WRONG, RIGHT)}
+    made = {True: rank(folders[0], RIGHT, WRONG), False: rank(folders[1], WRONG, RIGHT)}
+    for folder in made.values():
+        remember_reference(folder)
+    return made
 
 
-@pytest.mark.parametrize("instruction", [None, "Find code that does"])
-async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path, instruction: str | None) -> None:
+async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path) -> None:
+    model: Any = CrossEncoder(str(reranker), device="cpu", local_files_only=True)
     card = with_pair_template(read_card(reranker))
-    assert card.score is not None
+    path = "packed" if card.model_type == "gemma" else "fused"
+    engine = build_engine(replace(worker_config(reranker), card=card), path, "float32")
+    assert engine._prefixes is not None  # type: ignore[attr-defined]
+    for instruction in (None, "Find code that does"):
+        await assert_same_scores(model, card, engine, instruction)
+
+
+async def assert_same_scores(model: Any, card: ModelCard, engine: Engine, instruction: str | None) -> None:
     runs = Tokenizer(card, card.max_tokens, "model").tokenize(
         [Pair(*pair) for pair in PAIRS], Tokenizing(instruction=instruction)
     )
     inputs = [item async for run in runs for item in run]
-    model: Any = CrossEncoder(str(reranker), device="cpu", local_files_only=True)
     expected_ids = [model[0].preprocess([pair], prompt=instruction)["input_ids"][0].tolist() for pair in PAIRS]
     ids = [array("i", item.token_ids) for item in inputs]
     assert [each.tolist() for each in ids] == expected_ids
@@ -71,9 +82,6 @@ async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path, ins
         np.concatenate([np.array(each, dtype=np.int32) for each in ids]),
         np.full(len(ids), Output.SCORES, dtype=np.uint8),
     )
-    path = "packed" if card.model_type == "gemma" else "fused"
-    engine = build_engine(replace(worker_config(reranker), card=card), path, "float32")
-    assert engine._prefixes is not None  # type: ignore[attr-defined]
     expected = model.predict(PAIRS, prompt=instruction)
     for compute in (vectors_of, vectors_one_by_one, vectors_of):  # with a prefix of the batch, and with those before it
         scores = 1 / (1 + np.exp(-compute(engine, batch, 1)[:, 0].astype(np.float64)))
@@ -108,17 +116,10 @@ def test_the_pair_is_tokenized_as_requests_are(ranking: dict[bool, Path]) -> Non
     assert ordered_pair(replace(card, score=None), 512) is None
 
 
-def test_a_model_that_ranks_right_is_served(ranking: dict[bool, Path]) -> None:
-    with running_server(str(ranking[True]), "--workers", "1") as server:
-        [worker] = server.info()["workers"]
-        assert worker["ranks_in_order"] is True
-        assert "--accept-unordered" not in server.stderr
-
-
-def test_a_model_that_ranks_wrong_is_refused(ranking: dict[bool, Path], tmp_path: Path) -> None:
+def test_a_model_that_ranks_wrong_is_refused(ranking: dict[bool, Path]) -> None:
     command = [sys.executable, "-m", "vecd", "serve", str(ranking[False]), "--port", "0", "--workers", "1"]
     done = subprocess.run(
-        [*command, "--cache-dir", str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--cache-dir", cache_folder()], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 3
     last = done.stderr.splitlines()[-1]
@@ -126,8 +127,10 @@ def test_a_model_that_ranks_wrong_is_refused(ranking: dict[bool, Path], tmp_path
     assert "--accept-unordered serves it all the same; the template must be the one" in last
 
 
-def test_a_model_that_ranks_wrong_may_be_accepted(ranking: dict[bool, Path]) -> None:
-    with running_server(str(ranking[False]), "--workers", "1", "--accept-unordered") as server:
-        [worker] = server.info()["workers"]
-        assert worker["ranks_in_order"] is False
-        assert "--accept-unordered: the answer to a plain question gets the score" in server.stderr
+def test_what_is_served_says_whether_it_ranks_right(ranking: dict[bool, Path]) -> None:
+    models = [f"{name}={ranking[ranks]}" for name, ranks in (("right", True), ("wrong", False))]
+    with running_server(*models, "--workers", "1", "--accept-unordered") as server:
+        for name, ranks in ("right", True), ("wrong", False):
+            [worker] = httpx.get(f"{server.url}/m/{name}/info").json()["workers"]
+            assert worker["ranks_in_order"] is ranks
+        assert server.stderr.count("--accept-unordered: the answer to a plain question gets the score") == 1

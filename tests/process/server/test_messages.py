@@ -10,25 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
-from sentence_transformers.sparse_encoder import SparseEncoder
 
 from tests.support.checkpoints import worker_config
-from tests.support.message_checkpoints import save_dense, save_multi_vector, save_sparse
+from tests.support.message_checkpoints import save_dense, save_multi_vector
 from tests.support.multi_vector_checkpoints import TOKEN_DIM, features_of
-from tests.support.sparse_checkpoints import sparse_config, weights_of
 from tests.support.tokenizing import tokenize
+from vecd.gateway.request import Role, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.request import Role, TokenizedInput, Tokenizing
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
-from vecd.shm.card import ModelCard
+from vecd.model.card import ModelCard
 from vecd.shm.output import Output
-from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.selection import build
+from vecd.workers.batch import PackedBatch
+from vecd.workers.parity import vectors_of
+from vecd.workers.select import build
 
 TEXTS = [
     "a quick brown fox",
@@ -62,9 +59,7 @@ def batch_of(lists: list[list[int]], output: Output) -> PackedBatch:
     ("family", "pooling", "variables"),
     [("qwen3", "lasttoken", {"add_generation_prompt": True}), ("gemma3_text", "mean", {}), ("bert", "cls", {})],
 )
-def test_dense_vectors_are_sentence_transformers_own(
-    family: str, pooling: str, variables: dict[str, Any], tmp_path: Path
-) -> None:
+def test_dense_vectors_are_sentence_transformers_own(family, pooling, variables, tmp_path):
     settings = {"processing_kwargs": {"chat_template": variables}} if variables else {}
     folder = save_dense(tmp_path, family, pooling=pooling, **settings)
     card, tokenizer = served(folder, tmp_path)
@@ -79,21 +74,8 @@ def test_dense_vectors_are_sentence_transformers_own(
         assert ((found * expected).sum(axis=1) >= 1 - 1e-6).all()
 
 
-def test_sparse_vectors_are_sentence_transformers_own(tmp_path: Path) -> None:
-    folder = save_sparse(tmp_path)
-    card, tokenizer = served(folder, tmp_path)
-    model = SparseEncoder(str(folder), device="cpu", local_files_only=True)
-    config = replace(sparse_config(folder), card=card)
-    engine = build(config, "lean", "float32")
-    for prompt in PROMPTS:
-        lists = ids_of(tokenize(tokenizer, TEXTS, Tokenizing(prompt=prompt)))
-        found = weights_of(engine, config, batch_of(lists, Output.SPARSE))
-        rows: list[Any] = [model.encode(text, prompt=prompt) for text in TEXTS]
-        np.testing.assert_allclose(found, torch.stack([row.to_dense() for row in rows]).numpy(), atol=1e-5)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
-def test_token_vectors_are_sentence_transformers_own(family: str, tmp_path: Path) -> None:
+def test_token_vectors_are_sentence_transformers_own(family, tmp_path):
     folder = save_multi_vector(tmp_path, family, query_length=45, document_length=50)
     card, tokenizer = served(folder, tmp_path)
     encoder = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)

@@ -13,40 +13,41 @@ import numpy as np
 import pytest
 
 from tests.support.serving import Server, running_server
+from tools.size import PRODUCT
 
 ROOT = Path(__file__).parents[3]
 _MAX_FILES = 6
-_SOURCES = ("client", "gateway", "launch", "shm", "vecd", "workers", "supervisor.py")
+_ENGINES = ("dummy", "lean", "fused")
 
 _EDITS = {
     "shm/output.py": (
         '    TOKENS = 2, True, False, "hidden_size"\n',
         '    FIRST_TOKEN = 9, False, False, "hidden_size"\n    TOKENS = 2, True, False, "hidden_size"\n',
     ),
-    "workers/engines/dummy.py": (
+    "workers/dummy.py": (
         "        case Output.UNNORMALIZED if",
         "        case Output.FIRST_TOKEN:\n"
         "            starts = np.cumsum(batch.lengths) - batch.lengths\n"
         "            return dummy_states(batch, width)[starts]\n"
         "        case Output.UNNORMALIZED if",
     ),
-    "shm/card.py": (
+    "model/card.py": (
         "{Output.VECTORS, Output.UNNORMALIZED}",
         "{Output.VECTORS, Output.UNNORMALIZED, Output.FIRST_TOKEN}",
     ),
-    "workers/engines/torch/heads.py": (
+    "workers/torch/heads.py": (
         "        Output.TOKENS: lambda",
         "        Output.FIRST_TOKEN: lambda hidden, layout: torch.cat([\n"
         "            hidden[run.start : run.stop : run.length].float() for run in layout.runs\n"
         "        ]),\n"
         "        Output.TOKENS: lambda",
     ),
-    "workers/engines/lean/heads.py": (
+    "workers/onnx/heads.py": (
         "        heads[Output.TOKENS] =",
         "        heads[Output.FIRST_TOKEN] = lambda hidden, layout: hidden[layout.starts]\n"
         "        heads[Output.TOKENS] =",
     ),
-    "gateway/api/dialects/vllm.py": (
+    "gateway/dialects/vllm.py": (
         '"token_embed": Output.TOKENS',
         '"token_embed": Output.TOKENS, "first_token": Output.FIRST_TOKEN',
     ),
@@ -58,7 +59,7 @@ _EDITS = {
 def changed(tmp_path_factory) -> Path:
     """A copy of the source in which the new output has been added."""
     copy = tmp_path_factory.mktemp("changed")
-    for name in _SOURCES:
+    for name in PRODUCT:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -70,10 +71,14 @@ def changed(tmp_path_factory) -> Path:
     return copy
 
 
-@pytest.fixture(params=["weightless", "lean", "fused"])
-def server(request, changed: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(changed: Path, minilm_folder: Path) -> Iterator[Server]:
+    """With a model by each engine."""
     paths = os.pathsep.join(filter(None, (str(changed), os.environ.get("PYTHONPATH"))))
-    flags = ("--engine", request.param, "--workers", "1", "--dtype", "float32")
+    config = changed / "vecd.toml"
+    tables = (f'[models.{engine}]\nsource = "{minilm_folder}"\nengine = "{engine}"\n' for engine in _ENGINES)
+    config.write_text("".join(tables))
+    flags = ("--workers", "1", "--dtype", "float32", "--config", str(config))
     with running_server(*flags, env={"PYTHONPATH": paths}) as running:
         yield running
 
@@ -82,10 +87,12 @@ def test_a_new_output_touches_few_files() -> None:
     assert len(_EDITS) <= _MAX_FILES
 
 
-def test_it_is_served_beside_the_others(server: Server) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_it_is_served_beside_the_others(server: Server, engine: str) -> None:
     def vectors(task: str, texts: list[str]) -> list:
         body = {"input": texts, "task": task, "use_activation": False}
-        response = httpx.post(f"{server.url}/pooling", json=body, timeout=60)
+        response = httpx.post(f"{server.url}/m/{engine}/pooling", json=body, timeout=60)
         assert response.status_code == 200, server.stderr
         data = response.json()["data"]
         return [item["data"] for item in data]

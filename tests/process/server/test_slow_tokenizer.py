@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving import eventually, running_server
+from tests.support.shared_servers import DUMMY, shared_server
 
 TEXTS = ["A text of some words.", "Ünïcödé 日本 🙂", "", "[SEP] in the middle [MASK]"]
-WEIGHTLESS = ("--workers", "1", "--engine", "weightless", "--cache-dir")
 
 
 @pytest.fixture
@@ -22,25 +22,13 @@ def slow_model(minilm_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_tokens_are_the_fast_one_s_and_the_second_start_converts_nothing(slow_model, minilm_folder, tmp_path):
-    cache = str(tmp_path / "cache")
-    with running_server(str(minilm_folder), *WEIGHTLESS, cache) as server:
-        expected = server.embed(TEXTS)
-        assert not (tmp_path / "cache" / "tokenizers").exists()
-    with running_server(str(slow_model), *WEIGHTLESS, cache) as server:
+def test_the_tokens_are_the_fast_one_s_though_nothing_can_be_cached_and_a_gateway_is_restarted(slow_model, tmp_path):
+    expected = shared_server(*DUMMY).embed(TEXTS)
+    (tmp_path / "file").touch()
+    with running_server(str(slow_model), *DUMMY, "--cache-dir", str(tmp_path / "file" / "cache")) as server:
         assert server.stderr.count("vecd: converting the tokenizer of slow-model (once)\n") == 1
         assert server.embed(TEXTS) == expected
-    with running_server(str(slow_model), *WEIGHTLESS, cache) as server:
-        assert "converting" not in server.stderr
-        assert server.embed(TEXTS) == expected
-    assert len(list((tmp_path / "cache" / "tokenizers").glob("*/*"))) == 1
-
-
-def test_without_a_cache_a_gateway_that_is_restarted_finds_it_again(slow_model, tmp_path):
-    (tmp_path / "file").touch()
-    with running_server(str(slow_model), *WEIGHTLESS, str(tmp_path / "file" / "cache")) as server:
-        before = server.embed(TEXTS)
         first = server.gateway()
         first.kill()
         eventually(lambda: not first.is_running())
-        assert server.embed(TEXTS) == before
+        assert server.embed(TEXTS) == expected

@@ -39,11 +39,10 @@ def test_a_server_that_is_ready_at_the_limit_serves_everything(cgroup: Path) -> 
         assert ask(0) == 200
 
 
-@pytest.mark.parametrize("num_missing", [1, 5])
-def test_a_server_that_cannot_have_what_it_needs_says_so_in_its_last_line(num_missing: int, cgroup: Path) -> None:
+def test_a_server_that_cannot_have_what_it_needs_says_so_in_its_last_line(cgroup: Path) -> None:
     with (
         pytest.raises(AssertionError, match="did not start") as failed,
-        running_server(*_FLAGS, command=limited(cgroup, _NEEDED - num_missing)),
+        running_server(*_FLAGS, command=limited(cgroup, _NEEDED - 1)),
     ):
         pass
     last = str(failed.value).strip().splitlines()[-1]

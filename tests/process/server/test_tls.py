@@ -9,10 +9,9 @@ from openai import OpenAI
 
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.serving import Server, clean_environment, running_server, vecd
-from vecd.client.bench.command import main as bench
-from vecd.client.bulk.command import main as embed
+from vecd.client.embed.command import main as embed
 
-WEIGHTLESS = ("--engine", "weightless", "--workers", "1")
+DUMMY = ("--engine", "dummy", "--workers", "1")
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +19,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
-@pytest.fixture(scope="module", params=["1", "2"], ids=["one gateway", "two gateways"])
-def server(request: pytest.FixtureRequest, certificate: Certificate) -> Iterator[Server]:
-    flags = ("--tls-cert", certificate.cert, "--tls-key", certificate.key, "--gateways", request.param)
+@pytest.fixture(scope="module")
+def server(certificate: Certificate) -> Iterator[Server]:
+    flags = ("--tls-cert", certificate.cert, "--tls-key", certificate.key, "--gateways", "2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", certificate.cert)  # whom this process' clients trust
-        with running_server(*WEIGHTLESS, *flags) as running:
+        with running_server(*DUMMY, *flags) as running:
             yield running
             assert "Traceback" not in running.stderr
 
@@ -56,7 +55,7 @@ def test_http_in_the_clear_is_told_to_use_https(server):
         assert "https" in refused.text
 
 
-def test_vecd_embed_and_bench(server, certificate, tmp_path, capsys):
+def test_vecd_embed(server, certificate, tmp_path, capsys):
     """The answer of a TLS port to plain HTTP, a 400, is not taken for an error of the texts."""
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     flags = [str(tmp_path / "a.txt"), "-o", str(tmp_path / "v.npy"), "--url"]
@@ -64,10 +63,6 @@ def test_vecd_embed_and_bench(server, certificate, tmp_path, capsys):
     assert embed([*flags, plain]) == 1
     assert f"{plain}: it speaks TLS: use {server.url}; no row is done" in capsys.readouterr().err
     assert embed([*flags, server.url, "--ca", certificate.cert]) == 0
-    load = ["--clients", "1", "--warmup", "0", "--requests", "3"]
-    assert bench([*load, "--url", server.url, "--insecure"]) == 0
-    assert bench([*load, "--url", plain]) == 1
-    assert "Use https://" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("problem", ["one flag alone", "another key"])
@@ -77,7 +72,7 @@ def test_a_pair_that_cannot_be_used_ends_the_start(problem, certificate, tmp_pat
         flags += ["--tls-key", make_certificate(tmp_path).key]
     (tmp_path / "tmp").mkdir()
     ended = subprocess.run(
-        vecd("--port", "0", *WEIGHTLESS, *flags),
+        vecd("--port", "0", *DUMMY, *flags),
         env=clean_environment(tmp_path, {}),
         cwd=tmp_path,
         capture_output=True,

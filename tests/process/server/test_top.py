@@ -21,7 +21,7 @@ from hashlib import sha256
 import httpx
 import pytest
 
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server, command_line, running_server
 from vecd.client.top.command import main as top
 
 DEADLINE_S = 60.0
@@ -55,7 +55,7 @@ def served(tmp_path_factory) -> Iterator[ModelInfo]:
         )
     )
     admin = keys.with_name("admin.sock")
-    flags = ("--engine", "weightless", "--workers", "2", "--gateways", "2", "--keys-file", str(keys))
+    flags = ("--engine", "dummy", "--workers", "2", "--gateways", "2", "--keys-file", str(keys))
     with running_server(*flags, "--admin-uds", str(admin)) as server:
         yield ModelInfo(server, f"unix:{admin}")
 
@@ -301,9 +301,7 @@ def test_a_server_that_goes_away_is_waited_for(served):
     """Last, because it ends the server: first the gateway that answers, then all of it."""
     with on_terminal(served.admin_url, "--interval", "0.1", VECD_API_KEY=METRICS_KEY) as terminal:
         terminal.read_until(lambda text: " ready" in text)
-        gateways = [
-            child for child in served.server.processes() if "vecd.launch.child gateway" in " ".join(child.cmdline())
-        ]
+        gateways = [child for child in served.server.processes() if "vecd.child gateway" in command_line(child)]
         assert len(gateways) == 2
         for gateway in gateways:
             gateway.kill()

@@ -4,7 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -13,12 +16,12 @@ import pytest
 from tests.support.checkpoints import Checkpoints, worker_config
 from tests.support.exports import export_of
 from tests.support.score_checkpoints import logits_of, save_classifier
-from tests.support.serving import clean_environment, running_server
+from tests.support.serving import Server, clean_environment, running_server
 from tests.support.soak.form import only_long
+from vecd.workers.batch import PackedBatch
 from vecd.workers.config import REFERENCE_FILE
-from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.references import digest_of, write_reference
-from vecd.workers.engines.selection import compute_reference
+from vecd.workers.parity import digest_of, recall_reference, write_reference
+from vecd.workers.select import compute_reference
 
 # Every process that Python starts imports a module of this name, if it finds one.
 _HIDING = """
@@ -46,63 +49,96 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp)
 
 
-@pytest.fixture
-def without_torch(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of processes that find neither torch nor transformers."""
-    (tmp_path / "hiding").mkdir()
-    (tmp_path / "hiding/sitecustomize.py").write_text(_HIDING)
-    path = os.pathsep.join([str(tmp_path / "hiding"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, "VECD_CACHE_DIR": str(tmp_path / "cache")}
+    folder = tmp_path_factory.mktemp("hiding")
+    (folder / "sitecustomize.py").write_text(_HIDING)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "VECD_CACHE_DIR": str(folder / "cache")}
 
 
 def _run(env: dict[str, str], tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vecd", *arguments]
     environment = clean_environment(tmp_path, env)
     (tmp_path / "tmp").mkdir(exist_ok=True)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_neither_package_is_found(without_torch: dict[str, str], tmp_path: Path) -> None:
-    program = (
-        "import importlib.metadata, vecd.workers.installed as installed\nassert not installed.has_torch()\n"
-        "for name in ('torch', 'transformers'):\n"
-        "    try: importlib.metadata.version(name)\n"
-        "    except importlib.metadata.PackageNotFoundError: print('missing')"
-    )
-    environment = clean_environment(tmp_path, without_torch)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == ["missing", "missing"]
+@dataclass(frozen=True)
+class Served:
+    server: Server
+    folders: dict[str, Path]
+
+    def worker(self, model: str) -> dict[str, Any]:
+        [worker] = httpx.get(f"{self.server.url}/m/{model}/info", timeout=30).json()["workers"]
+        return worker
 
 
-def test_the_bundled_model_is_served(without_torch: dict[str, str]) -> None:
-    with running_server("--workers", "1", env=without_torch) as server:
-        [vector] = server.embed(["Hello, world"])
-        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
-        [worker] = server.info()["workers"]
-        assert (worker["path"], worker["dtype"]) == ("lean", "float32")
-        assert worker["agreement"]["max_abs_diff"] < 1e-6
-        assert "cannot be imported" not in server.stderr
-        assert "warning" not in server.stderr.lower()
+@pytest.fixture(scope="module")
+def served(
+    checkpoint: Checkpoints,
+    minilm_folder: Path,
+    without_torch: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    """Models whose vectors are known: the bundled one, an export and a cross-encoder that are refused until the
+    reference model's are beside them; and one that is served without."""
+    folder = tmp_path_factory.mktemp("served")
+    plain = Path(shutil.copytree(checkpoint("bert"), folder / "plain"))
+    exported = export_of(checkpoint("bert"), folder / "exported")
+    ranking = save_classifier(folder / "ranking", "bert")
+    for refused in exported, ranking:
+        done = _run(without_torch, folder, "serve", str(refused), "--port", "0")
+        assert done.returncode == 3
+        last = done.stderr.splitlines()[-1]
+        assert ("vecd check --remember" if refused is ranking else "or serve it uncompared with --unverified") in last
+    for each in plain, ranking:
+        config = worker_config(each)
+        write_reference(compute_reference(config), digest_of(config.card), each / REFERENCE_FILE)
+    shutil.copy(plain / REFERENCE_FILE, exported)
+    tables = {
+        "bundled": (minilm_folder, ""),
+        "int8": (minilm_folder, 'dtype = "int8"'),
+        "unknown": (checkpoint("bert"), "unverified = true"),
+        "plain": (plain, ""),
+        "exported": (exported, ""),
+        "ranking": (ranking, ""),
+    }
+    path = folder / "vecd.toml"
+    path.write_text("".join(f'[models.{name}]\nsource = "{of}"\n{more}\n' for name, (of, more) in tables.items()))
+    with running_server("--workers", "1", "--config", str(path), env=without_torch) as server:
+        yield Served(server, {name: of for name, (of, _) in tables.items()})
 
 
-def test_the_bundled_model_is_served_in_int8(without_torch: dict[str, str]) -> None:
+def test_the_bundled_model_is_served(served):
+    [vector] = served.server.embed(["Hello, world"], model="bundled")
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+    worker = served.worker("bundled")
+    assert (worker["path"], worker["dtype"]) == ("lean", "float32")
+    assert worker["agreement"]["max_abs_diff"] < 1e-6
+    assert "cannot be imported" not in served.server.stderr
+    warnings = [line for line in served.server.stderr.splitlines() if line.startswith("vecd: warning: ")]
+    assert [line for line in warnings if not line.startswith("vecd: warning: unknown: ")] == []
+
+
+def test_the_bundled_model_is_served_in_int8(served):
     """Or in float32, with the reason, where int8 is measured as slower."""
-    with running_server("--workers", "1", "--dtype", "int8", env=without_torch) as server:
-        [vector] = server.embed(["Hello, world"])
-        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
-        [worker] = server.info()["workers"]
-        is_refused = "lean int8 is not used: it is" in server.stderr
-        assert (worker["path"], worker["dtype"]) == ("lean", "float32" if is_refused else "int8")
-        assert worker["agreement"]["min_cosine"] > 0.99
-        assert "cannot be imported" not in server.stderr
+    [vector] = served.server.embed(["Hello, world"], model="int8")
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+    worker = served.worker("int8")
+    is_refused = "lean int8 is not used: it is" in served.server.stderr
+    assert (worker["path"], worker["dtype"]) == ("lean", "float32" if is_refused else "int8")
+    assert worker["agreement"]["min_cosine"] > 0.99
 
 
-def test_an_unknown_model_is_refused_in_a_line(
-    checkpoint: Checkpoints, without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    done = _run(without_torch, tmp_path, "serve", str(checkpoint("bert")), "--port", "0")
+def test_an_unknown_model_is_served_unverified(served, without_torch, tmp_path):
+    assert len(served.server.embed(["w3 w4"], model="unknown")[0]) == 32
+    worker = served.worker("unknown")
+    assert (worker["path"], worker["agreement"]) == ("lean", None)
+    assert "unknown: --unverified: the vectors are not compared with the reference model's" in served.server.stderr
+    # Not remembered: otherwise the next start would need no flag.
+    done = _run(without_torch, tmp_path, "serve", str(served.folders["unknown"]), "--port", "0")
     assert done.returncode == 3
     last = done.stderr.splitlines()[-1]
     assert "vecd check --remember" in last
@@ -110,90 +146,71 @@ def test_an_unknown_model_is_refused_in_a_line(
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_model_is_served_unverified(
-    checkpoint: Checkpoints, without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    with running_server(str(checkpoint("bert")), "--workers", "1", "--unverified", env=without_torch) as server:
-        assert len(server.embed(["w3 w4"])[0]) == 32
-        [worker] = server.info()["workers"]
-        assert (worker["path"], worker["agreement"]) == ("lean", None)
-        assert "lean, float32, not compared with the reference model" in server.stderr
-        assert "the vectors are not compared with the reference model's" in server.stderr
-    # Not remembered: otherwise the next start would need no flag.
-    assert _run(without_torch, tmp_path, "serve", str(checkpoint("bert")), "--port", "0").returncode == 3
+def test_an_export_is_compared_with_the_vectors_of_its_model(served):
+    vectors = {}
+    for model in "exported", "plain":
+        worker = served.worker(model)
+        vectors[worker["path"]] = np.array(served.server.embed(["w3 w4 w5", "w7", "w9 w9 w9 w9"], model=model))
+        assert worker["agreement"]["max_abs_diff"] < 1e-5
+    np.testing.assert_allclose(vectors["export"], vectors["lean"], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "status"),
-    [
-        (("--dtype", "bfloat16"), 2),
-        (("--device", "cuda"), 2),
-        (("--engine", "fused"), 2),
-        (("--engine", "padded"), 2),
-        (("gpt2",), 3),
-        (("tokenizer",), 3),
-    ],
-)
-def test_what_needs_torch_is_refused_in_a_line(
-    flags: tuple[str, ...],
-    status: int,
-    checkpoint: Checkpoints,
-    minilm_folder: Path,
-    without_torch: dict[str, str],
-    tmp_path: Path,
-) -> None:
-    if flags == ("gpt2",):
-        flags = (str(checkpoint("gpt2")),)
-    elif flags == ("tokenizer",):
-        folder = tmp_path / "slow"
-        folder.mkdir()
-        for path in minilm_folder.iterdir():
-            if path.name != "tokenizer.json":
-                (folder / path.name).symlink_to(path)
-        flags = (str(folder),)
-    done = _run(without_torch, tmp_path, "serve", *flags, "--port", "0")
-    assert done.returncode == status, done.stderr
-    [line] = done.stderr.splitlines()
-    assert "needs torch and transformers (not installed" in line
-
-
-def test_check_says_what_it_needs(without_torch: dict[str, str], tmp_path: Path) -> None:
-    done = _run(without_torch, tmp_path, "check", "--quick")
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert "needs torch" in line
-
-
-def test_an_export_is_compared_with_the_vectors_of_its_model(
-    checkpoint: Checkpoints, without_torch: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_the_vectors_of_a_model_are_written_beside_it_and_an_export_has_none(checkpoint, tmp_path):
     exported = export_of(checkpoint("bert"), tmp_path / "exported")
-    done = _run(without_torch, tmp_path, "serve", str(exported), "--port", "0")
-    assert done.returncode == 3
-    assert "or serve it uncompared with --unverified" in done.stderr.splitlines()[-1]
     plain = Path(shutil.copytree(checkpoint("bert"), tmp_path / "plain"))
     for folder, flag in (exported, "--unverified"), (plain, "--remember"):
         done = _run({"VECD_CACHE_DIR": str(tmp_path / "other")}, tmp_path, "check", str(folder), "--quick", flag)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("vecd serve needs --unverified" in done.stdout) == (folder is exported)
-    shutil.copy(plain / REFERENCE_FILE, exported)
-    vectors = {}
-    for folder in exported, plain:
-        with running_server(str(folder), "--workers", "1", env=without_torch) as server:
-            [worker] = server.info()["workers"]
-            vectors[worker["path"]] = np.array(server.embed(["w3 w4 w5", "w7", "w9 w9 w9 w9"]))
-            assert worker["agreement"]["max_abs_diff"] < 1e-5
-    np.testing.assert_allclose(vectors["export"], vectors["lean"], atol=1e-6, rtol=0)
+    assert recall_reference(worker_config(plain)) is not None
+
+
+def test_a_cross_encoder_with_remembered_scores_is_served(served):
+    """With the scores of transformers' class, also of a pair's second part."""
+    batch = PackedBatch(
+        np.array([6, 7], dtype=np.int32),
+        np.array([2, 8, 3, 9, 10, 3, 2, 8, 3, 11, 12, 13, 3], dtype=np.int32),
+        borders=np.array([3, 3], dtype=np.int32),
+    )
+    worker = served.worker("ranking")
+    assert (worker["path"], worker["dtype"]) == ("lean", "float32")
+    assert worker["agreement"]["max_abs_diff"] < 1e-5
+    asked = {"query": "w8", "texts": ["w9 w10", "w11 w12 w13"], "raw_scores": True}
+    response = httpx.post(f"{served.server.url}/m/ranking/rerank", json=asked).raise_for_status()
+    found = {row["index"]: row["score"] for row in response.json()}
+    expected = logits_of(served.folders["ranking"], batch)[:, 0]
+    np.testing.assert_allclose([found[0], found[1]], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("check", "--quick"), 2),
+        (("serve", "--dtype", "bfloat16"), 2),
+        (("serve", "gpt2"), 3),
+        (("serve", "tokenizer"), 3),
+    ],
+)
+def test_what_needs_torch_is_refused_in_a_line(arguments, status, checkpoint, minilm_folder, without_torch, tmp_path):
+    if "gpt2" in arguments:
+        arguments = ("serve", str(checkpoint("gpt2")))
+    elif "tokenizer" in arguments:
+        folder = tmp_path / "slow"
+        folder.mkdir()
+        for path in minilm_folder.iterdir():
+            if path.name != "tokenizer.json":
+                (folder / path.name).symlink_to(path)
+        arguments = ("serve", str(folder))
+    done = _run({**without_torch, "VECD_PORT": "0"}, tmp_path, *arguments)
+    assert done.returncode == status, done.stderr
+    [line] = done.stderr.splitlines()
+    assert "needs torch" in line
 
 
 @only_long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # also the stored one: no float32 vectors are computed yet
-def test_a_model_with_remembered_vectors_is_served(
-    dtype: str,
-    checkpoint: Checkpoints,
-    without_torch: dict[str, str],
-    tmp_path: Path,
-) -> None:
+def test_a_model_with_remembered_vectors_is_served(dtype, checkpoint, without_torch, tmp_path):
     """`vecd check --remember` where torch is, then the folder is all that a server without torch needs."""
     folder = Path(shutil.copytree(checkpoint("bert", stored=dtype), tmp_path / "model"))
     env = {"VECD_CACHE_DIR": str(tmp_path / "elsewhere")}
@@ -205,30 +222,3 @@ def test_a_model_with_remembered_vectors_is_served(
     with running_server(str(folder), "--workers", "1", env=without_torch) as server:
         [worker] = server.info()["workers"]
         assert (worker["path"], worker["agreement"]["max_abs_diff"] < 1e-5) == ("lean", True)
-
-
-def test_a_cross_encoder_with_remembered_scores_is_served(without_torch: dict[str, str], tmp_path: Path) -> None:
-    """With the scores of transformers' class, also of a pair's second part."""
-    folder = save_classifier(tmp_path / "model", "bert")
-    batch = PackedBatch(
-        np.array([6, 7], dtype=np.int32),
-        np.array([2, 8, 3, 9, 10, 3, 2, 8, 3, 11, 12, 13, 3], dtype=np.int32),
-        borders=np.array([3, 3], dtype=np.int32),
-    )
-    done = _run(without_torch, tmp_path, "serve", str(folder), "--port", "0")
-    assert done.returncode == 3
-    assert "vecd check --remember" in done.stderr.splitlines()[-1]
-    config = worker_config(folder)
-    write_reference(compute_reference(config), digest_of(config.card), folder / REFERENCE_FILE)
-    with running_server(str(folder), "--workers", "1", env=without_torch) as server:
-        [worker] = server.info()["workers"]
-        assert (worker["path"], worker["dtype"], worker["agreement"]["max_abs_diff"] < 1e-5) == (
-            "lean",
-            "float32",
-            True,
-        )
-        asked = {"query": "w8", "texts": ["w9 w10", "w11 w12 w13"], "raw_scores": True}
-        response = httpx.post(f"{server.url}/rerank", json=asked)
-        response.raise_for_status()
-        found = {row["index"]: row["score"] for row in response.json()}
-        np.testing.assert_allclose([found[0], found[1]], logits_of(folder, batch)[:, 0], atol=1e-5, rtol=0)

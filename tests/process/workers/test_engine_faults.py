@@ -1,33 +1,21 @@
 """A dispatcher and a worker's loop, with an engine that fails in every way that a forward pass can."""
 
 import asyncio
-import os
-import threading
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from tests.support.dispatching import DEADLINE_S, SPEC, Bench, Request, running_bench
-from vecd.shm.arena import create_arena
-from vecd.shm.card import ModelCard
-from vecd.shm.control import Channel
-from vecd.shm.shared_metrics import Counter
-from vecd.shm.views import Rows, map_arena
-from vecd.shm.wire import Incarnation
-from vecd.workers.engine import COMPLETE, Finish, PackedBatch
-from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
-from vecd.workers.process.loop import EngineLost, Loop, connected
+from tests.support.dispatching import DEADLINE_S, SPEC, Bench, Request, live_worker, running_bench
+from vecd.model.card import ModelCard
+from vecd.shm.views import Rows
+from vecd.workers.batch import COMPLETE, Finish, PackedBatch
+from vecd.workers.dummy import DummyEngine, dummy_vectors
 
 BAD = 13
 """The token that is the matter."""
 CARD = ModelCard("", "", "bert", SPEC.dim, SPEC.dim, 16, 1000, ("mean",), (), False, "")
-
-
-class OutOfMemoryError(RuntimeError):
-    """As torch's, by its name."""
 
 
 class FaultyEngine(DummyEngine):
@@ -54,12 +42,7 @@ def raises(batch: PackedBatch, rows: Rows) -> None:
 def runs_out_of_memory(batch: PackedBatch, rows: Rows) -> None:
     if batch.token_ids.size > 4:
         rows[:] = 666
-        raise OutOfMemoryError
-
-
-def has_wrong_shapes(batch: PackedBatch, rows: Rows) -> None:
-    if BAD in batch.token_ids:
-        rows[: batch.lengths.size] = np.zeros((batch.lengths.size, SPEC.dim + 1), dtype=np.float32)
+        raise MemoryError
 
 
 def gives_nan(batch: PackedBatch, rows: Rows) -> None:
@@ -70,34 +53,6 @@ def gives_nan(batch: PackedBatch, rows: Rows) -> None:
 def is_lost(batch: PackedBatch, rows: Rows) -> None:
     if BAD in batch.token_ids:
         raise RuntimeError("could not create a primitive")
-
-
-@contextmanager
-def live_worker(bench: Bench, engine: FaultyEngine, life: int = 1) -> Iterator[threading.Thread]:
-    """A worker's loop in a thread; afterwards it has ended."""
-    who = Incarnation(0, life)
-    fd = create_arena(SPEC)
-    supervisor, theirs = Channel.pair()
-
-    def live() -> None:
-        with connected([bench.address_fd], who) as sockets:
-            try:
-                Loop(sockets, theirs, engine, map_arena(fd, SPEC, writable=True), SPEC, CARD).run()
-            except EngineLost:
-                loop.call_soon_threadsafe(bench.dispatcher.worker_down, who, "has ended")
-
-    loop = asyncio.get_running_loop()
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        bench.dispatcher.worker_up(who, map_arena(fd, SPEC, writable=False)[0], {})
-        yield thread
-    finally:
-        supervisor.close()
-        thread.join(DEADLINE_S)
-        theirs.close()
-        os.close(fd)
-        assert not thread.is_alive()
 
 
 class Vectors:
@@ -137,15 +92,12 @@ def code_of(request: Request) -> object:
     return getattr(request.finished.exception(), "code", None)
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"),
-    [(raises, "engine_error"), (has_wrong_shapes, "engine_error"), (gives_nan, "not_finite")],
-)
+@pytest.mark.parametrize(("fault", "code"), [(raises, "engine_error"), (gives_nan, "not_finite")])
 async def test_one_input_that_fails_fails_alone_and_the_worker_stays(fault, code, bench):
     good = [ask(bench, n) for n in range(1, 4)]
     bad = ask(bench, 20, BAD)
     good += [ask(bench, n) for n in range(4, 7)]
-    with live_worker(bench, FaultyEngine(fault)):
+    with live_worker(bench, FaultyEngine(fault), CARD):
         await all_over(bad, *good)
         assert code_of(bad) == code
         assert "'input[1]'" in str(bad.finished.exception())
@@ -157,34 +109,14 @@ async def test_one_input_that_fails_fails_alone_and_the_worker_stays(fault, code
     assert bench.stuck == []
 
 
-async def test_a_batch_too_large_for_memory_is_computed_in_parts_and_nobody_fails(bench):
-    requests = [ask(bench, n) for n in range(1, 9)]
-    with live_worker(bench, FaultyEngine(runs_out_of_memory)):
-        await all_over(*requests)
+async def test_a_batch_too_large_for_memory_is_computed_in_parts_and_an_input_too_large_fails_alone(bench):
+    requests, large = [ask(bench, n) for n in range(1, 9)], bench.request(2, length=8)
+    with live_worker(bench, FaultyEngine(runs_out_of_memory), CARD):
+        await all_over(large, *requests)
+    assert code_of(large) == "out_of_memory"
     for number, request in enumerate(requests, 1):
         assert_right(request, number)
     assert bench.stuck == []
-
-
-async def test_an_input_too_large_for_memory_fails_alone(bench):
-    small, large = ask(bench, 1), bench.request(2, length=8)
-    with live_worker(bench, FaultyEngine(runs_out_of_memory)):
-        await all_over(small, large)
-    assert code_of(large) == "out_of_memory"
-    assert_right(small, 1)
-
-
-async def test_a_worker_whose_engine_is_lost_ends_and_the_next_answers(bench):
-    requests = [ask(bench, 1), ask(bench, BAD), ask(bench, 2)]
-    with live_worker(bench, FaultyEngine(is_lost)) as lost:
-        async with asyncio.timeout(DEADLINE_S):
-            while lost.is_alive() or bench.dispatcher.links:
-                await asyncio.sleep(0.01)
-        with live_worker(bench, FaultyEngine(lambda batch, rows: None), life=2):
-            await all_over(*requests)
-    for number, request in zip((1, BAD, 2), requests, strict=True):
-        assert_right(request, number)
-    assert bench.shared_metrics.total(Counter.RETRIED) >= 1
 
 
 async def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused():
@@ -192,7 +124,7 @@ async def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused(
         bad, good, life = ask(bench, BAD), ask(bench, 1), 0
         while not (bad.is_over and good.is_over):
             life += 1
-            with live_worker(bench, FaultyEngine(is_lost), life) as worker:
+            with live_worker(bench, FaultyEngine(is_lost), CARD, life) as worker:
                 async with asyncio.timeout(DEADLINE_S):
                     while worker.is_alive() and not (bad.is_over and good.is_over):
                         await asyncio.sleep(0.01)

@@ -11,6 +11,9 @@ DOCUMENTED = ["Hello, world", "second text"]
 _OTHERS = ["hello", "hello world", "what is this?", "- key: [1, 2]\n  other: ~", "Ünïcödé: 日本語 👩‍👩‍👧‍👦"]
 _NUMBERS = [f"number {i}" for i in range(1, 97)]
 
+KEY = "the-key-of-the-clients-0123456789"
+SLOW_KEY = "the-key-of-four-tokens-a-second-012"
+
 QUERY = "w7 w30 w31"
 RANKED = ["w8 w9 w10 w11", "w30 w31", "w50", "w7 w7 w90 w44 w101", "w12 w30 w119"]
 """What is ranked for `QUERY`, in the words of the tokenizer of tests/support/score_checkpoints.py."""

@@ -55,6 +55,12 @@ class Client:
             raise ClientError(answer["error"])
         return answer["result"]
 
+    def refusal(self, function: str, /, **arguments: Any) -> ClientError:
+        """What the script's function raises."""
+        with pytest.raises(ClientError) as caught:
+            self.call(function, **arguments)
+        return caught.value
+
     def _line(self, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         pieces: list[bytes] = []

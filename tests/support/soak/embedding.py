@@ -18,33 +18,17 @@ from tests.support.serving import Server, clean_environment, eventually
 from tests.support.soak.form import pick, record
 
 NUM_LINES = pick(short=2400, long=100_000)
-
-
 KILLED_AFTER = pick(short=(1, 1), long=(33_333, 33_333))
 """When so many rows more have been committed."""
-
-
 FLAGS = pick(short=("--batch-texts", "4", "--concurrency", "1"), long=())
 """The short form is over too soon otherwise."""
-
-
 OUT = "vectors.npy"
-
-
 MAX_DIFFERENCE = 1e-6
 """Of a number in a row and in the server's direct answer, in float32: the batches differ."""
-
-
 KILLED_AFTER_S = (2.0, 12.0)
 """From the first commit on."""
-
-
 MAX_LOST_S = 3.0
-
-
 SETTLE_S = 1.0
-
-
 BATCH = 256
 
 
@@ -53,7 +37,7 @@ class Embedder:
 
     def __init__(self, server: Server, source: Path, out: Path) -> None:
         arguments = [str(source), "-o", str(out), "--url", server.url, *FLAGS]
-        command = [sys.executable, "-m", "vecd.client.bulk.command", *arguments]
+        command = [sys.executable, "-m", "vecd.client.embed.command", *arguments]
         self.stderr = out.with_name("stderr")
         with self.stderr.open("ab") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, env=clean_environment(out.parent, {}))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.serving import Server
+from tests.support.serving import Server, command_line
 from tests.support.soak.injection import sitecustomize
 
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
@@ -38,7 +38,7 @@ def _named(server: Server, kind: str) -> list[psutil.Process]:
     with suppress(*_GONE):
         for child in psutil.Process(server.pid).children():
             with suppress(*_GONE):
-                if f"vecd.launch.child {kind}" in " ".join(child.cmdline()) and is_alive(child):
+                if f"vecd.child {kind}" in command_line(child) and is_alive(child):
                     found.append(child)
     return found
 

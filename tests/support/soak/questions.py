@@ -11,10 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.soak.connection import Answer
-
 TOLERANCE = 1e-5
 """Of each element, between an answer and the reference: float32 beside float32."""
+
+
+@dataclass(slots=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)

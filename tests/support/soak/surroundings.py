@@ -8,7 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,9 +39,8 @@ def as_nobody() -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     command = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
-    if subprocess.run(
-        [*command, "env", sys.executable, "-c", "import vecd.supervisor"], capture_output=True, check=False
-    ).returncode:
+    tried = [*command, "env", sys.executable, "-c", "import vecd.supervisor"]
+    if subprocess.run(tried, capture_output=True, check=False).returncode:
         pytest.skip("this interpreter, or the code, is not for others to run")
     return command
 
@@ -63,9 +62,11 @@ class Cgroup:
     def read(self, name: str) -> str:
         return (self.path / name).read_text()
 
-    def numbers(self, name: str) -> dict[str, int]:
-        """Of a file with a name and a number in each line."""
-        return {key: int(value) for key, _, value in (line.partition(" ") for line in self.read(name).splitlines())}
+    def used_bytes(self) -> int:
+        """Of a group of memory: what cannot be given back."""
+        lines = (line.partition(" ") for line in self.read("memory.stat").splitlines())
+        numbers = {key: int(value) for key, _, value in lines}
+        return numbers["rss"] + numbers.get("mapped_file", 0)
 
 
 @contextmanager
@@ -82,15 +83,13 @@ def cgroup(controller: str) -> Iterator[Cgroup]:
             path.rmdir()
 
 
-def with_clock(offset_file: Path) -> tuple[Sequence[str], dict[str, str]]:
-    """Under a clock whose offset stands in a file, and may be changed there at any time; the monotonic clock goes on.
-
-    Returns a command and an environment.
-    """
+def with_clock(offset_file: Path) -> dict[str, str]:
+    """The environment with a clock whose offset stands in a file, and may be changed there at any time; the monotonic
+    clock goes on."""
     libraries = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
     if not libraries:
         pytest.skip("libfaketime is not installed")
-    environment = {
+    return {
         "LD_PRELOAD": str(libraries[0]),
         "FAKETIME_TIMESTAMP_FILE": str(offset_file),
         "FAKETIME_NO_CACHE": "1",
@@ -98,4 +97,3 @@ def with_clock(offset_file: Path) -> tuple[Sequence[str], dict[str, str]]:
         "DONT_FAKE_MONOTONIC": "1",
         "FAKETIME_DONT_RESET": "1",
     }
-    return [], environment

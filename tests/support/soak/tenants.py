@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tests.support.canaries import WORD
 from tests.support.soak.questions import Tenant
 from tests.support.texts import make_texts
-from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.dummy import dummy_vectors
+from vecd.workers.batch import PackedBatch
+from vecd.workers.dummy import dummy_vectors
 
 _MAX_CHARACTERS = 240
 _MAX_TOKENS, _DIM = 256, 384
@@ -32,7 +32,7 @@ def texts_of(name: str, num_texts: int, *, seed: int) -> list[str]:
     return [f"{WORD}{name} {n} {text[:_MAX_CHARACTERS]}" for n, text in enumerate(make_texts(num_texts, seed=seed))]
 
 
-def make_weightless_tenants(model_folder: Path, num_texts: int) -> list[Tenant]:
+def make_dummy_tenants(model_folder: Path, num_texts: int) -> list[Tenant]:
     """One with texts and one with ids: empty, short, of thousands of words, of any characters.
 
     Their vectors are those of the engine without a model, for the ids of the tokenizer in `model_folder`.
@@ -41,12 +41,12 @@ def make_weightless_tenants(model_folder: Path, num_texts: int) -> list[Tenant]:
     texts = [f"{WORD} {n} {_random_text(rng)}" for n in range(num_texts)] + ["", " ", "\x00", "a"]
     ids = [[101, *(rng.randrange(1000, 30_000) for _ in range(_random_length(rng, 250))), 102] for _ in texts]
     return [
-        Tenant("texts", texts, (weightless_reference(model_folder, texts),)),
+        Tenant("texts", texts, (dummy_reference(model_folder, texts),)),
         Tenant("ids", ids, (_vectors_of(ids),)),
     ]
 
 
-def weightless_reference(model_folder: Path, texts: list[str], max_tokens: int = _MAX_TOKENS) -> NDArray[np.float32]:
+def dummy_reference(model_folder: Path, texts: list[str], max_tokens: int = _MAX_TOKENS) -> NDArray[np.float32]:
     """What the engine without a model makes of texts that are cut after `max_tokens`: float32 [N, 384]."""
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     tokenizer.no_padding()

@@ -1,28 +1,170 @@
 """Traffic whose every answer is checked: its status, whose it is, and each vector against the reference.
 
-Owns the clients, and when they ask. A request has an id of its own, which its answer must carry; a connection has one
-request at a time, so that a byte too many is an answer too many. Knows no server's processes: what happens to them
-meanwhile is a trial's.
+Owns the clients, their connections, when they ask, and the counts of what came of it. A request has an id of its own,
+which its answer must carry, and is never sent twice; a connection has one request at a time, so that a byte too many is
+an answer too many. Knows no server's processes: what happens to them meanwhile is a trial's.
 """
 
 import asyncio
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
 import httptools
+import numpy as np
 
-from tests.support.soak.connection import ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S, Answer, Closed, Connection, connect
-from tests.support.soak.questions import Question, Tenant, judge
-from tests.support.soak.tally import Tally
+from tests.support.soak.questions import Answer, Question, Tenant, judge
 
+ANSWER_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 30.0
 _RECONNECT_PAUSE_S = 0.02
-_REFUSED_PAUSE_S = 0.1
-"""Of a closed loop. Less than a server asks for, so that it is put to the test, too."""
+FAILED_PAUSE_S = 0.1
+"""Of a closed loop. Less than a server asks for that refuses, so that it is put to the test, too."""
+_MAX_DETAILS = 20
 _request_numbers = itertools.count()
+_T = TypeVar("_T")
+
+
+class Closed(Exception):
+    """Raised when the server closes a connection before the whole answer has come."""
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time; counts answers that were not asked for."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.num_unasked = 0
+        self._waiting: asyncio.Future[Answer] | None = None
+        self._start_answer()
+
+    def _start_answer(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._body: list[bytes] = []
+        self._is_complete = self._keeps_alive = False
+
+    async def exchange(self, request: bytes) -> Answer:
+        """Raises Closed, TimeoutError."""
+        if not self.is_open:
+            raise Closed
+        self._waiting = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await self._waiting
+        finally:
+            self._waiting = None
+
+    def close(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.is_open = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(Closed())
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiting is None or self._waiting.done():
+            self.num_unasked += 1
+            return
+        self._parser.feed_data(data)
+        if self._is_complete:
+            answer = Answer(self._parser.get_status_code(), self._headers, b"".join(self._body))
+            self.is_open = self._keeps_alive
+            self._waiting.set_result(answer)
+            self._start_answer()
+
+    # --- called by the parser ---
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode().lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._keeps_alive = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+
+
+async def connect(url: str) -> Connection:
+    """Raises OSError, TimeoutError."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, host, int(port))
+    return connection
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the requests: each is counted once, under one heading."""
+
+    num_right: int = 0
+    num_texts: int = 0
+    """Of those answered right."""
+    refused: Counter[int] = field(default_factory=Counter)
+    """By status: 429 and 503, with Retry-After."""
+    num_broken: int = 0
+    """Whose connection was closed or reset before the answer."""
+    num_unconnected: int = 0
+    """That found nobody who listens."""
+    failures: list[str] = field(default_factory=list)
+    """Whatever must never be: another status, a wrong vector, another's answer, none in time, a refusal without
+    Retry-After."""
+    num_duplicates: int = 0
+    """Answers that nobody had asked for."""
+    models: list[tuple[float, float, int]] = field(default_factory=list)
+    """Of those answered right: when they were sent and answered, by `time.monotonic`, and whose vectors they have."""
+    latencies_s: list[float] = field(default_factory=list)
+    """Of those answered right."""
+
+    @property
+    def num_requests(self) -> int:
+        refused = sum(self.refused.values())
+        return self.num_right + refused + self.num_broken + self.num_unconnected + len(self.failures)
+
+    def percentile_ms(self, percent: float) -> float:
+        return round(float(np.percentile(self.latencies_s, percent)) * 1000, 1) if self.latencies_s else float("nan")
+
+    def figures(self) -> dict[str, Any]:
+        """For `form.record`."""
+        return {
+            "requests": self.num_requests,
+            "right": self.num_right,
+            "failed_or_wrong": len(self.failures),
+            "duplicated": self.num_duplicates,
+            "refused": sum(self.refused.values()),
+            "broken_connections": self.num_broken,
+            "p50_ms": self.percentile_ms(50),
+            "p99_ms": self.percentile_ms(99),
+            "max_ms": self.percentile_ms(100),
+            **({"first_failures": self.failures[:3]} if self.failures else {}),
+        }
+
+    def assert_all_right(self) -> None:
+        """Every request was answered, once, with its own vectors."""
+        others = self.refused, self.num_broken, self.num_unconnected, self.num_duplicates
+        assert (self.failures[:_MAX_DETAILS], *others) == ([], Counter(), 0, 0, 0)
+        assert self.num_right > 0
+
+    def assert_none_wrong(self) -> None:
+        """Whoever was answered was answered right."""
+        assert (self.failures[:_MAX_DETAILS], self.num_duplicates) == ([], 0)
+        assert self.num_right > 0
 
 
 class Traffic:
@@ -73,9 +215,9 @@ class Traffic:
                 connection = await self._reconnect(connection)
                 if connection is None:
                     continue
-            is_refused = await self.ask(connection, self.question(tenant))
-            if self._pause_s or is_refused:
-                await asyncio.sleep(self._random.uniform(0, 2 * max(self._pause_s, is_refused * _REFUSED_PAUSE_S)))
+            has_failed = await self.ask(connection, self.question(tenant))
+            if self._pause_s or has_failed:
+                await asyncio.sleep(self._random.uniform(0, 2 * max(self._pause_s, has_failed * FAILED_PAUSE_S)))
         if connection is not None:
             self.leave(connection)
 
@@ -100,8 +242,8 @@ class Traffic:
         return Question(tenant, indices, encoding, f"trial-{next(_request_numbers)}")
 
     async def ask(self, connection: Connection, question: Question, since: float | None = None) -> bool:
-        """One request, and its entry in the tally; says whether it was refused. `since`: when it arrived, if it is sent
-        later than that."""
+        """One request, and its entry in the tally; says whether it was answered with an error. `since`: when it
+        arrived, if it is sent later than that."""
         sent_at = time.monotonic()
         try:
             answer = await connection.exchange(question.render(self._headers))
@@ -116,7 +258,7 @@ class Traffic:
         else:
             latency_s = time.monotonic() - (sent_at if since is None else since)
             self._check(question, answer, sent_at, latency_s)
-            return answer.status in (429, 503)
+            return answer.status != 200
         return False
 
     def _check(self, question: Question, answer: Answer, sent_at: float, latency_s: float) -> None:
@@ -177,3 +319,26 @@ class Arrivals(Traffic):
         if connection is not None:
             await self.ask(connection, question, arrived_at)
             self._idle.append(connection)
+
+
+def under_traffic(
+    url: str,
+    tenants: Sequence[Tenant],
+    num_clients: int,
+    do: Callable[[Traffic], Awaitable[_T]],
+    *,
+    before: int = 5,
+    after: int = 20,
+    kind: type[Traffic] = Traffic,
+    **settings: Any,
+) -> tuple[Traffic, _T]:
+    """What `do` returns while clients ask. They get so many right answers `before` it, and `after` it."""
+
+    async def trial() -> tuple[Traffic, _T]:
+        async with kind(url, tenants, num_clients, **settings) as traffic:
+            await traffic.answers(before)
+            result = await do(traffic)
+            await traffic.answers(after)
+        return traffic, result
+
+    return asyncio.run(trial())

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tools.size import PRODUCT
+
 PROJECT = Path(__file__).resolve().parents[3]
 _ROOT = PROJECT / "build/systemd/root"
 _PACKAGES = "systemd,systemd-sysv,dbus,python3,curl,libgomp1,ca-certificates"
@@ -29,7 +31,6 @@ _PORT = 8000
 
 _VENV = "/opt/vecd/.venv"
 _CODE, _SITE = "/opt/vecd/code", "/opt/vecd/site"
-_FOLDERS = ["client", "deploy", "gateway", "launch", "shm", "vecd", "workers", "supervisor.py"]
 _SCRIPT = f"""\
 #!{_VENV}/bin/python
 import sys
@@ -100,7 +101,7 @@ def booted() -> Iterator[Machine]:
     command = [
         "systemd-nspawn", "-D", str(root), "-b", "-M", name, "--volatile=overlay", "--private-network",
         "--register=no", "--keep-unit", "--console=pipe", "--quiet",
-        *(f"--bind-ro={PROJECT / folder}:{_CODE}/{folder}" for folder in _FOLDERS),
+        *(f"--bind-ro={PROJECT / folder}:{_CODE}/{folder}" for folder in (*PRODUCT, "deploy")),
         f"--bind-ro={_site_packages()}:{_SITE}",
     ]  # fmt: skip
     with log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as nspawn:

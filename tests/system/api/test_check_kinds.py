@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.multi_vector_checkpoints import save_bge_m3, save_own
+from tests.support.multi_vector_checkpoints import save_own
 from tests.support.score_checkpoints import save_classifier
 from tests.support.serving import clean_environment
 from tests.support.soak.form import only_long
@@ -35,21 +35,24 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str, str]] = {
     ),
     "masked words": (save_masked_words, "sparse", "sparse weights", _ST, "(cls.predictions.transform.dense)"),
     "multi-vector": (lambda folder: save_own(folder, "bert"), "auto", "vectors", _ST, "Dense 32 → 8"),
-    "bge-m3": (save_bge_m3, "auto", "vectors", _ST, "(sparse_linear.safetensors)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[only_long] * (name != "bge-m3")) for name in KINDS])
+def checked(folder: Path, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "vecd", "check", str(folder), "--json", "--quick", "--dtype", "float32", *flags]
+    environment = {**clean_environment(tmp_path, {"HF_HOME": str(tmp_path)}), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@only_long
+@pytest.mark.parametrize("name", KINDS)
 def test_a_model_of_each_kind_agrees_with_the_library_that_made_it(name: str, tmp_path: Path) -> None:
     save, kind, outputs, library, head = KINDS[name]
     folder = save(tmp_path / "model")
-    command = [sys.executable, "-m", "vecd", "check", str(folder), "--json", "--quick", "--dtype", "float32"]
-    environment = {**clean_environment(tmp_path, {"HF_HOME": str(tmp_path)}), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [*command, "--kind", kind], capture_output=True, text=True, timeout=220, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
+    report = checked(folder, tmp_path, "--kind", kind)
     assert report["path"]["outputs"] == outputs
     assert report["path"]["not_compared"] == []
     of_reference, of_library = report["path"]["agreements"]
@@ -62,8 +65,6 @@ def test_a_model_of_each_kind_agrees_with_the_library_that_made_it(name: str, tm
         assert found["same_order"] == (1.0 if outputs == "scores" else None)
     steps = [step for steps in report["model"]["heads"].values() for step in steps]
     assert any(head in step for step in steps), steps
-    settings = {setting["name"]: setting["value"] for setting in report["advice"]["settings"]}
-    assert settings.get("kind", "auto") == kind
 
 
 def test_the_tokenizer_of_a_library_that_differs_is_said_and_not_called_a_wrong_model(tmp_path: Path) -> None:
@@ -74,13 +75,7 @@ def test_the_tokenizer_of_a_library_that_differs_is_said_and_not_called_a_wrong_
     path.write_text(json.dumps({**json.loads(path.read_text()), **of_class}))
     texts = tmp_path / "texts.txt"
     texts.write_text("".join(f"w{i} w{i + 1} w{i + 2}\n" for i in range(5, 13)) + "W7 w8\nw9 W10 w5\n")
-    command = [sys.executable, "-m", "vecd", "check", str(folder), "--json", "--quick", "--dtype", "float32"]
-    environment = {**clean_environment(tmp_path, {"HF_HOME": str(tmp_path)}), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [*command, "--texts", str(texts)], capture_output=True, text=True, timeout=220, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)["path"]
+    found = checked(folder, tmp_path, "--texts", str(texts))["path"]
     [why] = found["not_compared"]
     assert re.match(r"sentence-transformers \S+ makes other token ids of 2 of 10 texts than tokenizer\.json", why)
     assert re.search(r"Text 9, token \d+: id \d+ there, id \d+ here$", why)

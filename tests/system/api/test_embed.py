@@ -2,27 +2,26 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.support.serving import Server, clean_environment, eventually, running_server
+from tests.support.serving import RunningServer, Server, clean_environment, eventually
+from tests.support.shared_servers import DUMMY, shared_server
 from tests.support.soak.embedding import kill_twice_and_compare
 from tests.support.texts import make_texts
-from vecd.client.bulk.command import main
+from vecd.client.embed.command import main
 
 
 @pytest.fixture(scope="module")
-def weightless() -> Iterator[Server]:
-    with running_server("--engine", "weightless", "--workers", "1") as server:
-        yield server
+def dummy() -> RunningServer:
+    return shared_server(*DUMMY)
 
 
-def test_killed_twice_every_row_is_there_once(weightless: Server, tmp_path: Path) -> None:
-    kill_twice_and_compare(weightless, tmp_path)
+def test_killed_twice_every_row_is_there_once(dummy: Server, tmp_path: Path) -> None:
+    kill_twice_and_compare(dummy, tmp_path)
 
 
 def test_the_bundled_model(server: Server, tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_standard_input_through_a_server_of_its_own(tmp_path: Path) -> None:
     """Killed while it waits for more, its server goes, too; the same input again is embedded whole."""
     out = tmp_path / "v.npy"
     (tmp_path / "tmp").mkdir()
-    own_server = ["--", "--engine", "weightless", "--workers", "1"]
+    own_server = ["--", "--engine", "dummy", "--workers", "1"]
     command = [sys.executable, "-m", "vecd", "embed", "-", "-o", str(out), *own_server]
     environment = clean_environment(tmp_path, {})
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as first:
@@ -70,6 +69,6 @@ def test_a_server_that_cannot_start_is_told(tmp_path: Path) -> None:
     environment = clean_environment(tmp_path, {})
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment, timeout=120, check=False)
     assert done.returncode == 2
-    assert b"the server did not start: " in done.stderr
+    assert b"the server did not start" in done.stderr
     assert b"/no/such/model" in done.stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["a.txt"]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder
 
+from tests.support.every_kind import folders, remember_reference
 from tests.support.score_checkpoints import save_minilm_cross_encoder
 from tests.support.serving import Server, eventually, exact_server
-from tests.support.sparse_checkpoints import save_splade
 from tests.support.texts import make_texts
 
 TEXTS = [text[:200] for text in make_texts(20, seed=11)]
@@ -42,15 +42,14 @@ dtype = "int8"
 
 @pytest.fixture(scope="module")
 def ranker_folder(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
-    return save_minilm_cross_encoder(tmp_path_factory.mktemp("ranker") / "model", minilm_folder)
+    return remember_reference(save_minilm_cross_encoder(tmp_path_factory.mktemp("ranker") / "model", minilm_folder))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, ranker_folder: Path) -> Iterator[Server]:
-    words = save_splade(tmp_path_factory.mktemp("words") / "model")
     file = tmp_path_factory.mktemp("config") / "vecd.toml"
     file.write_text(TABLES.format(ranker=ranker_folder, embedder=minilm_folder))
-    with exact_server("--workers", "1", "--config", str(file), f"org/words={words}") as server:
+    with exact_server("--workers", "1", "--config", str(file), f"org/words={folders()['splade']}") as server:
         yield server
 
 
@@ -66,13 +65,10 @@ def ask(server: Server, path: str, name: str = "", **body: Any) -> tuple[Any, st
     ("path", "header", "fields"),
     [
         ("/v1/embeddings", "", {}),
-        ("/v1/embeddings", "", {"model": "Embedder"}),
-        ("/v1/embeddings", "", {"model": "embedder:latest"}),
-        ("/v1/embeddings", "", {"model": "text-embedding-3-small"}),
         ("/v1/embeddings", "Embedder", {"model": "ranker"}),
         ("/m/Embedder/v1/embeddings", "ranker", {"model": "ranker"}),
     ],
-    ids=["default", "body", "tag", "unknown", "header", "path"],
+    ids=["default", "header", "path"],
 )
 def test_vectors_are_the_embedder_s(
     server: Server, reference: Any, path: str, header: str, fields: dict[str, str]
@@ -102,42 +98,14 @@ def test_sparse_vectors_are_the_sparse_model_s(server: Server) -> None:
         assert [each["index"] for each in row] == item["sparse"]["indices"]
 
 
-def test_what_a_model_cannot_do_names_those_that_can(server: Server) -> None:
-    response = httpx.post(f"{server.url}/v1/embeddings", json={"model": "ranker", "input": "a"}, timeout=30)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["code"] == "wrong_model"
-    assert "Embedder" in error["message"]
-
-
-def test_all_models_are_listed(server: Server) -> None:
-    listed = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
-    names = [model["id"] for model in listed]
-    assert [name for name in names if ":" not in name] == [
-        "org/words",
-        "ranker",
-        "logits",
-        "Embedder",
-        "asked",
-        "small",
-    ]  # without prompts
-    assert httpx.get(f"{server.url}/m/nothing/v1/models", timeout=30).status_code == 404
-
-
 QUERY = {"prompt_name": "query", "dimensions": 64}
-IN_TEI_S = {"inputs": TEXTS}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "fields"),
     [
         ("/m/{}/v1/embeddings", {"input": TEXTS}, QUERY),
-        ("/m/{}/v2/embed", {"texts": TEXTS}, {"input_type": "search_query", "output_dimension": 64}),
-        ("/m/{}/api/embed", {"input": TEXTS}, {"model": "Embedder:query", "dimensions": 64}),
-        ("/m/{}/embed", IN_TEI_S, QUERY),
         ("/m/{}/similarity", {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}, QUERY),
-        ("/m/{}/vertex", {"instances": [IN_TEI_S]}, {"instances": [{**IN_TEI_S, **QUERY}]}),
-        ("/models/{}", IN_TEI_S, QUERY),
     ],
 )
 def test_vectors_by_an_alias_are_those_with_the_fields(
@@ -153,46 +121,7 @@ def test_vectors_by_an_alias_are_those_with_the_fields(
 
 def numbers_of(response: Any) -> Any:
     """The vectors of a response, or the cosines."""
-    if "data" in response:
-        return np.array([item["embedding"] for item in response["data"]])
-    found = next((response[key] for key in ("embeddings", "predictions") if key in response), response)
-    return np.array(found["float"] if isinstance(found, dict) else found)
-
-
-@pytest.mark.parametrize(
-    ("path", "field"), [("/v1/embeddings", "input"), ("/v2/embed", "texts"), ("/api/embed", "input")]
-)
-def test_the_body_and_the_header_name_an_alias(server: Server, path: str, field: str) -> None:
-    texts: dict[str, Any] = {field: TEXTS}
-    expected, _ = ask(server, f"/m/asked{path}", **texts)
-    for found in (
-        ask(server, path, **texts, model="asked")[0],
-        ask(server, path, **texts, model="Asked:latest")[0],
-        ask(server, path, "asked", **texts, model="Embedder")[0],
-    ):
-        np.testing.assert_allclose(numbers_of(found), numbers_of(expected), atol=1e-5, rtol=0)
-        assert found.get("model", "Embedder") == "Embedder"
-
-
-def test_a_default_dtype_is_a_type_of_each_dialect(server: Server) -> None:
-    found, _ = ask(server, "/v1/embeddings", model="small", input=TEXTS)
-    expected, _ = ask(server, "/v1/embeddings", model="Embedder", input=TEXTS, prompt="small: ", output_dtype="int8")
-    np.testing.assert_allclose(numbers_of(found), numbers_of(expected), atol=1, rtol=0)
-    of_cohere, _ = ask(server, "/v2/embed", model="small", texts=TEXTS)
-    assert of_cohere["embeddings"].keys() == {"int8"}
-    np.testing.assert_allclose(of_cohere["embeddings"]["int8"], numbers_of(expected), atol=1, rtol=0)
-
-
-def test_a_reranker_s_alias_has_raw_scores(server: Server) -> None:
-    body: dict[str, Any] = {"query": TEXTS[0], "documents": TEXTS[:3]}
-    found, _ = ask(server, "/v1/rerank", model="logits", **body)
-    expected, _ = ask(server, "/v1/rerank", model="ranker", raw_scores=True, **body)
-    plain, _ = ask(server, "/v1/rerank", model="logits", raw_scores=False, **body)
-    scores, logits, between = (
-        [item["relevance_score"] for item in each["results"]] for each in (found, expected, plain)
-    )
-    np.testing.assert_allclose(scores, logits, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(between, 1 / (1 + np.exp(-np.array(logits))), atol=1e-5, rtol=0)
+    return np.array([item["embedding"] for item in response["data"]] if "data" in response else response)
 
 
 def test_figures_tell_the_models_apart(server: Server) -> None:

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.support.serving import clean_environment, eventually
-from vecd.client.shared_server import _runtime_folder, shared_server
+from vecd.client.local_server import local_server, runtime_folder
 
-NUM_ROWS, NUM_RUNS = 1000, 3
+NUM_ROWS, NUM_RUNS = 600, 3
 TIMEOUT_S = 120.0
 
 
@@ -55,8 +55,11 @@ class Runs:
         journals = [self.folder / "out" / f"{run}.npy.journal" for run in runs]
         eventually(lambda: all(journal.exists() for journal in journals), 60)
 
+    def await_any(self) -> None:
+        eventually(lambda: any((self.folder / "out").glob("*.journal")), 60)
+
     def keepers(self) -> list[psutil.Process]:
-        return self._with("vecd.client.shared_server")
+        return self._with("vecd.client.local_server")
 
     def servers(self) -> list[psutil.Process]:
         return self._with("serve")
@@ -83,9 +86,12 @@ class Runs:
         assert list((self.runtime / "vecd").iterdir()) == []
 
     def end(self) -> None:
+        """Kill the runs, and end their server: it would wait for others, which is shown once."""
         for process in self._begun:
             process.kill()
             process.wait()
+        for server in self.servers():
+            server.terminate()
 
 
 @pytest.fixture
@@ -115,13 +121,14 @@ def test_the_death_of_the_run_that_started_it_ends_no_other(runs: Runs) -> None:
     assert runs.start(0).wait(TIMEOUT_S) == 0, runs.said(0)
     assert runs.servers() == [server]
     runs.check()
+    runs.await_nothing()
 
 
 @pytest.mark.parametrize("victim", ["keeper", "server"])
 def test_runs_outlive_the_keeper_and_the_server(runs: Runs, victim: str) -> None:
     """All begin at once and start one; when that is killed, they start one more and go on."""
     begun = [runs.start(run) for run in range(NUM_RUNS)]
-    runs.await_begin(*range(NUM_RUNS))
+    runs.await_any()  # on a busy machine, the first may have ended when the last begins
     (server,), (keeper,) = runs.servers(), runs.keepers()
     (keeper if victim == "keeper" else server).kill()
     for run, process in enumerate(begun):
@@ -134,7 +141,7 @@ def test_runs_outlive_the_keeper_and_the_server(runs: Runs, victim: str) -> None
 def test_a_server_that_cannot_start_is_told_to_all(runs: Runs) -> None:
     for run, process in enumerate([runs.start(run, "/no/such/model") for run in range(NUM_RUNS)]):
         assert process.wait(TIMEOUT_S) == 2
-        assert "the server did not start: " in runs.said(run)
+        assert "the server did not start" in runs.said(run)
         assert "/no/such/model" in runs.said(run)
 
 
@@ -160,7 +167,7 @@ def processes() -> list[psutil.Process]:
 
 def test_a_folder_that_is_removed_while_the_server_is_used(runtime: Path) -> None:
     """A log-out does so. The caller is told and ends in order; what later callers have there is left to them."""
-    with shared_server(None, ("--engine", "dummy", "--workers", "1"), lambda _: None) as (url, why_gone):
+    with local_server(("--engine", "dummy", "--workers", "1"), shared=True) as (url, why_gone):
         assert why_gone() is None
         key = Path(url).stem
         shutil.rmtree(runtime / "vecd")
@@ -178,7 +185,7 @@ def test_a_folder_that_is_removed_while_the_server_is_used(runtime: Path) -> Non
 
 def test_a_runtime_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert _runtime_folder("a.sock") == tmp_path / "vecd"
+    assert runtime_folder("a.sock") == tmp_path / "vecd"
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    assert _runtime_folder("a.sock") == Path(f"/tmp/vecd-{other}")
+    assert runtime_folder("a.sock") == Path(f"/tmp/vecd-{other}")

@@ -62,7 +62,7 @@ def test_nothing_is_loaded_from_outside_but_libc(binary: Server) -> None:
 def our_variables(process: psutil.Process) -> set[str]:
     """What the launcher and the supervisor set for children: no name of somebody else's."""
     ours = re.compile(r"_PYI_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS|TOKENIZERS_\w+|HF_HUB_OFFLINE|TRANSFORMERS_VERBOSITY"
-                      r"|PYTORCH_\w+|TORCHINDUCTOR_CACHE_DIR|LC_CTYPE")  # fmt: skip
+                      r"|PYTORCH_\w+|TORCHINDUCTOR_CACHE_DIR|GOMP_SPINCOUNT|LC_CTYPE")  # fmt: skip
     return {name for name in process.environ() if ours.fullmatch(name)}
 
 
@@ -115,7 +115,7 @@ def test_it_measures_a_server(binary: Server, room: Path) -> None:
 def test_it_converts_a_tokenizer_and_renders_conversations(room: Path, binary: Server) -> None:
     """Each in a process of its own, the former with transformers."""
     cache = {"VECD_CACHE_DIR": str(room / "cache")}
-    flags = ("/opt/slow-model", "--workers", "1", "--engine", "weightless", "--cache-dir", "/cache")
+    flags = ("/opt/slow-model", "--workers", "1", "--engine", "dummy", "--cache-dir", "/cache")
     with running_server(*flags, env=cache, program=in_room(room)) as server:
         assert server.stderr.count("vecd: converting the tokenizer of slow-model (once)\n") == 1
         count = [httpx.post(f"{s.url}/tokenize", json={"inputs": TEXTS}).json() for s in (server, binary)]

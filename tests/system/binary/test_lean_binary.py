@@ -15,7 +15,7 @@ from backports import zstd
 
 from tests.support.binary import DIST, FOLDER, foreign_libraries, in_room, make_room, run
 from tests.support.checkpoints import Checkpoints
-from tests.support.serving import Server, eventually, running_server
+from tests.support.serving import Server, running_server
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VECD_BINARY"), reason="builds the binary first: make test-binary")
 
@@ -63,16 +63,6 @@ def test_nothing_is_loaded_from_outside_but_libc(binary: Server) -> None:
         assert foreign_libraries(process) == [], process
 
 
-def test_a_killed_worker_is_replaced(binary: Server) -> None:
-    before = binary.embed(TEXTS)
-    [worker] = binary.workers()
-    worker.kill()
-    eventually(lambda: not worker.is_running())
-    assert binary.embed(TEXTS) == before
-    [another] = binary.workers()
-    assert another.pid != worker.pid
-
-
 def test_it_draws_and_measures_a_server(binary: Server, room: Path) -> None:
     shown = run(room, "top", "--url", binary.url, "--once", "--interval", "0.5")
     assert shown.returncode == 0, shown.stderr
@@ -109,7 +99,6 @@ def test_it_is_served_unverified(room: Path) -> None:
     ("arguments", "status"),
     [
         (("serve", "--dtype", "bfloat16"), 2),
-        (("serve", "--dtype", "int8"), 2),
         (("serve", "--device", "cuda"), 2),
         (("serve", "--engine", "fused"), 2),
         (("serve", "/opt/gpt2"), 3),

@@ -20,7 +20,7 @@ from tests.support.serving import Server, exact_server, running_server
 expect = pytest.importorskip("playwright.sync_api", reason="make test-browser installs playwright").expect
 
 AXE = Path(__file__).parents[3] / "build" / "browser" / "node_modules" / "axe-core" / "axe.min.js"
-WEIGHTLESS = ("--engine", "weightless", "--workers", "1")
+DUMMY = ("--engine", "dummy", "--workers", "1")
 NASTY = [
     "It's \"quoted\" with 'both', and a \\ at its end \\",
     "$HOME `id` $(id) !! %s {} ${x} <<EOF",
@@ -167,7 +167,7 @@ def test_a_page_that_nobody_sees_asks_nothing(server, open_page):
 
 
 def test_a_restart_is_told_and_recovered_from(open_page):
-    with running_server(*WEIGHTLESS) as first:
+    with running_server(*DUMMY) as first:
         port = first.port
         for _ in range(3):
             first.embed("text")
@@ -181,7 +181,7 @@ def test_a_restart_is_told_and_recovered_from(open_page):
             assert "cannot be reached" in page.inner_text("#banner")
             assert page.inner_text("#state") == "Away"
             # The last flag counts, and the first port is asked for.
-            with running_server(*WEIGHTLESS, command=("sh", "-c", f'exec "$@" --port {port}', "sh")) as second:
+            with running_server(*DUMMY, command=("sh", "-c", f'exec "$@" --port {port}', "sh")) as second:
                 assert second.port == port
                 expect(page.locator("#banner")).to_be_hidden()
                 second.embed("text")
@@ -194,7 +194,7 @@ def order_of(page) -> list[str]:
 
 
 def test_the_playground_comes_first_where_nothing_is_computed_and_the_figures_where_something_is(open_page):
-    with running_server(*WEIGHTLESS) as idle, open_page(idle.url) as page:
+    with running_server(*DUMMY) as idle, open_page(idle.url) as page:
         wait_for_figures(page)
         assert order_of(page) == ["playground", "live", "model"]
         idle.embed("text")
@@ -361,7 +361,7 @@ def assert_is_accessible(page) -> None:
 def test_both_pages_are_accessible_before_and_after_a_key(scheme, width, tmp_path, open_page):
     keys = write_keys(tmp_path / "keys.toml")
     look = {"color_scheme": scheme, "viewport": {"width": width, "height": 844}}
-    with running_server(*WEIGHTLESS, "--keys-file", str(tmp_path / "keys.toml")) as server:
+    with running_server(*DUMMY, "--keys-file", str(tmp_path / "keys.toml")) as server:
         for path, waits, shows in (("/", "#key-form", "#figures"), ("/docs", "#keys", "summary")):
             with open_page(server.url + path, expected=("401",), **look) as page:
                 expect(page.locator(waits)).to_be_visible()
@@ -396,7 +396,7 @@ def write_keys(path: Path) -> dict[str, str]:
 def test_keys_are_asked_for_kept_in_the_tab_and_never_shown(tmp_path, open_page):
     keys = write_keys(tmp_path / "keys.toml")
     with (
-        running_server(*WEIGHTLESS, "--matryoshka", "--keys-file", str(tmp_path / "keys.toml")) as server,
+        running_server(*DUMMY, "--matryoshka", "--keys-file", str(tmp_path / "keys.toml")) as server,
         open_page(server.url, expected=("401", "403")) as page,
     ):
         expect(page.locator("#key-form")).to_be_visible()
@@ -433,7 +433,7 @@ def test_keys_are_asked_for_kept_in_the_tab_and_never_shown(tmp_path, open_page)
 
 
 def test_beside_an_admin_listener_each_page_says_where_the_other_half_is(open_page):
-    with running_server(*WEIGHTLESS, "--admin-port", "0") as server:
+    with running_server(*DUMMY, "--admin-port", "0") as server:
         found = re.search(r"admin +(http:\S+)", server.stderr)
         assert found is not None
         with open_page(server.url, expected=("404",)) as page:
@@ -491,7 +491,7 @@ def assert_nothing_overflows(page) -> None:
 def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
     keys = write_keys(tmp_path / "keys.toml")
     with (
-        running_server(*WEIGHTLESS, "--keys-file", str(tmp_path / "keys.toml")) as server,
+        running_server(*DUMMY, "--keys-file", str(tmp_path / "keys.toml")) as server,
         open_page(f"{server.url}/docs", expected=("401",), permissions=["clipboard-read", "clipboard-write"]) as page,
     ):
         expect(page.locator("#about")).to_contain_text("asks for an API key")
@@ -509,7 +509,7 @@ def test_the_api_s_page_asks_for_a_key(tmp_path, open_page):
 
 def test_the_api_s_page_of_several_models_tries_the_chosen_one(open_page, minilm_folder):
     models = [f"{name}={minilm_folder}" for name in ("first", "second")]
-    with running_server(*WEIGHTLESS, *models) as server, open_page(f"{server.url}/docs") as page:
+    with running_server(*DUMMY, *models) as server, open_page(f"{server.url}/docs") as page:
         page.wait_for_selector("summary")
         page.select_option("#model", "second")
         page.click("summary:has-text('/v1/embeddings')")

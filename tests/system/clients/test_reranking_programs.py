@@ -134,18 +134,10 @@ class Request(NamedTuple):
 _KEY = {"authorization": "Bearer x"}
 REQUESTS = {
     "Open WebUI, external": Request("/rerank", _ALL, results_by_index, {**_KEY, "x-openwebui-user-name": "n"}),
-    "Open WebUI, with /v1": Request("/v1/rerank", _ALL, results_by_index, {"authorization": "Bearer"}),
     "Dify, huggingface_tei": Request("/rerank", {**_TEI, "return_text": True}, texts_of_tei),
-    "Dify, openai_api_compatible": Request("/v1/rerank", _ALL, results, _KEY),
     "Dify, openai_api_compatible before": Request("/rerank", {**_BODY, "top_n": None}, results),
-    "Dify, jina": Request("/v1/rerank", {**_ALL, "return_documents": False}, results_and_usage, _KEY),
     "Dify, xinference": Request("/v1/rerank", {**_ALL, "return_documents": True}, results_with_text),
-    "Dify, gpustack": Request("/v1/rerank", _ALL, results),
-    "Dify, cohere": Request("/v1/rerank", {**_ALL, "return_documents": True}, results_with_text, _KEY),
-    "Dify, localai": Request("/v1/rerank", _ALL, results),
     "Dify, ollama": Request("/api/rerank", _ALL, results),
-    "RAGFlow, Jina": Request("/v1/rerank", _ALL, results_and_usage, _KEY),
-    "RAGFlow, LocalAI and OpenAI": Request("/rerank", _ALL, results_by_index, _KEY),
     "RAGFlow, Xinference": Request(
         "/v1/rerank", {**_BODY, "return_documents": "true", "return_len": "true"}, results_by_index
     ),
@@ -154,10 +146,6 @@ REQUESTS = {
         {**_ALL, "return_documents": False, "max_chunks_per_doc": 1024, "overlap_tokens": 80},
         results_by_index,
     ),
-    "RAGFlow, Huggingface": Request(
-        "/rerank", {**_TEI, "raw_scores": False, "truncate": True}, list_of_tei, {"content-type": "application/json"}
-    ),
-    "RAGFlow, vLLM": Request("/v1/rerank", {**_ALL, "return_documents": False}, results_by_index, _KEY),
     "Weaviate, reranker-transformers": Request(
         "/rerank", {"query": QUERY, "documents": RANKED, "property": ""}, weaviate
     ),
@@ -167,7 +155,6 @@ REQUESTS = {
     "Milvus, tei": Request(
         "/rerank", {**_TEI, "truncate": True, "truncation_direction": "Right", "return_text": False}, list_of_tei
     ),
-    "Milvus, vllm": Request("/rerank", {"query": QUERY, "documents": RANKED}, results_by_index),
     "Elasticsearch, hugging_face": Request(
         "/", {"query": QUERY, "documents": RANKED, "return_documents": False, "top_n": _NUM}, elasticsearch, _KEY
     ),
@@ -182,7 +169,6 @@ REQUESTS = {
     "Vercel AI SDK": Request("/v2/rerank", {**_ALL, "max_tokens_per_doc": 4096, "priority": 0}, vercel, _KEY),
     "vLLM, score": Request("/v1/score", {"model": "m", "text_1": QUERY, "text_2": RANKED}, vllm_scores),
     "OmniRoute": Request("/v1/rerank", {**_BODY, "texts": RANKED, "return_documents": False}, results),
-    "OmniRoute, Cohere's path": Request("/rerank", {**_BODY, "texts": RANKED, "top_n": _NUM}, results),
 }
 
 

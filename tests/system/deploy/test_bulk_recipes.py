@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.support.serving import Server, running_server
+from tests.support.serving import RunningServer, Server
+from tests.support.shared_servers import DUMMY, shared_server
 from tests.system.deploy.test_containers import image_variables, pod
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "deploy" / "bulk"
-DUMMY = ("--", "--engine", "dummy", "--workers", "1")
+OWN_SERVER = ("--", *DUMMY)
 NUM_SHARDS = 2
 TIMEOUT_S = 120
 TEXTS = {f"part-{n}": [f"text {n}.{m}" for m in range(20 + n)] for n in range(3)} | {"deep/er": ["one", "", "three"]}
@@ -32,9 +32,8 @@ TEXTS = {f"part-{n}": [f"text {n}.{m}" for m in range(20 + n)] for n in range(3)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server("--engine", "dummy", "--workers", "1") as server:
-        yield server
+def server() -> RunningServer:
+    return shared_server(*DUMMY)
 
 
 @pytest.fixture
@@ -108,8 +107,8 @@ def test_the_slurm_script_is_a_script_with_directives_that_begin_at_0() -> None:
 
 def test_tasks_of_the_array_embed_every_input_once(data: Path, programs: Path, server: Server) -> None:
     words = (str(data / "manifest.txt"), str(data / "out"))
-    for index in range(NUM_SHARDS):
-        done = run_slurm(programs, index, *words, *DUMMY)
+    for index, on in enumerate((OWN_SERVER, ("--url", server.url))):
+        done = run_slurm(programs, index, *words, *on)
         assert done.returncode == 0, done.stderr
     check_vectors(data / "out", server)
     times = {path: path.stat().st_mtime_ns for path in (data / "out").rglob("*.npy")}
@@ -118,11 +117,11 @@ def test_tasks_of_the_array_embed_every_input_once(data: Path, programs: Path, s
     assert not (data / "scontrol").exists()
 
 
-def test_one_task_alone_keeps_its_shard(data: Path, programs: Path) -> None:
+def test_one_task_alone_keeps_its_shard(data: Path, programs: Path, server: Server) -> None:
     """As by `sbatch --array=1`, where Slurm's own count is 1."""
-    words = (str(data / "manifest.txt"), str(data / "out"))
-    assert run_slurm(programs, 1, *words, *DUMMY, num_tasks=1).returncode == 2
-    assert run_slurm(programs, 1, *words, *DUMMY, num_tasks=1, NUM_SHARDS="2").returncode == 0
+    words = (str(data / "manifest.txt"), str(data / "out"), "--url", server.url)
+    assert run_slurm(programs, 1, *words, num_tasks=1).returncode == 2
+    assert run_slurm(programs, 1, *words, num_tasks=1, NUM_SHARDS="2").returncode == 0
     assert len(list((data / "out").rglob("*.npy"))) == len(TEXTS) / 2
 
 
@@ -180,14 +179,14 @@ def test_the_job_s_command_embeds_every_input_once(data: Path, server: Server) -
     variables = {name: value for name, value in image_variables().items() if name.startswith("VECD_")}
     variables |= {each["name"]: each["value"] for each in container["env"]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables, "VECD_CACHE_DIR": str(data / "cache")}
-    for index in range(NUM_SHARDS):
+    for index, on in enumerate((DUMMY, ("--url", server.url))):
         words = [
             word.replace("/data/vectors", str(data / "out"))
             .replace("/data/", f"{data}/")
             .replace("$(JOB_COMPLETION_INDEX)/40", f"{index}/{NUM_SHARDS}")
             for word in container["args"]
         ]
-        command = [sys.executable, "-m", "vecd", *words, *DUMMY[1:]]
+        command = [sys.executable, "-m", "vecd", *(words if on == DUMMY else words[: words.index("--")]), *on]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         assert done.returncode == 0, done.stderr
     check_vectors(data / "out", server)
@@ -210,7 +209,7 @@ def test_spark_embeds_every_row_once_and_goes_on_behind_the_groups_that_are_comp
     (source / "3.jsonl").write_text('{"id": 60, "text": " "}\n{"id": 61}\n')
     command = [
         sys.executable, str(RECIPES / "spark.py"), str(source), str(out), "--format", "json", "--schema",
-        "id long, text string", "--files-per-group", "2", *DUMMY,
+        "id long, text string", "--files-per-group", "2", *OWN_SERVER,
     ]  # fmt: skip
     environment = {
         **os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYSPARK_PYTHON": sys.executable,

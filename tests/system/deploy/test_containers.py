@@ -1,7 +1,7 @@
-"""What deploy/ says of vecd is so: the Dockerfile, the compose file, the Kubernetes manifests.
+"""What deploy/ says of vecd is so: the Dockerfile, the compose file, the manifests of Kubernetes and KServe.
 
 No container is run: they are read, linted with hadolint and against Kubernetes' own schemas, and compared with the
-program that they start. What that does not show, docs/containers.md names.
+program that they start. KServe's own schemas are not here. What that does not show, docs/containers.md names.
 """
 
 import json
@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from tools.binary.lean_requirements import requirements
-from vecd.gateway.api.system_routes import OWN_ROUTES as ROUTES
+from vecd.gateway.app.app import ROUTES as ALL_ROUTES
+from vecd.gateway.app.status import OWN_ROUTES as ROUTES
 from vecd.launch.config.settings import load_settings
 from vecd.shm.shared_metrics import Gauge
 
@@ -274,3 +275,63 @@ def test_the_autoscaler_s_metric_is_served_and_the_adapter_makes_it() -> None:
     assert re.fullmatch(rule["name"]["matches"], name)
     assert rule["name"]["as"] == name
     assert "replicas" not in manifest("deployment")["spec"], "they are the autoscaler's"
+
+
+# --- KServe -----------------------------------------------------------------------------------------------------
+
+
+def kserve(name: str) -> Any:
+    return read(DEPLOY / "kserve" / f"{name}.yaml")
+
+
+def runtime_container() -> Any:
+    [found] = kserve("servingruntime")["spec"]["containers"]
+    return found
+
+
+def test_the_runtime_starts_vecd_on_kserve_s_port_and_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runtime_container()["name"] == "kserve-container", "KServe finds it by this name"
+    command, *flags = runtime_container()["args"]
+    assert command == "serve"
+    settings = load_settings(flags)
+    assert (settings.model, settings.host, settings.port) == ("/mnt/models", "0.0.0.0", 8080)
+    assert settings.served_model_name == "{{.Name}}"
+    assert settings.dtype != "auto"
+    assert [port["containerPort"] for port in runtime_container()["ports"]] == [settings.port]
+    predictor = kserve("inferenceservice")["spec"]["predictor"]
+    assert predictor["terminationGracePeriodSeconds"] > settings.drain_grace + settings.drain_timeout
+    readiness, startup = runtime_container()["readinessProbe"], runtime_container()["startupProbe"]
+    assert readiness["periodSeconds"] * readiness["failureThreshold"] < settings.drain_grace
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= settings.start_timeout
+
+
+def test_probes_ask_the_open_inference_protocol_s_routes() -> None:
+    for probe, path in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
+        asked = runtime_container()[probe]["httpGet"]
+        assert asked == {"path": f"/v2/health/{path}", "port": 8080}
+        assert "GET" in ALL_ROUTES[asked["path"]]
+    assert kserve("servingruntime")["spec"]["annotations"]["prometheus.kserve.io/path"] in ALL_ROUTES
+
+
+def test_the_runtime_s_pod_is_one_of_kubernetes() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    spec = kserve("servingruntime")["spec"]
+    pod = {"containers": spec["containers"], "volumes": spec["volumes"]}
+    body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "vecd"}, "spec": pod}
+    kubernetes_validate.validate(body, "1.37", strict=True)
+    assert {each["name"] for each in runtime_container()["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
+
+
+def test_the_service_is_of_the_runtime_s_format_and_scales_by_the_age_of_the_queue() -> None:
+    service, runtime = kserve("inferenceservice"), kserve("servingruntime")
+    [accepted] = runtime["spec"]["supportedModelFormats"]
+    predictor = service["spec"]["predictor"]
+    assert predictor["model"]["modelFormat"]["name"] == accepted["name"]
+    assert predictor["model"]["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    [metric] = predictor["autoScaling"]["metrics"]
+    assert metric["type"] == "External"
+    query = metric["external"]["metric"]["query"]
+    [name] = re.findall(r"(\w+)\{", query)
+    assert name in {f"vecd_{gauge.metric}" for gauge in Gauge}
+    assert f'"{service["metadata"]["name"]}-predictor-' in query

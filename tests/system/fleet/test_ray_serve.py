@@ -57,7 +57,7 @@ class Served:
     def servers(self) -> list[tuple[Node, str]]:
         """The admin socket of each vecd that has been started and whose node lives."""
         nodes = [node for node in self.cluster.nodes if node.process.poll() is None]
-        return [(node, str(path)) for node in nodes for path in node.folder.glob("vecd-ray-*/admin")]
+        return [(node, str(path)) for node in nodes for path in node.folder.glob("vecd-*/admin")]
 
     def num_serving(self) -> int:
         """How many vecds have answered requests for vectors."""

@@ -1,13 +1,5 @@
 """Tiny models, and sentence-transformers' vectors of them."""
 
-from tests.support.workers import (
-    _one_thread,
-    checkpoint,
-    minilm,
-    random_batch,
-    reference,
-    varlen_by_hand,
-    worker_config,
-)
+from tests.support.workers import _one_thread, checkpoint, minilm
 
-__all__ = ["_one_thread", "checkpoint", "minilm", "random_batch", "reference", "varlen_by_hand", "worker_config"]
+__all__ = ["_one_thread", "checkpoint", "minilm"]

@@ -17,22 +17,22 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from tests.support.checkpoints import random_batch, reference, worker_config
+from vecd.model.card import read_card
 from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.card import read_card
 from vecd.shm.output import Output
 from vecd.shm.views import Rows, map_arena
-from vecd.workers.engines.load import load_engine
-from vecd.workers.engines.parity import vectors_of
-from vecd.workers.engines.torch import cuda
-from vecd.workers.engines.torch import packed_attention as packing
-from vecd.workers.engines.torch.device import Accelerator, open_device
-from vecd.workers.engines.torch.heads import load_heads
-from vecd.workers.engines.torch.loading import load_model
-from vecd.workers.engines.torch.packed import PackedForward
-from vecd.workers.engines.torch.packed_attention import packed_attention, running, sequence_mask
-from vecd.workers.engines.torch.padded import PaddedForward
-from vecd.workers.engines.torch.transformer import Forward, TransformerEngine
-from vecd.workers.layout import Layout, Run
+from vecd.workers.batch import Layout, Run
+from vecd.workers.load import load_engine
+from vecd.workers.parity import vectors_of
+from vecd.workers.torch import cuda
+from vecd.workers.torch import packed as packing
+from vecd.workers.torch.device import Accelerator, open_device
+from vecd.workers.torch.heads import load_heads
+from vecd.workers.torch.loading import load_model
+from vecd.workers.torch.packed import PackedForward, packed_attention, running, sequence_mask
+from vecd.workers.torch.padded import PaddedForward
+from vecd.workers.torch.transformer import Forward, TransformerEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,9 +110,7 @@ def test_one_kernel_for_all_lengths_gives_what_sdpa_gives(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("path", [PackedForward, PaddedForward])
 @pytest.mark.parametrize("family", ["bert", "qwen3", "mistral", "modernbert", "gemma3_text"])
-def test_vectors_are_the_reference_s(
-    family: str, path: Any, dtype: str, checkpoint: Callable[..., Path], reference: Any, random_batch: Any
-) -> None:
+def test_vectors_are_the_reference_s(family: str, path: Any, dtype: str, checkpoint: Callable[..., Path]) -> None:
     folder, batch = checkpoint(family), random_batch(LENGTHS)
     engine = tiny_engine(folder, dtype, path)
     assert_close(vectors_of(engine, batch, DIM), reference(folder, batch), dtype)
@@ -120,9 +118,7 @@ def test_vectors_are_the_reference_s(
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 @pytest.mark.parametrize("path", [PackedForward, PaddedForward])
-def test_rows_of_mixed_outputs_are_the_reference_s(
-    path: Any, is_pinned: bool, checkpoint: Callable[..., Path], reference: Any, random_batch: Any
-) -> None:
+def test_rows_of_mixed_outputs_are_the_reference_s(path: Any, is_pinned: bool, checkpoint: Callable[..., Path]) -> None:
     folder, slots = checkpoint("bert"), slots_of_an_arena(rows_per_slot=128)
     batch = random_batch(LENGTHS)
     batch = replace(batch, outputs=(np.arange(len(LENGTHS)) % len(Output)).astype(np.uint8))
@@ -135,9 +131,7 @@ def test_rows_of_mixed_outputs_are_the_reference_s(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_worker_s_engine_is_chosen_and_agrees(
-    dtype: str, checkpoint: Callable[..., Path], worker_config: Callable[..., Any], reference: Any, random_batch: Any
-) -> None:
+def test_a_worker_s_engine_is_chosen_and_agrees(dtype: str, checkpoint: Callable[..., Path]) -> None:
     folder, batch = checkpoint("bert"), random_batch(LENGTHS)
     engine = load_engine(worker_config(folder, device="cuda:0", dtype=dtype), lambda stage: None)
     assert (engine.facts["path"], engine.facts["dtype"]) == ("packed", dtype)
@@ -154,7 +148,7 @@ def test_float32_is_float32() -> None:
     assert (found - expected).abs().max() < 1e-3  # TensorFloat-32: 0.05
 
 
-def test_rows_are_written_into_pinned_slots(checkpoint: Callable[..., Path], reference: Any, random_batch: Any) -> None:
+def test_rows_are_written_into_pinned_slots(checkpoint: Callable[..., Path]) -> None:
     folder, slots = checkpoint("bert"), slots_of_an_arena()
     engine = tiny_engine(folder)
     engine.adopt(slots)
@@ -167,9 +161,7 @@ def test_rows_are_written_into_pinned_slots(checkpoint: Callable[..., Path], ref
         assert not slot[len(LENGTHS) :].any()
 
 
-def test_memory_that_cannot_be_pinned_is_a_warning_and_harms_nothing(
-    checkpoint: Callable[..., Path], reference: Any, random_batch: Any
-) -> None:
+def test_memory_that_cannot_be_pinned_is_a_warning_and_harms_nothing(checkpoint: Callable[..., Path]) -> None:
     folder, slots, batch = checkpoint("bert"), slots_of_an_arena(), random_batch(LENGTHS)
     first, second = tiny_engine(folder), tiny_engine(folder)
     first.adopt(slots)
@@ -197,9 +189,7 @@ class Hungry(Wrapped):
         return hidden
 
 
-def test_a_batch_too_large_for_memory_is_computed_in_two_halves(
-    checkpoint: Callable[..., Path], reference: Any, random_batch: Any
-) -> None:
+def test_a_batch_too_large_for_memory_is_computed_in_two_halves(checkpoint: Callable[..., Path]) -> None:
     folder, batch = checkpoint("bert"), random_batch(LENGTHS)
     engine = tiny_engine(folder, wrap=Hungry)
     np.testing.assert_allclose(vectors_of(engine, batch, DIM), reference(folder, batch), atol=1e-5, rtol=0)
@@ -216,9 +206,7 @@ class Slow(Wrapped):
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_batch_is_begun_while_another_is_under_way(
-    is_pinned: bool, checkpoint: Callable[..., Path], reference: Any, random_batch: Any
-) -> None:
+def test_a_batch_is_begun_while_another_is_under_way(is_pinned: bool, checkpoint: Callable[..., Path]) -> None:
     folder, slots = checkpoint("bert"), slots_of_an_arena()
     engine = tiny_engine(folder, wrap=Slow)
     if is_pinned:

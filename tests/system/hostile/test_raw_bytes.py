@@ -2,7 +2,8 @@
 
 A vector is what is sent, the statuses that come back, and whether the connection is closed then. What is refused is
 sent with a good request behind it, which must never be answered: an intermediary and this server would disagree about
-where it begins.
+where it begins. What the parser alone refuses is in tests/unit/gateway/http/test_http1.py: here is one of each kind,
+and what that has not.
 """
 
 import gzip
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from tests.support.serving import Server, running_server
-from vecd.gateway.http.decompress import zstd
+from vecd.gateway.http.framing import zstd
 
 TIMEOUT_S = 30.0
 KEY = "a-key-for-tests"
@@ -68,149 +69,67 @@ def refused(sent: bytes, status: int = 400) -> Vector:
 VECTORS: dict[str, Vector] = {
     # --- which body? ---
     "CL then TE": refused(post(CL, TE, body=CHUNKS)),
-    "TE then CL": refused(post(TE, CL, body=CHUNKS)),
     "CL 0 and TE": refused(post(b"Content-Length: 0", TE, body=CHUNKS)),
     "CL and TE identity": refused(post(CL, b"Transfer-Encoding: identity", body=BODY)),
-    "CL twice, the same": refused(post(CL, CL, body=BODY)),
-    "CL twice, different": refused(post(CL, b"Content-Length: 5", body=BODY)),
     "CL as a list": refused(post(b"Content-Length: 14, 14", body=BODY)),
-    "CL as a list without a space": refused(post(b"Content-Length: 14,14", body=BODY)),
-    "CL with an underscore": refused(post(b"Content-Length: 1_4", body=BODY)),
-    "CL with a plus": refused(post(b"Content-Length: +14", body=BODY)),
-    "CL with a minus": refused(post(b"Content-Length: -14", body=BODY)),
     "CL minus zero": refused(post(b"Content-Length: -0")),
-    "CL in hexadecimal": refused(post(b"Content-Length: 0xe", body=BODY)),
     "CL of 2^64": refused(post(b"Content-Length: 18446744073709551616")),
     "CL of 2^64 + 14": refused(post(b"Content-Length: 18446744073709551630", body=BODY)),
     "CL of 2^63": refused(post(b"Content-Length: 9223372036854775808"), 413),
-    "CL empty": refused(post(b"Content-Length:", body=BODY)),
-    "CL with a decimal point": refused(post(b"Content-Length: 14.0", body=BODY)),
-    "CL and then a letter": refused(post(b"Content-Length: 14a", body=BODY)),
-    "CL in Arabic digits": refused(post("Content-Length: ١٤".encode(), body=BODY)),
     "CL with a vertical tab": refused(post(b"Content-Length: \x0b14", body=BODY)),
     "CL with an NBSP": refused(post(b"Content-Length: \xa014", body=BODY)),
-    "CL with a tab before the colon": refused(post(b"Content-Length\t: 14", body=BODY)),
     "CL with a NUL": refused(post(b"Content-Length: 14\0", body=BODY)),
-    "TE twice": refused(post(TE, TE, body=CHUNKS)),
     "TE chunked, chunked": refused(post(b"Transfer-Encoding: chunked, chunked", body=CHUNKS)),
-    "TE chunked, identity": refused(post(b"Transfer-Encoding: chunked, identity", body=CHUNKS)),
     "TE identity, chunked": refused(post(b"Transfer-Encoding: identity, chunked", body=CHUNKS), 501),
-    "TE gzip, chunked": refused(post(b"Transfer-Encoding: gzip, chunked", body=CHUNKS), 501),
-    "TE ,chunked": refused(post(b"Transfer-Encoding: ,chunked", body=CHUNKS), 501),
-    "TE chunked,": refused(post(b"Transfer-Encoding: chunked,", body=CHUNKS)),
-    "TE xchunked": refused(post(b"Transfer-Encoding: xchunked", body=CHUNKS), 501),
     "TE chunked-x": refused(post(b"Transfer-Encoding: chunked-x", body=CHUNKS), 501),
     "TE in quotes": refused(post(b'Transfer-Encoding: "chunked"', body=CHUNKS), 501),
     "TE with a parameter": refused(post(b"Transfer-Encoding: chunked;q=1", body=CHUNKS), 501),
-    "TE empty": refused(post(b"Transfer-Encoding:", body=CHUNKS)),
-    "TE with a vertical tab": refused(post(b"Transfer-Encoding: \x0bchunked", body=CHUNKS)),
     "TE with an NEL": refused(post(b"Transfer-Encoding: chunked\x85", body=CHUNKS), 501),
     "TE with a NUL": refused(post(b"Transfer-Encoding: chunked\0", body=CHUNKS)),
     "TE with a space before the colon": refused(post(b"Transfer-Encoding : chunked", body=CHUNKS)),
     "TE with a bare CR": refused(post(b"Transfer-Encoding:\rchunked", body=CHUNKS)),
     "TE behind a bare LF": refused(post(b"A: b\nTransfer-Encoding: chunked", body=CHUNKS)),
-    "TE folded": refused(post(b"Transfer-Encoding:", b" chunked", body=CHUNKS)),
-    "TE on HTTP/1.0": refused(post(TE, body=CHUNKS, line=b"POST /v1/embeddings HTTP/1.0")),
     # --- chunks ---
-    "chunk size missing": refused(post(TE, body=b"\r\n" + BODY)),
-    "chunk size 0x": refused(post(TE, body=b"0xe\r\n" + BODY + b"\r\n0\r\n\r\n")),
     "chunk size with an underscore": refused(post(TE, body=b"0_e\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk size with a plus": refused(post(TE, body=b"+e\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk size negative": refused(post(TE, body=b"-1\r\n" + BODY + b"\r\n0\r\n\r\n")),
     "chunk size of 2^64 + 14": refused(post(TE, body=b"1000000000000000e\r\n" + BODY + b"\r\n0\r\n\r\n")),
     "chunk size of 2^64 - 1": refused(post(TE, body=b"ffffffffffffffff\r\n" + BODY), 413),
-    "chunk size with a space before": refused(post(TE, body=b" e\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk size with a space after": refused(post(TE, body=b"e \r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk size and a letter": refused(post(TE, body=b"eg\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk size and a bare LF": refused(post(TE, body=b"e\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk size and a bare CR": refused(post(TE, body=b"e\rX" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk extension with a bare LF": refused(post(TE, body=b"e;a\nb\r\n" + BODY + b"\r\n0\r\n\r\n")),
     "chunk extension with a bare CR": refused(post(TE, body=b"e;a\rb\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk extension with a line end in quotes": refused(post(TE, body=b'e;a="\r\n"\r\n' + BODY + b"\r\n0\r\n\r\n")),
     "chunk longer than its size": refused(post(TE, body=b"d\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk without CRLF after it": refused(post(TE, body=b"e\r\n" + BODY + b"0\r\n\r\n")),
-    "chunk with LF after it": refused(post(TE, body=b"e\r\n" + BODY + b"\n0\r\n\r\n")),
     "chunk with CR X after it": refused(post(TE, body=b"e\r\n" + BODY + b"\rX0\r\n\r\n")),
     "last chunk and LF LF": refused(post(TE, body=b"0\n\n")),
-    "CL in a trailer": refused(post(TE, body=CHUNKS[:-2] + b"Content-Length: 1\r\n\r\n")),
-    "TE in a trailer": refused(post(TE, body=CHUNKS[:-2] + b"Transfer-Encoding: chunked\r\n\r\n")),
     "trailer without a colon": refused(post(TE, body=CHUNKS[:-2] + b"abc\r\n\r\n")),
     "trailer folded": refused(post(TE, body=CHUNKS[:-2] + b"A: b\r\n c\r\n\r\n")),
     "trailer with a bare LF": refused(post(TE, body=CHUNKS[:-2] + b"A: b\n\r\n")),
     "trailers too long": refused(post(TE, body=CHUNKS[:-2] + b"A: " + b"b" * 33_000), 431),
     "chunk extension too long": refused(post(TE, body=b"e;a=" + b"b" * 33_000), 431),
     # --- heads ---
-    "bare LF": refused(b"GET /live HTTP/1.1\nHost: x\n\n"),
-    "bare LF after a header": refused(b"GET /live HTTP/1.1\r\nHost: x\nA: b\r\n\r\n"),
-    "bare LF before the end": refused(b"GET /live HTTP/1.1\r\nHost: x\r\n\n"),
-    "CR X for the end": refused(b"GET /live HTTP/1.1\r\nHost: x\r\n\rX\r\n\r\n"),
-    "bare CR in a value": refused(get(b"A: b\rC: d")),
     "bare CR in a name": refused(get(b"A\rB: c")),
-    "obs-fold": refused(get(b"A: b", b" c")),
-    "obs-fold with a tab": refused(get(b"A: b", b"\tc")),
-    "obs-fold of the first header": refused(b"GET /live HTTP/1.1\r\n Host: x\r\n\r\n"),
-    "space before the colon": refused(get(b"A : b")),
-    "no name": refused(get(b": b")),
-    "no colon": refused(get(b"Abc")),
-    "NUL in a value": refused(get(b"A: b\0c")),
-    "NUL in a name": refused(get(b"A\0: b")),
     "a name in parentheses": refused(get(b"A(b): c")),
     "a name beyond ASCII": refused(get(b"A\xe9: c")),
     "a control character in a value": refused(get(b"A: \x01")),
-    "HTTP/0.9": refused(b"GET /live\r\n\r\n", 505),
-    "RTSP/1.0": refused(get(line=b"GET /live RTSP/1.0")),
-    "RTSP/1.1": refused(get(line=b"GET /live RTSP/1.1")),
-    "ICE/1.1": refused(get(line=b"SOURCE /live ICE/1.1")),
-    "DESCRIBE of RTSP": refused(get(line=b"DESCRIBE rtsp://x/live RTSP/1.0")),
-    "HTTP/2.0": refused(get(line=b"GET /live HTTP/2.0"), 505),
-    "HTTP/3.0": refused(get(line=b"GET /live HTTP/3.0"), 505),
-    "HTTP/1.10": refused(get(line=b"GET /live HTTP/1.10")),
     "HTTP/01.1": refused(get(line=b"GET /live HTTP/01.1")),
     "HTTP/1,1": refused(get(line=b"GET /live HTTP/1,1")),
     "HTTP/ 1.1": refused(get(line=b"GET /live HTTP/ 1.1")),
-    "http/1.1": refused(get(line=b"GET /live http/1.1")),
     "HTTPS/1.1": refused(get(line=b"GET /live HTTPS/1.1")),
-    "the preface of HTTP/2": Vector(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20), (505,), is_closed=True),
     "no method": refused(get(line=b" /live HTTP/1.1")),
-    "a method in lower case": refused(get(line=b"get /live HTTP/1.1"), 501),
-    "an unknown method": refused(get(line=b"EMBED /live HTTP/1.1"), 501),
-    "CONNECT": refused(get(line=b"CONNECT x:443 HTTP/1.1"), 501),
     "no target": refused(get(line=b"GET HTTP/1.1")),
-    "a space in the target": refused(get(line=b"GET /li ve HTTP/1.1")),
-    "a tab in the request line": refused(get(line=b"GET\t/live\tHTTP/1.1")),
-    "a NUL in the target": refused(get(line=b"GET /\0live HTTP/1.1")),
     "a byte beyond ASCII in the target": refused(get(line=b"GET /\xff HTTP/1.1")),
     "an escape that is none": refused(get(line=b"GET /%zz HTTP/1.1")),
     "an escaped NUL": refused(get(line=b"GET /%00 HTTP/1.1")),
     "an escaped line end": refused(get(line=b"GET /%0d%0aA:b HTTP/1.1")),
     "a target that is no path": refused(get(line=b"GET live HTTP/1.1")),
-    "TLS": Vector(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), (400,), is_closed=True),
     "SSH": refused(b"SSH-2.0-OpenSSH_9.0\r\n"),
-    "an answer": refused(b"HTTP/1.1 200 OK\r\n\r\n"),
-    "zeros": Vector(bytes(100), (400,), is_closed=True),
     # --- Host ---
-    "no Host": refused(get(host=b"A: b")),
-    "Host twice": refused(get(b"Host: x")),
     "Host twice, different": refused(get(b"Host: y")),
     **{
         f"Host {value!r}": refused(get(host=b"Host: " + value))
-        for value in (
-            b"a b", b"a/b", b"a,b", b"user@x", b"x:y", b"x:80:80", b"x:-1", b"[::1", b"::1", b"[::1]x", b"<b>", b"x?",
-            b"x#", b"x\\y", b'"x"', b"x\xe9", b"%zz", b"[x]", b"x:\xb2",
-        )
+        for value in (b"a b", b"user@x", b"x?", b"[x]", b"x:\xb2")
     },
     **{
         f"absolute-form with {value!r}": refused(get(line=b"GET http://" + value + b"/live HTTP/1.1"))
-        for value in (b"", b":80", b"user@x", b"x:y", b"[::1", b"%zz", b"a,b")
+        for value in (b"", b":80", b"user@x", b"a,b")
     },
     "absolute-form of another scheme": refused(get(line=b"GET ftp://x/live HTTP/1.1")),
-    **{
-        f"a good Host {value!r}": Vector(get(host=b"Host: " + value), (200,))
-        for value in (
-            b"", b"x", b"x:", b"x:8000", b"127.0.0.1:8000", b"[::1]", b"[::1]:8000", b"a-b_c.d~",
-            b"xn--bcher-kva.example", b"a%20b", b"[v1.a:b]",
-        )
-    },
     # --- what is too much ---
     "a body that is too long": refused(post(b"Content-Length: %d" % (MAX_BODY_BYTES + 1)), 413),
     "a chunk that is too long": refused(post(TE, body=b"%x\r\n" % (MAX_BODY_BYTES + 1)), 413),
@@ -220,8 +139,6 @@ VECTORS: dict[str, Vector] = {
     "a head over the limit": refused(get(b"A: " + b"b" * (32 * 1024 - len(get(b"A: ")) + 1)), 431),
     "100 headers": Vector(get(*[b"A: b"] * 99), (200,)),
     "101 headers": refused(get(*[b"A: b"] * 100), 431),
-    "a body of an unknown coding": refused(post(CL, b"Content-Encoding: br", body=BODY), 415),
-    "a body of two codings": refused(post(CL, b"Content-Encoding: gzip, gzip", body=BODY), 415),
     "a body of codings in two headers": refused(
         post(CL, b"Content-Encoding: gzip", b"Content-Encoding: zstd", body=BODY), 415
     ),
@@ -255,9 +172,7 @@ VECTORS: dict[str, Vector] = {
     "HTTP/1.0 without Host": Vector(b"GET /live HTTP/1.0\r\n\r\n", (200,), is_closed=True),
     "HTTP/1.0 kept alive": Vector(get(b"Connection: keep-alive", line=b"GET /live HTTP/1.0"), (200,)),
     "Connection: close": Vector(get(b"Connection: close") + get(), (200,), is_closed=True),
-    "GET with a body": Vector(get(CL) + BODY, (200,)),
     "GET with chunks": Vector(get(TE) + CHUNKS, (200,)),
-    "HTTP/1.2": Vector(get(line=b"GET /live HTTP/1.2"), (200,)),
     "HTTP/1.0 kept alive and closed": Vector(
         get(b"Connection: close, keep-alive", line=b"GET /live HTTP/1.0") + get(), (200,), is_closed=True
     ),
@@ -269,7 +184,6 @@ VECTORS: dict[str, Vector] = {
     "OPTIONS *": Vector(get(line=b"OPTIONS * HTTP/1.1"), (204,)),
     "OPTIONS": Vector(get(line=b"OPTIONS /v1/embeddings HTTP/1.1"), (204,)),
     "OPTIONS with a body": Vector(get(CL, line=b"OPTIONS /v1/embeddings HTTP/1.1") + BODY, (204,)),
-    "OPTIONS of nothing": Vector(get(line=b"OPTIONS /nothing HTTP/1.1"), (404,)),
     "a preflight of a page that is not allowed": Vector(
         get(b"Origin: https://a", b"Access-Control-Request-Method: POST", line=b"OPTIONS /v1/embeddings HTTP/1.1"),
         (204,),
@@ -286,7 +200,6 @@ VECTORS: dict[str, Vector] = {
     "an offer of WebSocket": Vector(get(b"Connection: Upgrade", b"Upgrade: websocket"), (200,)),
     "Expect": Vector(post(CL, b"Expect: 100-continue", body=BODY), (200,)),
     "an expectation that is unknown": Vector(post(CL, b"Expect: 200-ok", body=BODY), (200,)),
-    "a body without JSON": Vector(post(b"Content-Length: 5", body=b"hello"), (400,)),
     "a body of NULs": Vector(post(b"Content-Length: 100", body=bytes(100)), (400,)),
     "no key": Vector(lines(POST_LINE, HOST, CL) + BODY, (401,)),
     "two keys": Vector(lines(POST_LINE, HOST, AUTH, AUTH, CL) + BODY, (401,)),
@@ -294,7 +207,6 @@ VECTORS: dict[str, Vector] = {
     "two good requests": Vector(GOOD + GOOD, (200, 200)),
     "ten good requests": Vector((GOOD + get() + post(TE, body=CHUNKS)) * 10, (200,) * 30),
     "a good request, a bad one, a good one": Vector(GOOD + get(b"A : b") + GOOD, (200, 400), is_closed=True),
-    "a good request and garbage": Vector(GOOD + b"\0\0\0\0\0\0\0\0\r\n\r\n", (200, 400), is_closed=True),
     "a request within a body": Vector(post(b"Content-Length: %d" % len(get()), body=get()) + get(), (400, 200)),
     "a request within a chunk": Vector(
         post(TE, body=b"%x\r\n%b\r\n0\r\n\r\n" % (len(get()), get())) + get(), (400, 200)
@@ -306,11 +218,13 @@ VECTORS: dict[str, Vector] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    flags = ("--engine", "weightless", "--workers", "1", "--max-body-bytes", str(MAX_BODY_BYTES))
+    flags = ("--engine", "dummy", "--workers", "1", "--max-body-bytes", str(MAX_BODY_BYTES))
     with running_server(*flags, env={"VECD_API_KEY": KEY}) as running:
         yield running
         assert "Traceback" not in running.stderr
         assert KEY not in running.stderr
+        for process in running.processes():
+            assert KEY not in " ".join(process.cmdline())
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,7 @@ ones.
 
 import asyncio
 import json
-import os
 import sys
-import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,9 +18,13 @@ import pytest
 
 from tests.support import slowclients
 from tests.support.serving import running_server
+from tests.support.shared_servers import DUMMY
 from tests.support.slowclients import End, run_slow_clients
+from tests.support.soak.form import only_long, record
+from tests.support.soak.tenants import make_dummy_tenants
+from tests.support.soak.traffic import Traffic
 from tests.support.tinyserver import DEADLINE_S, get, post, serving
-from vecd.gateway.http.contract import Timeouts
+from vecd.gateway.http.connection import Timeouts
 
 SHORT = Timeouts(head_s=1.0, body_s=2.0, idle_s=1e6, write_s=1.0, linger_s=0.5, sweep_s=0.05)
 
@@ -78,39 +80,6 @@ def request(body: bytes) -> bytes:
     return b"%b\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (BODY_LINE.encode(), len(body), body)
 
 
-class Fast:
-    """Clients that send one small request after the other. Each answer is compared with the one it had at first."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._expected: dict[int, bytes] = {}
-        self.latencies_s: list[float] = []
-        self.num_wrong = 0
-
-    async def run_until(self, is_over: asyncio.Event) -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(NUM_FAST):
-                group.create_task(self._client(number, is_over))
-
-    async def _client(self, number: int, is_over: asyncio.Event) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        data = request(b'{"input": "text %d"}' % number)
-        while not is_over.is_set():
-            began_at = time.perf_counter()
-            writer.write(data)
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            body = await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
-            self.latencies_s.append(time.perf_counter() - began_at)
-            if body != self._expected.setdefault(number, body) or b" 200 " not in head:
-                self.num_wrong += 1
-            await asyncio.sleep(0.01)
-        writer.close()
-
-    def take_percentile_ms(self, percent: float) -> float:
-        latencies, self.latencies_s = sorted(self.latencies_s), []
-        return latencies[int(len(latencies) * percent / 100)] * 1000
-
-
 @asynccontextmanager
 async def idle_connections(port: int, num: int):
     """Connections that say nothing, and are still good for a request in the end."""
@@ -146,38 +115,29 @@ async def slow_process(port: int) -> list[End]:
     return [End(**fields) for fields in json.loads(printed)]
 
 
+@only_long
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif("VECD_SOAK" not in os.environ, reason="takes six minutes: set VECD_SOAK")
-def test_a_thousand_slow_clients_do_not_slow_down_fast_ones():
-    async def quiet(fast: Fast) -> float:
-        over = asyncio.Event()
-        asyncio.get_running_loop().call_later(QUIET_S, over.set)
-        await fast.run_until(over)
-        return fast.take_percentile_ms(99)
+def test_a_thousand_slow_clients_do_not_slow_down_fast_ones(minilm_folder: Path):
+    tenants = make_dummy_tenants(minilm_folder, 100)
 
-    async def beset(fast: Fast, port: int) -> float:
-        over = asyncio.Event()
-        async with idle_connections(port, NUM_IDLE):
-            running = asyncio.ensure_future(fast.run_until(over))
-            try:
-                ends = await slow_process(port)
-            finally:
-                over.set()
-                await running
-        check_ends(ends, Timeouts())
-        assert Counter(end.kind for end in ends) == NUM_SLOW
-        return fast.take_percentile_ms(99)
+    async def p99_ms(port: int, is_beset: bool) -> float:
+        """Of clients that send one small request after the other; each answer is right."""
+        async with Traffic(f"http://127.0.0.1:{port}", tenants, NUM_FAST, max_texts=1, pause_s=0.01) as fast:
+            if is_beset:
+                async with idle_connections(port, NUM_IDLE):
+                    ends = await slow_process(port)
+                check_ends(ends, Timeouts())
+                assert Counter(end.kind for end in ends) == NUM_SLOW
+            else:
+                await asyncio.sleep(QUIET_S)
+        fast.tally.assert_all_right()
+        return fast.tally.percentile_ms(99)
 
-    async def trial(port: int) -> dict[str, Any]:
-        fast = Fast(port)
-        alone_ms, beset_ms = [], []
-        for _ in range(3):
-            alone_ms.append(await quiet(fast))
-            beset_ms.append(await beset(fast, port))
-        assert fast.num_wrong == 0
-        return {"p99_alone_ms": alone_ms, "p99_beset_ms": beset_ms, "ratio": median(beset_ms) / median(alone_ms)}
+    async def trial(port: int) -> list[tuple[float, float]]:
+        return [(await p99_ms(port, is_beset=False), await p99_ms(port, is_beset=True)) for _ in range(3)]
 
-    with running_server("--engine", "weightless", "--workers", "1") as server:
-        found = asyncio.run(trial(server.port))
-    print("RESULT", json.dumps({"slow": NUM_SLOW, "idle": NUM_IDLE, **found}))
-    assert found["ratio"] <= 2
+    with running_server(*DUMMY) as server:
+        alone_ms, beset_ms = zip(*asyncio.run(trial(server.port)), strict=True)
+    ratio = median(beset_ms) / median(alone_ms)
+    record("slow clients", slow=NUM_SLOW, idle=NUM_IDLE, p99_alone_ms=alone_ms, p99_beset_ms=beset_ms, ratio=ratio)
+    assert ratio <= 2

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tokenizers
 
+from vecd.gateway.request import TokenizedInput
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.request import TokenizedInput
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 _random = random.Random(5)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -7,20 +7,25 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.support.soak.form import LONG
 from tests.support.soak.questions import Tenant
-from tests.support.soak.tenants import make_tenant, make_weightless_tenants
-
-NUM_TEXTS = 40
-NUM_WEIGHTLESS_TEXTS = 400
+from tests.support.soak.tenants import make_dummy_tenants, make_tenant
 
 
 @pytest.fixture(scope="session")
 def tenants(reference: Callable[[list[str]], NDArray[np.float32]]) -> list[Tenant]:
     """Two callers with nothing in common but the server, and the bundled model's vectors for their texts."""
-    return [make_tenant(name, NUM_TEXTS, reference, seed=seed) for seed, name in enumerate(("alpha", "beta"))]
+    return [make_tenant(name, 40, reference, seed=seed) for seed, name in enumerate(("alpha", "beta"))]
 
 
 @pytest.fixture(scope="session")
-def weightless_tenants(minilm_folder: Path) -> list[Tenant]:
+def dummy_tenants(minilm_folder: Path) -> list[Tenant]:
     """A caller with texts and one with ids, of all shapes, and what the engine without a model makes of them."""
-    return make_weightless_tenants(minilm_folder, NUM_WEIGHTLESS_TEXTS)
+    return make_dummy_tenants(minilm_folder, 400)
+
+
+@pytest.fixture(scope="session")
+def callers(request: pytest.FixtureRequest) -> list[Tenant]:
+    """Those whose vectors the engine of `form.ENGINE` makes."""
+    found: list[Tenant] = request.getfixturevalue("tenants" if LONG else "dummy_tenants")
+    return found

@@ -60,32 +60,27 @@ def test_the_ids_are_what_the_bundled_model_makes_of_the_word(minilm_folder):
     assert tokenizer.encode(f"{WORD} and more").ids[1 : len(WORD_IDS) + 1] == list(WORD_IDS)
 
 
-def test_a_server_that_writes_what_it_was_sent_fails_its_test():
-    """A real server, and a leak that is put into its log by hand."""
+def test_every_kind_of_canary_reaches_a_server_and_what_it_writes_of_them_fails_its_test():
+    """The leak is put into the log by hand."""
+    reached = []
 
-    def leak_in(server: Server) -> None:
-        vector = server.embed("a")[0]
+    def plant_and_leak(server: Server) -> None:
+        """Each request is answered, most with an error; and a vector is learned for the search."""
+        secrets = Secrets(keys=[GIVEN_KEY])
+        assert canaries.plant(server.url, secrets) == []
+        answers = canaries._exchange(server.url, list(canaries._requests(GIVEN_KEY)))
+        reached.append(([int(answer[9:12]) if answer else None for answer in answers], len(secrets.vectors)))
         with server.stderr_path.open("a") as log:
-            log.write(f"embedded {WORD} as {vector[:6]}\n")
+            log.write(f"embedded {WORD} as {secrets.vectors[0][:6]}\n")
 
     with (
         pytest.raises(AssertionError, match=WORD),
-        running_server("--engine", "weightless", "--workers", "1") as server,
+        running_server("--engine", "dummy", "--workers", "1", "--api-key", GIVEN_KEY) as server,
     ):
-        leak_in(server)
-
-
-def test_every_kind_of_canary_reaches_the_server():
-    """Each request is answered, most with an error; and a vector is learned for the search."""
-    with running_server("--engine", "weightless", "--workers", "1", "--api-key", GIVEN_KEY) as server:
-        secrets = Secrets(keys=[GIVEN_KEY])
-        assert canaries.plant(server.url, secrets) == []
-        assert len(secrets.vectors) >= 3
-        requests = list(canaries._requests(GIVEN_KEY))
-        answers = canaries._exchange(server.url, requests)
-        assert [bool(answer) for answer in answers] == [True] * len(requests)
-        statuses = {int(answer[9:12]) for answer in answers}
-    assert statuses >= {200, 400, 401, 404, 431}, statuses
+        plant_and_leak(server)
+    [(statuses, num_vectors)] = reached
+    assert {200, 400, 401, 404, 431} <= set(statuses) <= set(range(200, 600)), statuses
+    assert num_vectors >= 3
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ import pytest
 from benchmarks.checkpoints import save_mirrored, signs
 from tests.support.serving import Server, running_server
 from tests.support.soak.faults import kill_one, wait_until, workers
-from tests.support.soak.form import LONG, pick, record
+from tests.support.soak.form import ENGINE, LONG, only_long, pick, record
 from tests.support.soak.questions import Tenant
-from tests.support.soak.tally import Tally
-from tests.support.soak.tenants import texts_of, weightless_reference
-from tests.support.soak.traffic import Traffic
+from tests.support.soak.tenants import dummy_reference, texts_of
+from tests.support.soak.traffic import Tally, Traffic, under_traffic
 
 NUM_CLIENTS = pick(short=4, long=32)
 RELOADED_WITHIN_S = 120.0
@@ -40,23 +39,30 @@ class Reloadable:
 
     async def reload(self, configuration: int) -> tuple[float, float]:
         """When it was told to, and when it was done; by `time.monotonic`."""
-        num_reloaded = self.server.stderr.count("is served by generation")
-        self.file.write_text(self.configurations[configuration])
         told_at = time.monotonic()
-        self.server.process.send_signal(signal.SIGHUP)
-        await wait_until(lambda: self.server.stderr.count("is served by generation") > num_reloaded, RELOADED_WITHIN_S)
+        await self.write(self.configurations[configuration], "is served by generation", RELOADED_WITHIN_S)
         return told_at, time.monotonic()
 
+    async def write(self, text: str, said: str, timeout_s: float) -> None:
+        """Have the server read a configuration, and wait for what it says of it."""
+        num_before = self.server.stderr.count(said)
+        self.file.write_text(text)
+        self.server.process.send_signal(signal.SIGHUP)
+        await wait_until(lambda: self.server.stderr.count(said) > num_before, timeout_s)
 
-@pytest.fixture
-def reloadable(tmp_path: Path, request: pytest.FixtureRequest, minilm_folder: Path) -> Iterator[Reloadable]:
-    configurations, flags = [f"max-tokens = {number}\n" for number in (256, FEW_TOKENS)], ["--engine", "weightless"]
+
+@pytest.fixture(scope="module")
+def reloadable(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, minilm_folder: Path
+) -> Iterator[Reloadable]:
+    """With the first of its configurations."""
+    folder = tmp_path_factory.mktemp("reloadable")
+    configurations = [f"max-tokens = {number}\n" for number in (256, FEW_TOKENS)]
     if LONG:
-        folders = [request.getfixturevalue("minilm_folder"), request.getfixturevalue("mirrored_model")]
-        configurations, flags = [f'model = "{folder}"\n' for folder in folders], ["--dtype", "float32"]
-    file = tmp_path / "vecd.toml"
+        configurations = [f'model = "{model}"\n' for model in (minilm_folder, save_mirrored(folder / "mirrored"))]
+    file = folder / "vecd.toml"
     file.write_text(configurations[0])
-    with running_server("--config", str(file), "--workers", "2", "--gateways", "2", *flags) as server:
+    with running_server("--config", str(file), "--workers", "2", "--gateways", "2", *ENGINE) as server:
         tenants = mirrored(request.getfixturevalue("tenants")) if LONG else cut_short(minilm_folder)
         yield Reloadable(server, file, configurations, tenants)
 
@@ -66,7 +72,7 @@ def cut_short(model_folder: Path) -> list[Tenant]:
     found = []
     for seed, name in enumerate(("alpha", "beta")):
         texts = [f"{text} and some more words, so that it is cut" for text in texts_of(name, 40, seed=seed)]
-        references = tuple(weightless_reference(model_folder, texts, number) for number in (256, FEW_TOKENS))
+        references = tuple(dummy_reference(model_folder, texts, number) for number in (256, FEW_TOKENS))
         found.append(Tenant(name, texts, references))
     return found
 
@@ -75,31 +81,21 @@ def mirrored(tenants: list[Tenant]) -> list[Tenant]:
     return [replace(tenant, references=(tenant.references[0], tenant.references[0] * signs())) for tenant in tenants]
 
 
-@pytest.fixture(scope="module")
-def mirrored_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_mirrored(tmp_path_factory.mktemp("model") / "mirrored")
-
-
 def test_each_answer_is_the_old_one_s_or_the_new_one_s(reloadable: Reloadable):
     """There and back again, and once to the same."""
     order = pick(short=[1], long=[0, *[1, 0] * 5])
     changes: list[tuple[float, float, int, int]] = []
 
-    async def trial() -> Traffic:
-        async with Traffic(reloadable.server.url, reloadable.tenants, NUM_CLIENTS) as traffic:
-            current = 0
+    async def reload_in_turns(traffic: Traffic) -> None:
+        current = 0
+        for following in order:
+            changes.append((*await reloadable.reload(following), current, following))
+            current = following
             await traffic.answers(20)
-            for following in order:
-                told_at, done_at = await reloadable.reload(following)
-                changes.append((told_at, done_at, current, following))
-                current = following
-                await traffic.answers(20)
-        return traffic
 
-    traffic = asyncio.run(trial())
+    traffic, _ = under_traffic(reloadable.server.url, reloadable.tenants, NUM_CLIENTS, reload_in_turns, before=20)
     reload_s = [round(done_at - told_at, 1) for told_at, done_at, *_ in changes]
-    figures = {"reloads": len(order), "reload_s": reload_s}
-    record("reload", clients=NUM_CLIENTS, **figures, **traffic.tally.figures())
+    record("reload", clients=NUM_CLIENTS, reloads=len(order), reload_s=reload_s, **traffic.tally.figures())
     traffic.tally.assert_all_right()
     assert_in_order(traffic.tally, changes)
 
@@ -115,47 +111,22 @@ def assert_in_order(tally: Tally, changes: list[tuple[float, float, int, int]]) 
     assert {model for *_, model in tally.models} == {0, 1}
 
 
-def test_a_configuration_that_cannot_be_used_changes_nothing(reloadable: Reloadable):
-    server = reloadable.server
-
-    async def trial() -> Traffic:
-        async with Traffic(server.url, reloadable.tenants, NUM_CLIENTS) as traffic:
-            for wrong in (
-                "max-tokens = 100000\n",
-                "nonsense",
-                'port = 1\nuds = "/nowhere/x"\n',
-                'model = "/nowhere"\n',
-            ):
-                num_refused = server.stderr.count("not reloaded")
-                reloadable.file.write_text(wrong)
-                server.process.send_signal(signal.SIGHUP)
-                await wait_until(lambda n=num_refused: server.stderr.count("not reloaded") > n, 60)  # type: ignore[misc]
-                await traffic.answers(5)
-        return traffic
-
-    traffic = asyncio.run(trial())
-    traffic.tally.assert_all_right()
-    assert {model for *_, model in traffic.tally.models} == {0}
-    assert server.info()["model"]["id"]
-
-
-@pytest.mark.skipif(not LONG, reason="takes minutes: with VECD_SOAK=1")
+@only_long
 def test_reloads_while_workers_are_killed(reloadable: Reloadable):
     rng = random.Random(8)
 
-    async def trial() -> tuple[Traffic, int]:
+    async def reload_and_kill(traffic: Traffic) -> int:
         num_killed = 0
-        async with Traffic(reloadable.server.url, reloadable.tenants, NUM_CLIENTS) as traffic:
-            for following in (1, 0, 1, 0):
-                reload = asyncio.create_task(reloadable.reload(following))
-                while not reload.done():
-                    await asyncio.wait((reload,), timeout=2.0)
-                    kill_one(workers(reloadable.server), rng)
-                    num_killed += 1
-                await reload
-                await traffic.answers(20)
-        return traffic, num_killed
+        for following in (1, 0, 1, 0):
+            reload = asyncio.create_task(reloadable.reload(following))
+            while not reload.done():
+                await asyncio.wait((reload,), timeout=2.0)
+                kill_one(workers(reloadable.server), rng)
+                num_killed += 1
+            await reload
+            await traffic.answers(20)
+        return num_killed
 
-    traffic, num_killed = asyncio.run(trial())
+    traffic, num_killed = under_traffic(reloadable.server.url, reloadable.tenants, NUM_CLIENTS, reload_and_kill)
     record("reload while workers are killed", clients=NUM_CLIENTS, kills=num_killed, **traffic.tally.figures())
     traffic.tally.assert_all_right()

@@ -18,9 +18,9 @@ from tests.support.checkpoints import (
     engine_of,
     random_batch,
 )
-from tests.support.serving import exact_server
-from vecd.shm.card import read_card
-from vecd.shm.modules import POOLING_MODES
+from tests.support.every_kind import DEFAULT_PROMPT, folders, served, widening_steps
+from vecd.model.card import read_card
+from vecd.model.steps import POOLING_MODES
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 
@@ -31,7 +31,8 @@ ALL_MODES = POOLING_MODES[::-1]  # side by side, in an order of the model's own
 @pytest.mark.parametrize(
     ("family", "path", "pooling"),
     [
-        *(("bert", path, mode) for path in ("lean", "fused") for mode in POOLING_MODES),
+        ("bert", "lean", "mean"),
+        ("bert", "fused", "lasttoken"),
         *(("bert", path, ALL_MODES) for path in ("lean", "fused")),
         *((family, "lean", ALL_MODES) for family in ("modernbert", "nomic_bert", "gte", "qwen3", "mistral")),
         ("qwen3", "packed", ALL_MODES),
@@ -90,16 +91,6 @@ def test_vectors_of_any_size_are_the_reference_s(
         assert_same_vectors(embed(engine_of(folder, path), batch, 16), expected)
 
 
-def widening_steps() -> list[torch.nn.Module]:
-    torch.manual_seed(1)
-    identity = torch.nn.Identity()
-    return [
-        Dense(HIDDEN_SIZE, 64, bias=False, activation_function=identity),
-        Dense(64, 24, bias=False, activation_function=identity),
-        Normalize(),
-    ]
-
-
 # --- prompts ------------------------------------------------------------------------------------------------------
 
 TEXTS = [
@@ -111,17 +102,29 @@ TEXTS = [
     "w4 " * 59,
     "w5 " * 56,
 ]
-PROMPTS = {"query": "w50 w51 w52 w53 : ", "document": "w60 "}
 
 
-def test_a_served_model_s_default_prompt_is_put_before_every_text(checkpoint: Checkpoints) -> None:
-    folder = checkpoint("bert", prompts=PROMPTS, steps=widening_steps())
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+def model_of(name: str) -> SentenceTransformer:
+    return SentenceTransformer(str(folders()[name]), device="cpu", local_files_only=True)
+
+
+def test_a_served_model_s_default_prompt_is_put_before_every_text() -> None:
+    server, model = served("default-prompt"), model_of("default-prompt")
     expected = model.encode(TEXTS)
-    assert np.abs(expected - model.encode(TEXTS, prompt=PROMPTS["query"])).max() == 0
+    assert np.abs(expected - model.encode(TEXTS, prompt=DEFAULT_PROMPT)).max() == 0
     assert np.abs(expected - model.encode(TEXTS, prompt="")).max(axis=1).min() > 1e-2
-    with exact_server(str(folder), "--workers", "1") as server:
-        together = np.array(server.embed(TEXTS), dtype=np.float32)
-        alone = np.array([server.embed(text)[0] for text in TEXTS], dtype=np.float32)
-    assert_same_vectors(together, expected)
-    assert_same_vectors(alone, expected)
+    assert_same_vectors(np.array(server.embed(TEXTS), dtype=np.float32), expected)
+    assert_same_vectors(np.array([server.embed(text)[0] for text in TEXTS], dtype=np.float32), expected)
+
+
+def test_a_document_does_not_get_the_default_prompt_that_is_the_query_s() -> None:
+    """Each is embedded as sentence-transformers' `encode_query` and `encode_document` embed it."""
+    server, model = served("query-prompt"), model_of("query-prompt")
+    texts = [text for text in TEXTS if text]  # one of no tokens has no vector
+    queries, documents = model.encode_query(texts), model.encode_document(texts)
+    assert np.abs(queries - documents).max(axis=1).min() > 1e-2
+    assert np.abs(model.encode(texts) - queries).max() == 0
+    for fields in ({}, {"input_type": "search_query"}):
+        assert_same_vectors(np.array(server.embed(texts, **fields), np.float32), queries)
+    for fields in ({"input_type": "search_document"}, {"task": "retrieval.passage"}, {"model": "any:document"}):
+        assert_same_vectors(np.array(server.embed(texts, **fields), np.float32), documents)

@@ -1,19 +1,16 @@
 """Vectors of late chunks are the means of sentence-transformers' token embeddings, over the tokens of each chunk."""
 
-import base64
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
-from tests.support.checkpoints import Checkpoints
-from tests.support.serving import Server, exact_server
+from tests.support.every_kind import folders, served
+from tests.support.serving import RunningServer
 
 DOCUMENT = (
     "Berlin is the capital of Germany. It has 3.8 million inhabitants, more than any other city there.\n"
@@ -23,9 +20,8 @@ DOCUMENT = (
 
 
 @pytest.fixture(scope="module")
-def minilm(minilm_folder: Path) -> Iterator[Server]:
-    with exact_server("--workers", "1", "--max-tokens", "256", "--matryoshka") as server:
-        yield server
+def minilm() -> RunningServer:
+    return served("prompted")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +29,8 @@ def model(minilm_folder: Path) -> SentenceTransformer:
     return SentenceTransformer(str(minilm_folder), device="cpu", local_files_only=True)
 
 
-def items(server: Server, **body: Any) -> list[dict[str, Any]]:
-    response = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["data"]
+def items(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.post("/v1/embeddings", **body)["data"]
     return found
 
 
@@ -113,38 +107,21 @@ def test_of_a_text_that_is_cut_the_rest_is_reported(minilm, model):
         assert np.abs(chunk["embedding"] - rows.mean(0) / np.linalg.norm(rows.mean(0))).max() < 1e-5
 
 
-def test_openai_s_client_reads_chunks(minilm):
-    client = openai.OpenAI(base_url=f"{minilm.url}/v1", api_key="none")
-    answer = client.embeddings.create(model="any", input=DOCUMENT, extra_body={"late_chunking": {"max_tokens": 30}})
-    expected = items(minilm, input=DOCUMENT, late_chunking={"max_tokens": 30})
-    assert [chunk.model_extra for chunk in answer.data] == [
-        {"input": 0, "start": chunk["start"], "end": chunk["end"]} for chunk in expected
-    ]
-    assert np.abs(np.array([chunk.embedding for chunk in answer.data]) - vectors(expected)).max() < 1e-7
-    packed = items(
-        minilm, input=DOCUMENT, late_chunking={"max_tokens": 30}, encoding_format="base64", output_dtype="float16"
-    )
-    halves = [np.frombuffer(base64.b64decode(chunk["embedding"]), "<f2") for chunk in packed]
-    assert np.abs(np.array(halves, np.float64) - vectors(expected)).max() < 1e-3
+def test_vectors_that_are_no_means_have_no_chunks() -> None:
+    url = f"{served('cls').url}/v1/embeddings"
+    response = httpx.post(url, json={"input": "w2", "late_chunking": True}, timeout=60)
+    assert response.status_code == 400
+    assert "this one has the pooling cls" in response.json()["error"]["message"]
 
 
-def test_vectors_that_are_no_means_have_no_chunks(checkpoint: Checkpoints) -> None:
-    with exact_server(str(checkpoint("bert", pooling="cls")), "--workers", "1") as server:
-        response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "w2", "late_chunking": True}, timeout=60)
-        assert response.status_code == 400
-        assert "this one has the pooling cls" in response.json()["error"]["message"]
-
-
-def test_a_long_text_has_chunks(checkpoint: Checkpoints) -> None:
+def test_a_long_text_has_chunks() -> None:
     """More of its tokens than other models have rows for in a slot, in parts over several turns of the gateway."""
-    folder = checkpoint("bert", pooling="mean", max_tokens=3000, max_position_embeddings=3000)
-    words = " ".join(f"w{2 + n % 90}" for n in range(2900))
-    with exact_server(str(folder), "--workers", "1") as server:
-        [whole] = vectors(items(server, input=words))
-        [chunk] = vectors(items(server, input=words, late_chunking=True))
-        assert np.abs(chunk - whole).max() < 1e-6
-        chunks = items(server, input=words, late_chunking={"max_tokens": 7})
-        assert len(chunks) == -(-2900 // 7)
-        encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-        expected = pooled(encoder, words, ranges_of(chunks))
-        assert np.abs(vectors(chunks) - expected).max() < 1e-5
+    server, words = served("long"), " ".join(f"w{2 + n % 90}" for n in range(2900))
+    [whole] = vectors(items(server, input=words))
+    [chunk] = vectors(items(server, input=words, late_chunking=True))
+    assert np.abs(chunk - whole).max() < 1e-6
+    chunks = items(server, input=words, late_chunking={"max_tokens": 7})
+    assert len(chunks) == -(-2900 // 7)
+    encoder = SentenceTransformer(str(folders()["long"]), device="cpu", local_files_only=True)
+    expected = pooled(encoder, words, ranges_of(chunks))
+    assert np.abs(vectors(chunks) - expected).max() < 1e-5

@@ -10,10 +10,10 @@ from sentence_transformers.base.modules import Transformer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support import tiny_tokenizers
+from vecd.gateway.request import Pair, Role, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.tokenizer import PLAIN, Tokenizer
-from vecd.gateway.types.request import Pair, Role, TokenizedInput, Tokenizing
-from vecd.shm.card import ModelCard, read_card
-from vecd.shm.heads import PairTemplate, ScoreHead, TokenHead
+from vecd.model.card import ModelCard, read_card
+from vecd.model.steps import PairTemplate, ScoreHead, TokenHead
 
 TEMPLATE = PairTemplate(
     "<|im_start|>system\nJudge<|im_end|>\n<|im_start|>user\n<Query>: ",

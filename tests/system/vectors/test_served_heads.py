@@ -1,47 +1,56 @@
 """Scores, labels, weights and vectors of tokens that a server returns, against sentence-transformers 6 and the
-pipelines of transformers on the same files: 200 texts or pairs for each head, with each activation and each truncation.
+pipelines of transformers on the same files: 80 texts or pairs for each head, with each activation and each truncation.
 
-Of a family there is one server, in float32. `make soak` has the other families, and the order in bfloat16.
+One model of each kind, in float32. `make soak` has the other families.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from torch.nn import functional
 from transformers import AutoModel, PreTrainedTokenizerFast, pipeline
 
 from tests.support import tiny_tokenizers
-from tests.support.hub_stand_in import running_hub
+from tests.support.every_kind import folders, served
 from tests.support.llm_checkpoints import save_causal, save_reranker
-from tests.support.multi_vector_checkpoints import WORDS, save_bge_m3, save_own, save_pylate, save_stanford
-from tests.support.pickled import pickled
+from tests.support.multi_vector_checkpoints import WORDS, save_own, save_pylate, save_stanford
 from tests.support.score_checkpoints import save_classifier, save_minilm_cross_encoder
-from tests.support.serving import Server, exact_server, running_server
-from tests.support.soak.form import only_long, record
-from tests.support.sparse_checkpoints import save_splade, splade_tiny
+from tests.support.serving import RunningServer, bundled_model, exact_server
+from tests.support.soak.form import only_long, pick
+from tests.support.sparse_checkpoints import save_splade
 from tests.support.texts import make_texts
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 Floats = NDArray[np.floating[Any]]
 Pairs = list[tuple[str, str]]
 
-NUM = 200
+NUM = pick(short=80, long=200)
 BOUND = 1e-5
 """Of the difference in float32, as a part of what is compared or, below 1, as it is."""
 
 
-def post(server: Server, path: str, **fields: Any) -> Any:
-    response = httpx.post(f"{server.url}{path}", json=fields, timeout=120)
-    assert response.status_code == 200, response.text
-    return response.json()
+@contextmanager
+def serving(
+    shared: str | None, save: Callable[[Path], Path], folder: Path, *flags: str
+) -> Iterator[tuple[RunningServer, Path]]:
+    """The server of a model, and its folder. `shared`: its name on the server that all tests share; else it is made in
+    `folder`, and has a server of its own."""
+    if shared is not None:
+        yield served(shared), folders()[shared]
+        return
+    saved = save(folder)
+    with exact_server(str(saved), "--workers", "1", *flags) as server:
+        yield server, saved
 
 
 def assert_close(found: Floats, expected: Floats) -> None:
@@ -66,47 +75,51 @@ TEXTS = words_of([f"w{index}" for index in range(4, 120)], NUM, 80)
 class Ranker(NamedTuple):
     """A model that scores pairs, and what is sent to it."""
 
-    save: Callable[[Path, Path], object]
-    """Saves it in a folder; the second one is that of the bundled model."""
+    save: Callable[[Path], Path]
     pairs: Pairs
     flags: tuple[str, ...] = ()
     prompt: str | None = None
     """A default of the request, as its instruction."""
+    shared: str | None = None
+    """Its name on the server that all tests share."""
 
 
-def tiny(family: str, activation: torch.nn.Module | None = None, **settings: Any) -> Ranker:
+def tiny(family: str, activation: torch.nn.Module | None = None, shared: str | None = None, **settings: Any) -> Ranker:
     """With an activation: as sentence-transformers saves it; else as transformers does."""
     pairs = list(zip(words_of([f"w{index}" for index in range(4, 120)], NUM, 40, seed=1), TEXTS, strict=True))
 
-    def save(folder: Path, _: Path) -> None:
+    def save(folder: Path) -> Path:
         plain = folder if activation is None else folder.with_name(f"{folder.name}-plain")
         save_classifier(plain, family, **settings)
         if activation is not None:
             model: Any = CrossEncoder(str(plain), device="cpu", local_files_only=True, activation_fn=activation)
             model.save_pretrained(str(folder))
+        return folder
 
-    return Ranker(save, pairs, ("--kind", "rerank"))
+    return Ranker(save, pairs, ("--kind", "rerank"), shared=shared)
 
 
 def minilm() -> Ranker:
     texts = [text[:160] for text in make_texts(NUM, seed=7)]
     queries = [text[:60] for text in make_texts(20, seed=8)]
-    return Ranker(save_minilm_cross_encoder, [(queries[at % 20], text) for at, text in enumerate(texts)])
+    save = partial(save_minilm_cross_encoder, minilm=bundled_model())
+    return Ranker(save, [(queries[at % 20], text) for at, text in enumerate(texts)])
 
 
-def causal(save: Callable[[Path, Path], object], prompt: str | None) -> Ranker:
+def causal(save: Callable[[Path], Path], prompt: str | None) -> Ranker:
     rng = random.Random(3)
     texts = ["".join(rng.choices("abcde fgh", k=rng.randint(0, 300))) for _ in range(NUM)]
     pairs = [(texts[at % 20][:40], text) for at, text in enumerate(texts)]
     return Ranker(save, pairs, ("--accept-unordered",), prompt)
 
 
-def _save_yes_and_no(folder: Path, _: Path) -> None:
+def _save_yes_and_no(folder: Path) -> Path:
     save_reranker(folder, save_causal(folder.with_name(f"{folder.name}-plain")))
+    return folder
 
 
 RANKERS = {
-    "bert": tiny("bert"),
+    "bert": tiny("bert", shared="scores"),
     "bert-2": tiny("bert", labels=2),
     "modernbert-mean": tiny("modernbert", classifier_pooling="mean"),
     "qwen3-yes-no": causal(_save_yes_and_no, "Find code"),
@@ -140,9 +153,9 @@ def relevance(logits: Floats) -> Floats:
     return difference
 
 
-def scores_of(server: Server, pairs: Pairs, **fields: Any) -> Floats:
+def scores_of(server: RunningServer, pairs: Pairs, **fields: Any) -> Floats:
     queries, documents = zip(*pairs, strict=True)
-    data = post(server, "/score", text_1=queries, text_2=documents, **fields)["data"]
+    data = server.post("/score", text_1=queries, text_2=documents, **fields)["data"]
     assert [item["index"] for item in data] == list(range(len(pairs)))
     return np.array([item["score"] for item in data])
 
@@ -151,13 +164,14 @@ def sigmoid(logits: Floats) -> Floats:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[only_long] * (name != "bert")) for name in RANKERS])
-def test_pairs_have_the_reference_s_scores_and_order(name: str, tmp_path: Path, minilm_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[only_long] * (ranker.shared is None)) for name, ranker in RANKERS.items()]
+)
+def test_pairs_have_the_reference_s_scores_and_order(name: str, tmp_path: Path) -> None:
     ranker = RANKERS[name]
-    folder, pairs = tmp_path / "model", ranker.pairs
-    ranker.save(folder, minilm_folder)
-    model = reference_of(folder)
-    with exact_server(str(folder), "--workers", "1", *ranker.flags) as server:
+    pairs = ranker.pairs
+    with serving(ranker.shared, ranker.save, tmp_path / "model", *ranker.flags) as (server, folder):
+        model = reference_of(folder)
         asked = {} if ranker.prompt is None else {"instruction": ranker.prompt}
         logits = logits_of(model, pairs, ranker.prompt)
         expected = relevance(logits)
@@ -176,18 +190,18 @@ def test_pairs_have_the_reference_s_scores_and_order(name: str, tmp_path: Path, 
         assert_order(server, model, ranker)
 
 
-def assert_labels(server: Server, pairs: Pairs, logits: Floats) -> None:
+def assert_labels(server: RunningServer, pairs: Pairs, logits: Floats) -> None:
     """The logits and the activations of all labels, which rerankers have, too."""
     softmax = np.exp(logits - logits.max(axis=1, keepdims=True))
     softmax /= softmax.sum(axis=1, keepdims=True)
     for function, expected in (("none", logits), ("sigmoid", sigmoid(logits)), ("softmax", softmax)):
-        rows = post(server, "/predict", inputs=pairs, function_to_apply=function)
+        rows = server.post("/predict", inputs=pairs, function_to_apply=function)
         found = [{item["label"]: item["score"] for item in row} for row in rows]
         named = [[row[f"LABEL_{index}"] for index in range(logits.shape[1])] for row in found]
         assert_close(np.array(named), expected)
 
 
-def assert_cuts(server: Server, model: Any, pairs: Pairs) -> None:
+def assert_cuts(server: RunningServer, model: Any, pairs: Pairs) -> None:
     """Pairs that are too long, cut at the other end; pairs that may have fewer tokens; documents that may."""
     tokenizer = model.tokenizer
     tokenizer.truncation_side = "left"
@@ -208,17 +222,17 @@ def assert_cuts(server: Server, model: Any, pairs: Pairs) -> None:
     assert_close(scores_of(server, pairs, raw_scores=True, max_tokens_per_doc=7), relevance(logits_of(model, cut)))
 
 
-def assert_order(server: Server, model: Any, ranker: Ranker) -> None:
+def assert_order(server: RunningServer, model: Any, ranker: Ranker) -> None:
     """All documents for one query: none is before another one whose reference is greater by more than twice the
     bound."""
     query, documents = ranker.pairs[1][0], [document for _, document in ranker.pairs]
     expected = relevance(logits_of(model, [(query, document) for document in documents]))
-    results = post(server, "/rerank", query=query, documents=documents)["results"]
+    results = server.post("/rerank", query=query, documents=documents)["results"]
     order = [item["index"] for item in results]
     assert sorted(order) == list(range(NUM))
     assert_close(np.array([item["relevance_score"] for item in results]), sigmoid(expected[order]))
     assert_ranked(expected, order)
-    best = [item["index"] for item in post(server, "/rerank", query=query, documents=documents, top_n=10)["results"]]
+    best = [item["index"] for item in server.post("/rerank", query=query, documents=documents, top_n=10)["results"]]
     assert len(best) == 10
     assert_ranked(expected, [*best, *sorted(set(range(NUM)) - set(best), key=lambda index: -expected[index])])
 
@@ -227,37 +241,6 @@ def assert_ranked(expected: Floats, order: list[int]) -> None:
     ranked = expected[order]
     greatest_behind = np.maximum.accumulate(ranked[::-1])[::-1]
     assert (greatest_behind - ranked <= 2 * BOUND * np.maximum(1, np.abs(greatest_behind))).all()
-
-
-@only_long
-@pytest.mark.parametrize("name", RANKERS)
-def test_the_order_of_pairs_in_bfloat16(name: str, tmp_path: Path, minilm_folder: Path) -> None:
-    """Of two documents for one query, how often the one with the greater logit in float32 is before the other."""
-    ranker = RANKERS[name]
-    ranker.save(tmp_path / "model", minilm_folder)
-    query, documents = ranker.pairs[1][0], [document for _, document in ranker.pairs]
-    expected = relevance(logits_of(reference_of(tmp_path / "model"), [(query, document) for document in documents]))
-    with running_server(
-        str(tmp_path / "model"), "--dtype", "bfloat16", "--workers", "1", *ranker.flags, "--accept-unordered"
-    ) as server:
-        data = post(server, "/score", text_1=query, text_2=documents, raw_scores=True)["data"]
-        [worker] = server.info()["workers"]
-    assert worker["dtype"] == "bfloat16"
-    found = np.array([item["score"] for item in data])
-    first, second = np.triu_indices(NUM, 1)
-    signs = np.sign(expected[first] - expected[second]), np.sign(found[first] - found[second])
-    differs = np.abs(expected[first] - expected[second]) > 2 * BOUND * np.maximum(1, np.abs(expected[first]))
-    concordant = float((signs[0] == signs[1])[differs].mean())
-    record(
-        f"order of pairs in bfloat16: {name}",
-        path=worker["path"],
-        concordant_fraction=round(concordant, 5),
-        pairs=int(differs.sum()),
-        max_abs_diff=float(np.abs(found - expected).max()),
-        std_of_logits=float(expected.std()),
-    )
-    # What an engine is selected by; less where the logits of a random model hardly differ.
-    assert concordant >= (0.95 if expected.std() > 0.01 else 0.9)
 
 
 # --- labels -----------------------------------------------------------------------------------------------------
@@ -286,11 +269,11 @@ def test_labels_of_texts_are_those_of_transformers_pipeline(family: str, tmp_pat
                 ([[text] for text in TEXTS], TEXTS),
                 (pairs, [{"text": first, "text_pair": second} for first, second in pairs]),
             ):
-                rows = post(server, "/predict", inputs=inputs, function_to_apply=function)
+                rows = server.post("/predict", inputs=inputs, function_to_apply=function)
                 expected = [reference(each, top_k=None, truncation=True, **own) for each in known]
                 assert_same_labels(rows, expected)
                 if function == "none" and known is TEXTS:
-                    assert_same_labels(post(server, "/classify", input=TEXTS, raw_scores=True)["data"], expected)
+                    assert_same_labels(server.post("/classify", input=TEXTS, raw_scores=True)["data"], expected)
 
 
 def assert_same_labels(found: list[Any], expected: list[Any]) -> None:
@@ -303,42 +286,35 @@ def assert_same_labels(found: list[Any], expected: list[Any]) -> None:
         assert_close(np.array([item["score"] for item in ours]), np.array([item["score"] for item in theirs]))
 
 
-def test_entities_are_those_of_transformers_pipeline(tmp_path: Path) -> None:
-    labels = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
-    folder = save_classifier(tmp_path / "model", labels=labels, is_of_tokens=True, vocab_size=300, pad_token_id=0)
-    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
-    PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.bert(), model_max_length=60, **special).save_pretrained(
-        folder
-    )
+def test_entities_are_those_of_transformers_pipeline() -> None:
+    server, folder = served("word-pieces"), folders()["word-pieces"]
     words = " ".join(tiny_tokenizers.CORPUS[:1] * 3).split()
     texts = [text for text in words_of(words, NUM, 30) if text]
     reference: Any = pipeline("token-classification", model=str(folder), device="cpu")
+    labels = dict(reference.model.config.id2label)
     num_found = 0
-    with exact_server(str(folder), "--workers", "1") as server:
-        for aggregation in ("none", "simple", "first", "average", "max"):
-            for ignored in ([], ["O"]):
-                reference.model.config.id2label = dict(enumerate(labels))
-                answers = post(
-                    server, "/predict", inputs=texts, aggregation_strategy=aggregation, ignore_labels=ignored
-                )
-                expected = [reference(text, aggregation_strategy=aggregation, ignore_labels=ignored) for text in texts]
-                key = "entity" if aggregation == "none" else "entity_group"
-                for ours, theirs in zip(answers, expected, strict=True):
-                    places = [[(item[key], item["start"], item["end"]) for item in items] for items in (ours, theirs)]
-                    assert places[0] == places[1]
-                    scores = [np.array([float(item["score"]) for item in items]) for items in (ours, theirs)]
-                    assert_close(*scores)
-                    num_found += len(ours)
+    for aggregation in ("none", "simple", "first", "average", "max"):
+        for ignored in ([], ["O"]):
+            reference.model.config.id2label = dict(labels)
+            answers = server.post("/predict", inputs=texts, aggregation_strategy=aggregation, ignore_labels=ignored)
+            expected = [reference(text, aggregation_strategy=aggregation, ignore_labels=ignored) for text in texts]
+            key = "entity" if aggregation == "none" else "entity_group"
+            for ours, theirs in zip(answers, expected, strict=True):
+                places = [[(item[key], item["start"], item["end"]) for item in items] for items in (ours, theirs)]
+                assert places[0] == places[1]
+                scores = [np.array([float(item["score"]) for item in items]) for items in (ours, theirs)]
+                assert_close(*scores)
+                num_found += len(ours)
     assert num_found > 10 * NUM
 
 
 # --- sparse vectors ---------------------------------------------------------------------------------------------
 
 
-def weights_of(server: Server, texts: list[str], num_words: int, **fields: Any) -> Floats:
+def weights_of(server: RunningServer, texts: list[str], num_words: int, **fields: Any) -> Floats:
     """[N, vocabulary]"""
     rows = np.zeros((len(texts), num_words), dtype=np.float32)
-    for row, vector in zip(rows, post(server, "/embed_sparse", inputs=texts, **fields), strict=True):
+    for row, vector in zip(rows, server.post("/embed_sparse", inputs=texts, **fields), strict=True):
         row[[item["index"] for item in vector]] = [item["value"] for item in vector]
     return rows
 
@@ -348,28 +324,25 @@ def _save_tiny_splade(**settings: Any) -> Callable[[Path], Path]:
 
 
 SPARSE: dict[str, Callable[[Path], Path]] = {
-    "bert-max": _save_tiny_splade(pooling="max"),
+    "bert-max": save_splade,
     "distilbert-sum": _save_tiny_splade(family="distilbert", pooling="sum"),
     "router": _save_tiny_splade(query_weights=torch.rand(120, generator=torch.Generator().manual_seed(0))),
     "xlm-roberta-log1p": _save_tiny_splade(family="xlm-roberta", activation="log1p_relu"),
-    "splade-tiny": lambda _: splade_tiny(),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[only_long] * (name != "bert-max")) for name in SPARSE])
 def test_weights_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
-    folder = SPARSE[name](tmp_path)
-    texts = (
-        [text[:600] for text in make_texts(NUM, seed=4)] if name == "splade-tiny" else [text for text in TEXTS if text]
-    )
-    model = SparseEncoder(str(folder), device="cpu", local_files_only=True)
-    num_words = read_card(folder).vocab_size
+    texts = [text for text in TEXTS if text]
 
     def expected(encode: Callable[..., Any], **options: Any) -> Floats:
         made: Floats = encode(texts, batch_size=8, convert_to_sparse_tensor=False, **options).numpy()
         return made
 
-    with exact_server(str(folder), "--workers", "1", "--kind", "sparse") as server:
+    shared = "splade" if name == "bert-max" else None
+    with serving(shared, SPARSE[name], tmp_path, "--kind", "sparse") as (server, folder):
+        model = SparseEncoder(str(folder), device="cpu", local_files_only=True)
+        num_words = read_card(folder).vocab_size
         documents = expected(model.encode_document)
         assert (documents > 0).any()
         assert_close(weights_of(server, texts, num_words), documents)
@@ -378,7 +351,7 @@ def test_weights_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
         cut = weights_of(server, texts, num_words, top_k=8)
         assert ((cut > 0).sum(axis=1) <= 8).all()
         assert_close(cut.sum(axis=1), expected(model.encode_document, max_active_dims=8).sum(axis=1))
-        items = post(server, "/v1/embeddings", input=texts, output="sparse", min_weight=0.5)["data"]
+        items = server.post("/v1/embeddings", input=texts, output="sparse", min_weight=0.5)["data"]
         kept = np.where(documents > 0.5, documents, 0)
         near = np.abs(documents - 0.5) <= BOUND
         for item, row, is_near in zip(items, kept, near, strict=True):
@@ -391,7 +364,7 @@ def test_weights_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
 
 MANY_WORDS = words_of([*WORDS, ",", "!", "."], NUM, 40)
 MULTI_VECTOR: dict[str, Callable[[Path], Path]] = {
-    "pylate": lambda folder: save_pylate(folder, "bert", token_dim=320),
+    "pylate": lambda folder: save_pylate(folder, "bert"),
     "pylate-modernbert-attending": lambda folder: save_pylate(folder, "modernbert", attend_to_expansion_tokens=True),
     "stanford": save_stanford,
     "sentence-transformers": lambda folder: save_own(
@@ -402,28 +375,29 @@ MULTI_VECTOR: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[only_long] * (name != "pylate")) for name in MULTI_VECTOR])
 def test_vectors_of_tokens_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
-    folder = MULTI_VECTOR[name](tmp_path / "model")
-    model = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)
-    with exact_server(str(folder), "--workers", "1") as server:
+    shared = name if name == "pylate" else None
+    with serving(shared, MULTI_VECTOR[name], tmp_path / "model") as (server, folder):
+        model = MultiVectorEncoder(str(folder), device="cpu", local_files_only=True)
         matrices: dict[str, list[Floats]] = {}
         for role, encode in (("query", model.encode_query), ("document", model.encode_document)):
             made: Any = encode(MANY_WORDS, batch_size=1, convert_to_numpy=True)
             matrices[role] = [np.asarray(matrix) for matrix in made]
-            items = post(server, "/v1/embeddings", input=MANY_WORDS, output="multi-vector", input_type=role)["data"]
+            items = server.post("/v1/embeddings", input=MANY_WORDS, output="multi-vector", input_type=role)["data"]
             for item, expected in zip(items, matrices[role], strict=True):
                 assert_close(np.array(item["embeddings"], dtype=np.float32).reshape(expected.shape), expected)
         query = next(at for at, text in enumerate(MANY_WORDS) if len(text) > 20)
-        results = post(server, "/rerank", query=MANY_WORDS[query], documents=MANY_WORDS)["results"]
+        results = server.post("/rerank", query=MANY_WORDS[query], documents=MANY_WORDS)["results"]
         [scores] = model.similarity([matrices["query"][query]], matrices["document"]).numpy()
         order = [item["index"] for item in results]
         assert sorted(order) == list(range(NUM))
         assert_close(np.array([item["relevance_score"] for item in results]), scores[order])
         steps = np.diff(scores[order])
         assert (steps <= 2 * BOUND * np.maximum(1, np.abs(scores[order][1:]))).all()
-        assert name != "pylate" or 10 * sum(matrix.size for matrix in matrices["document"]) > 8 * 2**20
-        many = post(server, "/score", text_1=MANY_WORDS[query], text_2=MANY_WORDS * 10)["data"]
-        assert_close(np.array([item["score"] for item in many]), np.tile(scores, 10))
-        pairs = post(server, "/score", text_1=MANY_WORDS, text_2=MANY_WORDS[::-1])["data"]
+        times = 2000 // NUM
+        assert name != "pylate" or times * sum(matrix.size for matrix in matrices["document"]) > 8 * 2**20
+        many = server.post("/score", text_1=MANY_WORDS[query], text_2=MANY_WORDS * times)["data"]
+        assert_close(np.array([item["score"] for item in many]), np.tile(scores, times))
+        pairs = server.post("/score", text_1=MANY_WORDS, text_2=MANY_WORDS[::-1])["data"]
         expected = model.similarity_pairwise(matrices["query"], matrices["document"][::-1]).numpy()
         assert_close(np.array([item["score"] for item in pairs]), expected)
 
@@ -431,18 +405,11 @@ def test_vectors_of_tokens_are_those_of_sentence_transformers(name: str, tmp_pat
 # --- all of BGE-M3 ----------------------------------------------------------------------------------------------
 
 
-def test_one_pass_has_the_vectors_of_three_requests_and_of_the_reference(tmp_path: Path) -> None:
-    """By its id on a stand-in of the hub, and with pickles alone, as the published model."""
-    folder = pickled(save_bge_m3(tmp_path / "model"))
+def test_one_pass_has_the_vectors_of_three_requests_and_of_the_reference() -> None:
+    server, folder = served("m3"), folders()["m3"]
     kinds = ("dense", "sparse", "multi-vector")
-    with (
-        running_hub(model=folder) as hub,
-        running_server(
-            "org/model", "--dtype", "float32", "--workers", "1", env=hub.environment(tmp_path / "hub")
-        ) as server,
-    ):
-        together = post(server, "/v1/embeddings", input=MANY_WORDS, output=list(kinds))["data"]
-        alone = {kind: post(server, "/v1/embeddings", input=MANY_WORDS, output=kind)["data"] for kind in kinds}
+    together = server.post("/v1/embeddings", input=MANY_WORDS, output=list(kinds))["data"]
+    alone = {kind: server.post("/v1/embeddings", input=MANY_WORDS, output=kind)["data"] for kind in kinds}
     dense = SentenceTransformer(str(folder), device="cpu", local_files_only=True).encode(MANY_WORDS, batch_size=1)
     for at, item in enumerate(together):
         sparse, tokens = item["sparse"], np.array(item["embeddings"])
@@ -464,7 +431,7 @@ def _by_hand(folder: Path, texts: list[str]) -> Iterator[tuple[dict[int, float],
     every token but the first."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    heads = {name: torch.load(folder / f"{name}_linear.pt", weights_only=True) for name in ("sparse", "colbert")}
+    heads = {name: load_file(folder / f"{name}_linear.safetensors") for name in ("sparse", "colbert")}
     linear = {name: (state["weight"], state["bias"]) for name, state in heads.items()}
     for text in texts:
         encoding = tokenizer(text, truncation=True, return_tensors="pt")

@@ -1,11 +1,19 @@
+import platform
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
 from transformers import BertConfig
 
-from benchmarks.findings import Finding, render_findings, render_line
+from benchmarks import findings
+from benchmarks.classes import Record, shown
+from benchmarks.findings import Finding, Journal
 from benchmarks.linear import model_flop
-from benchmarks.targets import CONTESTS, EQUAL_LENGTHS, at_least, at_most, equal_name
+from benchmarks.machine import processor_class
+from benchmarks.targets import at_least, at_most
 
 RATE = Finding(
     section="mixed",
@@ -32,20 +40,18 @@ def test_a_target_is_for_the_ratio_and_without_a_peer_for_the_figure() -> None:
     assert replace(MEMORY, target=None).is_met is None
 
 
-def test_the_table_has_a_line_for_each_finding() -> None:
-    lines = render_findings([RATE, MEMORY]).splitlines()
-    peer = "onnxruntime float32 11,111 tokens/s"
-    assert lines[2] == f"| mixed, float32 | 12,346 tokens/s | {peer} | 1.11 | ≥ 1.05 | yes |"
-    assert lines[3] == "| memory, bfloat16 * | 91 MB | – | – | ≤ 90 | no |"
-    assert lines[-1].startswith("1 of 2 were disturbed")
-
-
-def test_an_interval_stands_beside_its_ratio() -> None:
-    assert "ratio 1.11 (1.05–1.20), target" in render_line(replace(RATE, interval=(1.0499, 1.2)))
-
-
-def test_a_line_says_all_of_one_finding() -> None:
-    assert render_line(MEMORY) == "memory, bfloat16 *: 91 MB; –; ratio –, target ≤ 90: no"
+def test_every_finding_is_a_line_of_the_days_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "describe_machine", lambda: {"class": "AVX2"})
+    journal = Journal(tmp_path / "results", "minilm", {"rounds": 5})
+    journal.add(RATE)
+    journal.add(MEMORY)
+    [file] = (tmp_path / "results").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-engine\.jsonl", file.name)
+    first, second = map(orjson.loads, file.read_bytes().splitlines())
+    assert (first["vecd"], first["peer_figure"], first["ratio"], first["is_met"]) == (12346.0, 11111.0, 1.1111, True)
+    assert (first["section"], first["model"], first["class"]) == ("mixed", "minilm", "AVX2")
+    assert first["session"] == second["session"]
+    assert (second["peer"], second["ratio"], second["experiment"]) == (None, None, {"rounds": 5})
 
 
 def test_flops_are_those_of_the_products() -> None:
@@ -56,18 +62,65 @@ def test_flops_are_those_of_the_products() -> None:
     assert model_flop(config, [2]) > 2 * one_token
 
 
-@pytest.mark.parametrize("dtype", CONTESTS)
-def test_targets_name_peers_that_are_measured(dtype: str) -> None:
-    contest = CONTESTS[dtype]
-    assert {peer for _, peer in contest.ratios} <= set(contest.peers)
-    equal = {equal_name(*lengths) for lengths in EQUAL_LENGTHS}
-    assert {work for work, _ in contest.ratios} <= {"long", *equal}
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"}, "AMX"),
+        ({"avx2", "avx512f", "avx512_bf16", "avx512_vnni"}, "AVX512-BF16"),
+        ({"avx2", "avx512f", "avx512_vnni"}, "AVX-512"),
+        ({"avx", "avx2", "avx_vnni"}, "AVX2"),
+        ({"asimd"}, platform.machine()),
+    ],
+)
+def test_a_processors_class_is_the_best_of_its_instructions(flags: set[str], expected: str) -> None:
+    assert processor_class(flags) == expected
 
 
-def test_what_is_asked_of_mixed_lengths_depends_on_the_processor() -> None:
-    contest = CONTESTS["float32"]
-    assert contest.target("mixed", "openvino", "AVX2") == at_least(1.05)
-    assert contest.target("mixed", "openvino", "AMX") == at_least(1.10)
-    assert CONTESTS["bfloat16"].target("mixed", "openvino", "AMX") == at_least(1.25)
-    assert contest.target("1 × 12", "onnxruntime", "AVX2") == at_least(0.97)
-    assert CONTESTS["int8"].target("mixed", "openvino", "AVX2") is None
+def make_record(session: str, **others: Any) -> Record:
+    machine = {"cpu": "a processor", "cores": 2, "commit": "abc1234", "packages": {"onnxruntime": "1.31.1"}}
+    record = {
+        "session": session,
+        "model": "minilm",
+        "class": "AVX2",
+        "section": "equal",
+        "work": "1 text of 12 tokens",
+        "dtype": "float32",
+        "unit": "ms",
+        "vecd": 5.0,
+        "peer": "onnxruntime float32",
+        "peer_figure": 5.5,
+        "ratio": 1.1,
+        "interval": [1.08, 1.12],
+        "target": "≥ 0.97",
+        "is_met": True,
+        "others_cores": 0.0,
+        "experiment": {"rounds": 9, "turn_s": 0.5},
+        "machine": machine,
+    }
+    return record | others
+
+
+def sessions(records: list[Record]) -> set[str]:
+    return {record["session"] for record in shown(records)}
+
+
+@pytest.mark.parametrize("other", [{"class": "AVX-512"}, {"section": "mixed"}, {"model": "b"}, {"dtype": "bfloat16"}])
+def test_a_run_does_not_replace_one_of_another_class_section_model_or_format(other: dict[str, str]) -> None:
+    assert sessions([make_record("1"), make_record("2", **other), make_record("3", **other)]) == {"1", "3"}
+
+
+NONE: dict[str, Any] = {"ratio": None, "interval": None, "section": "deaths"}
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([{"ratio": 2.0, "interval": [1.99, 2.01]}, {"ratio": 1.0, "interval": [0.96, 1.05]}], "2"),  # the latest
+        ([{"interval": [1.0, 1.1]}, {"ratio": 9.0, "interval": [5.0, 12.0]}], "1"),  # the quiet one
+        ([{"interval": [1.0, 1.5]}, {"interval": [1.0, 1.3]}, {"interval": [1.0, 1.9]}], "2"),  # the quietest
+        ([{"interval": [1.0, 1.9]}, {"interval": None}], "1"),  # too few rounds for an interval are not quiet
+        ([NONE, NONE], "2"),
+    ],
+)
+def test_the_latest_quiet_run_is_shown_however_fast_vecd_was(runs: list[dict[str, Any]], expected: str) -> None:
+    assert sessions([make_record(str(number), **run) for number, run in enumerate(runs, 1)]) == {expected}

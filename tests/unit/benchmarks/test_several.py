@@ -1,5 +1,4 @@
 import base64
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,9 @@ from safetensors.numpy import load_file
 from benchmarks.callers import Called, Callers
 from benchmarks.checkpoints import save_mirrored, signs
 from benchmarks.servers import Server, bundled_model
-from benchmarks.several import KINDS, Canaries, ModelTable, Question, draw_requests, write_config
+from benchmarks.several import KINDS, Canaries, ModelTable, Question, draw_requests
 from benchmarks.several_trials import judge_trial
 from benchmarks.trials import Stretch, Trial
-from vecd.client.connection import Target
-
-TARGET = Target("127.0.0.1", 1, None)
 
 
 def respond(told: Any) -> bytes:
@@ -26,23 +22,6 @@ def respond(told: Any) -> bytes:
 def dense(*numbers: float) -> bytes:
     vector = base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
     return respond({"data": [{"embedding": vector}]})
-
-
-def test_a_configuration_has_a_table_for_each_model(tmp_path: Path) -> None:
-    tables = [ModelTable("a", Path("/models/a"), settings={"workers": 1}), ModelTable("b", Path('/x"y'))]
-    read = tomllib.loads(write_config(tmp_path / "vecd.toml", tables).read_text())
-    assert read == {"models": {"a": {"source": "/models/a", "workers": 1}, "b": {"source": '/x"y'}}}
-
-
-def test_a_request_names_its_model() -> None:
-    body = orjson.loads(ModelTable("a", Path()).render(TARGET, ["text"], priority="bulk").partition(b"\r\n\r\n")[2])
-    assert body == {"model": "a", "input": ["text"], "encoding_format": "base64", "priority": "bulk"}
-    assert ModelTable("s", Path(), "sparse").render(TARGET, ["text"]).startswith(b"POST /m/s/embed_sparse ")
-
-
-def test_a_reranker_gets_a_query_and_documents() -> None:
-    [texts] = draw_requests(ModelTable("r", Path(), "rerank"), 1)
-    assert len(texts) == len(set(texts)) == 5
 
 
 @pytest.mark.parametrize(
@@ -62,12 +41,11 @@ def test_a_response_is_compared_with_what_is_right(response: bytes, problem: str
     assert bool(found) is bool(problem)
 
 
-def test_scores_are_in_the_order_of_the_documents() -> None:
+def test_scores_are_in_the_order_of_the_documents_and_missing_weights_are_0() -> None:
+    [texts] = draw_requests(ModelTable("r", Path(), "rerank"), 1)
+    assert len(texts) == len(set(texts)) == 5, "a query and documents"
     results = [{"index": 1, "relevance_score": 0.5}, {"index": 0, "relevance_score": -1.0}]
     assert KINDS["rerank"].figures({"results": results}).tolist() == [-1.0, 0.5]
-
-
-def test_weights_that_are_missing_are_0() -> None:
     weights = KINDS["sparse"].figures([[{"index": 7, "value": 0.5}]])
     assert (weights[7], weights.sum()) == (0.5, 0.5)
 

@@ -1,30 +1,30 @@
-"""A board, as two gateways have it."""
+"""Shared metrics, as two gateways have it."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
 
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec, create_shared_metrics
 
 
 @pytest.fixture
-def board_spec() -> SharedMetricsSpec:
+def metrics_spec() -> SharedMetricsSpec:
     return SharedMetricsSpec(num_gateways=2, num_workers=3)
 
 
 @pytest.fixture
-def board_fd(board_spec: SharedMetricsSpec) -> Iterator[int]:
-    fd = create_shared_metrics(board_spec)
+def metrics_fd(metrics_spec: SharedMetricsSpec) -> Iterator[int]:
+    fd = create_shared_metrics(metrics_spec)
     yield fd
     os.close(fd)
 
 
 @pytest.fixture
-def shared_metrics_of_all(board_fd: int, board_spec: SharedMetricsSpec) -> list[SharedMetrics]:
+def shared_metrics_of_all(metrics_fd: int, metrics_spec: SharedMetricsSpec) -> list[SharedMetrics]:
     """Each gateway's view of it, with one service."""
-    views = [SharedMetrics.mapped(board_fd, board_spec, gateway) for gateway in range(2)]
+    views = [SharedMetrics.mapped(metrics_fd, metrics_spec, gateway) for gateway in range(2)]
     for view in views:
         view.open_service(ServiceKey(1))
         view.activate_service(ServiceKey(1))

@@ -1,6 +1,7 @@
 """The request defaults of aliases: a request by such a name is that which says the same in its own fields, in every
 dialect, and what it says itself goes before."""
 
+from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -8,16 +9,15 @@ import pytest
 
 from tests.support.asking import PLAIN, body_of
 from tests.support.cards import DENSE
-from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, run
-from vecd.gateway.api.alias_defaults import fill_in, parse_with_defaults
-from vecd.gateway.api.dialects import rerank, tei
-from vecd.gateway.api.dialects.openai import EMBEDDINGS
+from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, serving
 from vecd.gateway.api.fields import Values
-from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, ParsedEmbed, ParsedMessages
-from vecd.gateway.types.config import AliasDefaults, GatewayConfig
-from vecd.gateway.types.request import Dtype, EmbedRequest, Overflow, Role
-from vecd.shm.heads import Step
+from vecd.gateway.api.operation import Call, ParsedEmbed, ParsedMessages, fill_in, parse_with_defaults
+from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.config import AliasDefaults, GatewayConfig
+from vecd.gateway.dialects import rerank, tei
+from vecd.gateway.dialects.openai import EMBEDDINGS
+from vecd.gateway.request import EmbedRequest, Overflow, Role
+from vecd.model.steps import Step
 
 CARD = replace(
     DENSE, folder="/models/MiniLM-dense", dim=16, steps=(Step("normalize"),), is_matryoshka=True,
@@ -40,9 +40,10 @@ def _aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALIAS_DEFAULTS, "dense", OF_ALIASES)
 
 
-def serve(test: Any, *names: str) -> None:
-    names = names or ("dense",)
-    run(test, *names, num_models=len(names), is_matryoshka=True)
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with serving("dense", num_models=1, is_matryoshka=True) as bench:
+        yield bench
 
 
 async def requested(bench: Bench, path: str, body: Any, headers: Any = None) -> EmbedRequest:
@@ -68,7 +69,6 @@ IN_EACH_DIALECT = [
     ("/api/embed", {"input": TEXT, "model": "asked:latest"}, {"model": "dense:query", "dimensions": 8}),
     ("/m/asked/embed", IN_TEI_S, IN_OPENAI_S),
     ("/m/asked/similarity", {"inputs": COMPARED}, IN_OPENAI_S),
-    ("/m/asked/vertex", {"instances": [IN_TEI_S]}, {"instances": [{**IN_TEI_S, **IN_OPENAI_S}]}),
     ("/m/asked", IN_TEI_S, IN_OPENAI_S),
     ("/models/asked", IN_TEI_S, IN_OPENAI_S),
     ("/pipeline/feature-extraction/ASKED", IN_TEI_S, IN_OPENAI_S),
@@ -82,8 +82,8 @@ IN_EACH_DIALECT = [
 
 @pytest.mark.parametrize(("path", "body", "fields"), IN_EACH_DIALECT, ids=[path for path, *_ in IN_EACH_DIALECT])
 @pytest.mark.parametrize("names", [("dense",), ("ranker", "dense")], ids=["alone", "beside another"])
-def test_a_request_by_an_alias_is_that_with_the_fields(names, path, body, fields):
-    async def test(bench: Bench) -> None:
+async def test_a_request_by_an_alias_is_that_with_the_fields(names, path, body, fields):
+    async with serving(*names, num_models=len(names), is_matryoshka=True) as bench:
         by_alias = await requested(bench, path, body)
         plain = path
         for defaults in OF_ALIASES:
@@ -92,43 +92,38 @@ def test_a_request_by_an_alias_is_that_with_the_fields(names, path, body, fields
         assert by_alias == await requested(bench, plain, {**body, "model": "dense", **fields})
         assert by_alias != await requested(bench, plain, {**body, "model": "plain"})
 
-    serve(test, *names)
+
+async def test_the_header_names_an_alias_and_letters_of_case_do_not_count(bench: Bench):
+    expected = await requested(bench, "/embed", {**IN_TEI_S, **IN_OPENAI_S})
+    for name in ("asked", "Asked", "asked:latest"):
+        assert await requested(bench, "/embed", IN_TEI_S, {"x-vecd-model": name}) == expected
 
 
-def test_the_header_names_an_alias_and_letters_of_case_do_not_count():
-    async def test(bench: Bench) -> None:
-        expected = await requested(bench, "/embed", {**IN_TEI_S, **IN_OPENAI_S})
-        for name in ("asked", "Asked", "asked:latest"):
-            assert await requested(bench, "/embed", IN_TEI_S, {"x-vecd-model": name}) == expected
-
-    serve(test)
-
-
-def test_a_request_that_says_how_long_the_model_stays_has_them_too():
-    async def test(bench: Bench) -> None:
+async def test_a_request_that_says_how_long_the_model_stays_has_them_too():
+    async with serving("dense", num_models=1, is_matryoshka=True, allows_keep_alive=True) as bench:
         body = {"input": TEXT, "model": "asked"}
         expected = await requested(bench, "/api/embed", body)
         assert await requested(bench, "/api/embed", {**body, "keep_alive": "5m"}) == expected
         assert bench.recorder("dense").kept_s == 300.0
 
-    run(test, "dense", num_models=1, is_matryoshka=True, allows_keep_alive=True)
 
-
-def test_ollama_s_older_operation_which_has_no_fields_for_them():
-    async def test(bench: Bench) -> None:
-        for unknown in ({}, {"dimensions": 16, "prompt_name": "document"}):
-            request = await requested(bench, "/api/embeddings", {"prompt": TEXT, "model": "asked", **unknown})
-            assert (request.tokenizing.prompt, request.dimensions) == ("query: ", 8)
-
-    serve(test)
-
-
-def test_a_role_chooses_the_prompt_and_is_that_of_the_texts():
-    async def test(bench: Bench) -> None:
-        request = await requested(bench, "/api/embed", {"input": TEXT, "model": "role"})
-        assert (request.tokenizing.prompt, request.tokenizing.role) == ("query: ", Role.QUERY)
-
-    serve(test)
+@pytest.mark.parametrize(
+    ("path", "body", "dimensions", "role"),
+    [
+        # Ollama's older operation has no fields for them.
+        ("/api/embeddings", {"prompt": TEXT, "model": "asked"}, 8, None),
+        ("/api/embeddings", {"prompt": TEXT, "model": "asked", "dimensions": 16, "prompt_name": "document"}, 8, None),
+        ("/api/embed", {"input": TEXT, "model": "role"}, None, Role.QUERY),
+        # Null leaves them, and so does a kind of input that is no purpose.
+        ("/v1/embeddings", {"input": TEXT, "model": "asked", "prompt": None, "dimensions": None}, 8, None),
+        ("/v1/embeddings", {"input": TEXT, "model": "asked", "input_type": None, "overflow": None}, 8, None),
+        ("/v1/embeddings", {"input": TEXT, "model": "asked", "input_type": "text"}, 8, None),
+    ],
+)
+async def test_what_says_nothing_leaves_the_defaults(bench: Bench, path, body, dimensions, role):
+    request = await requested(bench, path, body)
+    assert (request.tokenizing.prompt, request.dimensions) == ("query: ", dimensions)
+    assert role is None or request.tokenizing.role is role
 
 
 @pytest.mark.parametrize(
@@ -136,58 +131,31 @@ def test_a_role_chooses_the_prompt_and_is_that_of_the_texts():
     [
         ("/v1/embeddings", "asked", {"prompt": "", "dimensions": 16}),
         ("/v1/embeddings", "asked", {"prompt": "mine: ", "output_dimension": 12}),
-        ("/v1/embeddings", "asked", {"prompt_name": "document", "truncate_dim": 4}),
-        ("/v1/embeddings", "asked", {"input_type": "search_document", "dimensions": 16}),
         ("/v1/embeddings", "asked", {"input_type": "clustering", "dimensions": 16}),  # the model has no prompt for it
         ("/v1/embeddings", "bare", {"task": "classification"}),
         ("/v1/embeddings", "small", {"output_dtype": "float", "overflow": "error"}),
         ("/v1/embeddings", "small", {"embedding_type": "binary", "truncate": False}),
         ("/v2/embed", "small", {"embedding_types": ["float", "ubinary"], "truncate": "NONE"}),
-        ("/v2/embed", "asked", {"input_type": "search_document", "output_dimension": 16}),
         ("/embed", "asked", {"prompt_name": "document", "dimensions": 16}),
         ("/embed", "asked", {"parameters": {"prompt_name": "document", "dimensions": 16}}),
-        ("/vertex", "asked", {"instances": [{**IN_TEI_S, "prompt_name": "document", "dimensions": 16}]}),
         ("/api/embed", "asked", {"model": "asked:document", "dimensions": 0}),
     ],
 )
-def test_what_a_request_says_goes_before(path, alias, fields):
-    async def test(bench: Bench) -> None:
-        body = {**IN_TEI_S, "input": TEXT, "texts": [TEXT], "model": alias, **fields}
-        if path == "/v2/embed":
-            del body["inputs"]
-        by_alias = await requested(bench, f"/m/{alias}{path}", body)
-        plain = {**body, "model": body["model"].replace(alias, "dense")}
-        assert by_alias == await requested(bench, path, plain)
-
-    serve(test)
+async def test_what_a_request_says_goes_before(bench: Bench, path, alias, fields):
+    body = {**IN_TEI_S, "input": TEXT, "texts": [TEXT], "model": alias, **fields}
+    if path == "/v2/embed":
+        del body["inputs"]
+    by_alias = await requested(bench, f"/m/{alias}{path}", body)
+    plain = {**body, "model": body["model"].replace(alias, "dense")}
+    assert by_alias == await requested(bench, path, plain)
 
 
-def test_null_leaves_the_defaults():
-    async def test(bench: Bench) -> None:
-        nulls = {"prompt": None, "input_type": None, "dimensions": None, "overflow": None}
-        request = await requested(bench, "/v1/embeddings", {"input": TEXT, "model": "asked", **nulls})
-        assert (request.tokenizing.prompt, request.dimensions) == ("query: ", 8)
-
-    serve(test)
-
-
-def test_kinds_of_input_that_are_no_purposes_choose_no_prompt():
-    async def test(bench: Bench) -> None:
-        body = {"input": TEXT, "model": "asked", "input_type": "text"}
-        assert (await requested(bench, "/v1/embeddings", body)).tokenizing.prompt == "query: "
-
-    serve(test)
-
-
-def test_a_form_that_does_not_go_with_the_default_dimensions_is_refused(monkeypatch):
+async def test_a_form_that_does_not_go_with_the_default_dimensions_is_refused(monkeypatch):
     monkeypatch.setitem(ALIAS_DEFAULTS, "dense", (AliasDefaults("asked", dimensions=7),))
-
-    async def test(bench: Bench) -> None:
+    async with serving("dense", num_models=1, is_matryoshka=True) as bench:
         body = {"input": TEXT, "model": "asked", "output_dtype": "binary"}
         response = await bench.post("/v1/embeddings", body)
         assert (response.status, json_of(response)["error"]["param"]) == (400, "dimensions")
-
-    serve(test)
 
 
 def test_tokens_are_those_of_an_embedding_by_the_alias():
@@ -253,41 +221,22 @@ def test_the_dtype_is_that_of_dense_vectors_alone(fields):
     assert fill_in({"output": "dense"}, EMBEDDINGS, defaults)["output_dtype"] == "int8"
 
 
-def test_an_alias_is_listed_with_its_defaults():
-    async def test(bench: Bench) -> None:
-        listed = {each["id"]: each for each in json_of(await bench.get("/v1/models"))["data"]}
-        expected = {"prompt_name": "query", "dimensions": 8}
-        assert (listed["asked"]["defaults"], listed["asked"]["dimensions"]) == (expected, 8)
-        assert (listed["small"]["dimensions"], listed["asked"]["root"]) == (16, "dense")
-        for name in ("dense", "plain", "dense:query"):
-            assert not {"defaults", "dimensions"} & listed[name].keys()
-        for name in ("asked", "Asked"):
-            assert json_of(await bench.get(f"/v1/models/{name}"))["defaults"] == expected
-        shown = json_of(await bench.post("/api/show", {"model": "asked"}))
-        assert shown["model_info"]["bert.embedding_length"] == 8
-        told = json_of(await bench.get("/info"))["model"]
-        assert told["alias_defaults"]["bare"] == {"prompt": ""}
-
-    serve(test)
+async def test_an_alias_is_listed_with_its_defaults(bench: Bench):
+    listed = {each["id"]: each for each in json_of(await bench.get("/v1/models"))["data"]}
+    expected = {"prompt_name": "query", "dimensions": 8}
+    assert (listed["asked"]["defaults"], listed["asked"]["dimensions"]) == (expected, 8)
+    assert (listed["small"]["dimensions"], listed["asked"]["root"]) == (16, "dense")
+    for name in ("dense", "plain", "dense:query"):
+        assert not {"defaults", "dimensions"} & listed[name].keys()
+    for name in ("asked", "Asked"):
+        assert json_of(await bench.get(f"/v1/models/{name}"))["defaults"] == expected
+    shown = json_of(await bench.post("/api/show", {"model": "asked"}))
+    assert shown["model_info"]["bert.embedding_length"] == 8
+    told = json_of(await bench.get("/info"))["model"]
+    assert told["alias_defaults"]["bare"] == {"prompt": ""}
 
 
-def test_without_defaults_one_model_is_served_without_a_look_at_names(monkeypatch):
-    monkeypatch.setitem(ALIAS_DEFAULTS, "dense", ())
-
-    async def test(bench: Bench) -> None:
-        assert bench.services._models is None
-        response = await bench.post("/v1/embeddings", {"input": TEXT, "model": "asked"})
-        assert (response.status, "x-vecd-model" in response.headers) == (200, False)
-        assert bench.recorder("dense").requests[-1].forms[0].dtype is Dtype.FLOAT32
-        assert "alias_defaults" not in json_of(await bench.get("/info"))["model"]
-
-    serve(test)
-
-
-def test_the_configuration_travels_as_json():
-    async def test(bench: Bench) -> None:
-        config = bench.services.active.config
-        assert config.alias_defaults == OF_ALIASES
-        assert GatewayConfig.from_json(asdict(config)) == config
-
-    serve(test)
+async def test_the_configuration_travels_as_json(bench: Bench):
+    config = bench.services.active.config
+    assert config.alias_defaults == OF_ALIASES
+    assert GatewayConfig.from_json(asdict(config)) == config

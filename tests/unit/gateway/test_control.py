@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from tests.support.virtualtime import run_in_virtual_time
-from vecd.gateway.control import Control
+from tests.support.supervision import VIRTUAL_TIME
+from vecd.gateway.main import Control
 from vecd.shm.control import (
     Activate,
     Channel,
@@ -24,6 +24,21 @@ from vecd.shm.control import (
     Retired,
     WorkerUp,
 )
+
+
+@pytest.fixture
+def anyio_backend():
+    return VIRTUAL_TIME
+
+
+@pytest.fixture
+async def channel() -> "FakeChannel":
+    return FakeChannel()
+
+
+@pytest.fixture
+async def control(channel: "FakeChannel") -> Control:
+    return Control(cast(Channel, channel))
 
 
 class FakeChannel:
@@ -56,9 +71,10 @@ class FakeChannel:
         self.sent.append(message)
 
 
-def obeyed(
+async def obeyed(
     *messages: tuple[Message, list[int]] | Exception | None,
     obey: Callable[[Message, list[int]], None] = lambda message, fds: None,
+    exit: Callable[[int], object] = os._exit,
 ) -> list[tuple[Message, list[int]]]:
     """What was obeyed by the time that all messages were read."""
     calls: list[tuple[Message, list[int]]] = []
@@ -67,13 +83,10 @@ def obeyed(
         calls.append((message, fds))
         obey(message, fds)
 
-    async def test() -> None:
-        control = Control(cast(Channel, FakeChannel(*messages)))
-        control.start(on_message)
-        control.read()
-        control.stop()
-
-    run_in_virtual_time(test)
+    control = Control(cast(Channel, FakeChannel(*messages)), exit)
+    control.start(on_message)
+    control.read()
+    control.stop()
     return calls
 
 
@@ -96,127 +109,99 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def test_all_messages_that_have_come_are_obeyed_in_order():
+async def test_all_messages_that_have_come_are_obeyed_in_order():
     messages: list[tuple[Message, list[int]]] = [(Activate(1), []), (Discard(0), []), (Drain(5.0, 1.0), [])]
-    assert obeyed(*messages) == messages
+    assert await obeyed(*messages) == messages
 
 
-def test_a_descriptor_is_closed_once_the_message_is_obeyed(fd):
+async def test_a_descriptor_is_closed_once_the_message_is_obeyed(fd):
     up = WorkerUp(1, 0, 1, {})
     were_open: list[bool] = []
-    assert obeyed((up, [fd]), obey=lambda _, fds: were_open.append(is_open(fds[0]))) == [(up, [fd])]
+    assert await obeyed((up, [fd]), obey=lambda _, fds: were_open.append(is_open(fds[0]))) == [(up, [fd])]
     assert were_open == [True]
     assert not is_open(fd)
 
 
 @pytest.mark.parametrize("error", [ValueError("not understood"), OSError("no descriptor left")])
-def test_a_message_that_cannot_be_read_ends_the_process(monkeypatch, error):
+async def test_a_message_that_cannot_be_read_ends_the_process(error):
     codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    assert obeyed((Activate(1), []), error) == [(Activate(1), [])]
+    assert await obeyed((Activate(1), []), error, exit=codes.append) == [(Activate(1), [])]
     assert codes == [70]
 
 
-def test_a_message_that_fails_ends_the_process_and_leaves_no_descriptor_open(monkeypatch, fd):
+async def test_a_message_that_fails_ends_the_process_and_leaves_no_descriptor_open(fd):
     codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
 
     def fail(message: Message, fds: list[int]) -> None:
         raise KeyError("a key without a digest")
 
-    obeyed((NewKeys([{"name": "a key without a digest"}]), [fd]), obey=fail)
+    await obeyed((NewKeys([{"name": "a key without a digest"}]), [fd]), obey=fail, exit=codes.append)
     assert codes == [70]
     assert not is_open(fd)
 
 
-def test_nothing_is_read_any_more_once_the_supervisor_is_gone():
-    async def test() -> None:
-        channel = FakeChannel(None)
-        control = Control(cast(Channel, channel))
-        control.start(lambda message, fds: None)
-        control.read()
-        assert not asyncio.get_running_loop().remove_reader(channel.fileno())
-
-    run_in_virtual_time(test)
+async def test_nothing_is_read_any_more_once_the_supervisor_is_gone() -> None:
+    channel = FakeChannel(None)
+    control = Control(cast(Channel, channel))
+    control.start(lambda message, fds: None)
+    control.read()
+    assert not asyncio.get_running_loop().remove_reader(channel.fileno())
 
 
-def test_messages_are_read_as_they_come():
-    async def test() -> None:
-        channel, obeyed = FakeChannel(), list[Message]()
-        control = Control(cast(Channel, channel))
-        control.start(lambda message, fds: obeyed.append(message))
-        channel.messages.append((Activate(4), []))
-        os.eventfd_write(channel.fileno(), 1)
-        while not obeyed:
-            await asyncio.sleep(0)
-        assert obeyed == [Activate(4)]
-        control.stop()
-
-    run_in_virtual_time(test)
+async def test_messages_are_read_as_they_come() -> None:
+    channel, obeyed = FakeChannel(), list[Message]()
+    control = Control(cast(Channel, channel))
+    control.start(lambda message, fds: obeyed.append(message))
+    channel.messages.append((Activate(4), []))
+    os.eventfd_write(channel.fileno(), 1)
+    while not obeyed:
+        await asyncio.sleep(0)
+    assert obeyed == [Activate(4)]
+    control.stop()
 
 
-def test_a_report_waits_until_the_supervisor_reads_again():
-    async def test() -> None:
-        channel = FakeChannel()
-        channel.reads = False
-        control = Control(cast(Channel, channel))
-        control.send(Prepared(1))
-        await asyncio.sleep(1.7)
-        assert channel.sent == []
-        channel.reads = True
-        await asyncio.sleep(0.5)
-        assert channel.sent == [Prepared(1)]
-        await asyncio.sleep(10)
-        assert channel.sent == [Prepared(1)], "it is sent once"
-
-    run_in_virtual_time(test)
+async def test_a_report_waits_until_the_supervisor_reads_again(channel: FakeChannel, control: Control):
+    channel.reads = False
+    control.send(Prepared(1))
+    await asyncio.sleep(1.7)
+    assert channel.sent == []
+    channel.reads = True
+    await asyncio.sleep(0.5)
+    assert channel.sent == [Prepared(1)]
+    await asyncio.sleep(10)
+    assert channel.sent == [Prepared(1)], "it is sent once"
 
 
-def test_reports_that_had_to_wait_keep_their_order():
-    async def test() -> None:
-        channel = FakeChannel()
-        channel.reads = False
-        control = Control(cast(Channel, channel))
-        control.send(Prepared(1))
-        control.send(Prepared(2))
-        channel.reads = True
-        control.send(Prepared(3))
-        await asyncio.sleep(1)
-        control.send(Prepared(4))
-        assert channel.sent == [Prepared(number) for number in (1, 2, 3, 4)]
-
-    run_in_virtual_time(test)
+async def test_reports_that_had_to_wait_keep_their_order(channel: FakeChannel, control: Control):
+    channel.reads = False
+    control.send(Prepared(1))
+    control.send(Prepared(2))
+    channel.reads = True
+    control.send(Prepared(3))
+    await asyncio.sleep(1)
+    control.send(Prepared(4))
+    assert channel.sent == [Prepared(number) for number in (1, 2, 3, 4)]
 
 
-def test_a_report_to_a_supervisor_that_is_gone_is_dropped():
-    async def test() -> None:
-        channel = FakeChannel()
-        channel.reads = BrokenPipeError()
-        control = Control(cast(Channel, channel))
-        control.send(Retired(1))
-        channel.reads = True
-        await asyncio.sleep(10)
-        assert channel.sent == []
-
-    run_in_virtual_time(test)
+async def test_a_report_to_a_supervisor_that_is_gone_is_dropped(channel: FakeChannel, control: Control):
+    channel.reads = BrokenPipeError()
+    control.send(Retired(1))
+    channel.reads = True
+    await asyncio.sleep(10)
+    assert channel.sent == []
 
 
-def test_a_heartbeat_every_second_until_the_end():
-    async def test() -> None:
-        channel = FakeChannel()
-        control = Control(cast(Channel, channel))
-        control.send(GatewayReady())
-        control.start(lambda message, fds: None)
-        assert channel.sent == [GatewayReady(), Heartbeat()]
-        await asyncio.sleep(3.5)
-        assert channel.sent == [GatewayReady(), *[Heartbeat()] * 4]
-        channel.reads = False
-        await asyncio.sleep(2)
-        channel.reads = True
-        await asyncio.sleep(1)
-        assert channel.sent.count(Heartbeat()) == 5, "one that was missed is not made up for"
-        control.stop()
-        await asyncio.sleep(5)
-        assert channel.sent.count(Heartbeat()) == 5
-
-    run_in_virtual_time(test)
+async def test_a_heartbeat_every_second_until_the_end(channel: FakeChannel, control: Control):
+    control.send(GatewayReady())
+    control.start(lambda message, fds: None)
+    assert channel.sent == [GatewayReady(), Heartbeat()]
+    await asyncio.sleep(3.5)
+    assert channel.sent == [GatewayReady(), *[Heartbeat()] * 4]
+    channel.reads = False
+    await asyncio.sleep(2)
+    channel.reads = True
+    await asyncio.sleep(1)
+    assert channel.sent.count(Heartbeat()) == 5, "one that was missed is not made up for"
+    control.stop()
+    await asyncio.sleep(5)
+    assert channel.sent.count(Heartbeat()) == 5

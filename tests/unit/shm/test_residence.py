@@ -2,7 +2,7 @@
 
 import pytest
 
-from vecd.shm.residence import parse_keep_alive
+from vecd.shm.control import parse_keep_alive
 
 
 @pytest.mark.parametrize(

@@ -129,10 +129,11 @@ def test_a_row_of_another_geometry_or_key_is_not_found():
 
 
 def test_digests_that_lie_across_two_are_not_found():
-    [table] = Tables().tables
+    made = Tables()
+    [table] = made.tables
     table.put(bytes(8) + b"\1" * 8, row_of(1))
     table.put(bytes(8) + b"\2" * 8, row_of(2))
-    assert table._memory.find(b"\1" * 8 + bytes(8)) >= 0
+    assert made.memory.find(b"\1" * 8 + bytes(8)) >= 0
     assert table.find(b"\1" * 8 + bytes(8)) is None
 
 

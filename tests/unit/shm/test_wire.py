@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.shm.failure_code import FailureCode
 from vecd.shm.wire import (
     Alive,
     Batch,
     Done,
     Failed,
+    FailureCode,
     Incarnation,
     Probe,
     WireError,
@@ -80,11 +80,6 @@ def test_as_many_outputs_as_sequences_or_none_at_all(outputs):
 def test_a_batch_of_vectors_alone_has_three_frames():
     assert len(encode(make_batch([3, 4]))) == 3
     assert len(encode(make_batch([3, 4], bytes([0, 2])))) == 4
-
-
-def test_a_batch_for_the_gateway_is_refused():
-    with pytest.raises(WireError):
-        decode_to_gateway(encode(make_batch([3])))
 
 
 def test_each_life_has_an_identity_of_its_own():

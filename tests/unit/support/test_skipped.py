@@ -2,11 +2,8 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import tests
-from tests.conftest import pytest_terminal_summary
 from tests.support.skipped import what_skipped_tests_need
 
 _REASONS = [
@@ -30,14 +27,6 @@ def test_there_is_a_line_for_each_target_and_each_other_reason() -> None:
     assert lines[3].startswith("    1 skipped: 'ollama' was not installed: no such host")
     assert len(lines) == 4
     assert max(map(len, lines)) == 100
-
-
-def test_it_is_said_at_the_end_of_a_run() -> None:
-    lines: list[str] = []
-    reports = [SimpleNamespace(nodeid="a", longrepr=("a.py", 1, f"Skipped: {_REASONS[0]}"))] * 2  # from two processes
-    reporter: Any = SimpleNamespace(stats={"skipped": reports}, write_line=lines.append)
-    pytest_terminal_summary(reporter)
-    assert lines == ["    1 skipped: make soak"]
 
 
 def test_each_named_target_is_in_the_makefile() -> None:

@@ -1,6 +1,5 @@
 """Which torch an environment gets from the Python that it was made from, played with a Python's packages of files."""
 
-import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -8,7 +7,6 @@ from types import ModuleType
 
 import pytest
 
-import tests
 from tools.reuse_torch import FOLDER, main
 
 _CONSTRAINTS = "tomli==1.0\ntorch==2.13.0\ntqdm==4.70.1\n"
@@ -69,7 +67,7 @@ def test_the_pinned_torch_is_used_with_its_libraries_and_nothing_else(
     }
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.13.0.dev1", "2.13.01", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.13.0.dev1", "2.13.01"])
 def test_another_version_is_not_used(version: str, place: Path, packages: Path, tmp_path: Path) -> None:
     install(place, "torch", version, "torch/__init__.py")
     assert reused(tmp_path, packages) is None
@@ -83,11 +81,6 @@ def test_a_torch_that_cannot_be_imported_is_not_used(
     assert reused(tmp_path, packages) is None
 
 
-def test_a_torch_that_lies_elsewhere_is_not_used(place: Path, packages: Path, tmp_path: Path) -> None:
-    install(place, "torch", "2.13.0", "__editable__.torch.pth")
-    assert reused(tmp_path, packages) is None
-
-
 def test_an_environment_of_another_python_or_with_a_torch_of_its_own_gets_none(
     place: Path, packages: Path, tmp_path: Path
 ) -> None:
@@ -96,19 +89,3 @@ def test_an_environment_of_another_python_or_with_a_torch_of_its_own_gets_none(
     assert reused(tmp_path, packages) is None
     packages.parent.rename(packages.parents[1] / "python3.1")
     assert reused(tmp_path, packages) is None
-
-
-def test_what_fits_no_more_is_taken_away_and_python_s_own_is_left_alone(
-    place: Path, packages: Path, tmp_path: Path
-) -> None:
-    install(place, "torch", "2.13.0", "torch/__init__.py")
-    assert reused(tmp_path, packages) == {"torch", "torch-2.13.0.dist-info"}
-    (place / "torch-2.13.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.0\n")
-    assert reused(tmp_path, packages) is None
-    assert (place / "torch" / "__init__.py").exists()
-
-
-def test_the_makefile_looks_for_a_torch_before_pip_installs_one() -> None:
-    makefile = (Path(tests.__file__).parents[1] / "Makefile").read_text()
-    [recipe] = re.findall(r"^\$\(VENV\)/\.serve .*:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    assert -1 < recipe.find("$(PYTHON) -I tools/reuse_torch.py $(VENV) constraints.txt") < recipe.find("pip install")

@@ -139,14 +139,14 @@ keys-file = {{ printf "/etc/vecd-keys/%s" .Values.existingSecretKey | toJson }}
 {{- $pool := . }}
 {{- range .extraArgs }}
 {{- $flag := regexReplaceAll "=.*" . "" }}
-{{- if has $flag (list "--config" "--host" "--port" "--uds" "--admin-host" "--admin-port" "--admin-uds" "--tls-cert" "--tls-key" "--dtype" "--drain-grace" "--drain-timeout" "--keys-file" "--cache-dir" "--proxy-protocol") }}
+{{- if has $flag (list "--config" "--host" "--port" "--uds" "--admin-host" "--admin-port" "--admin-uds" "--tls-cert" "--tls-key" "--dtype" "--drain-grace" "--drain-timeout" "--keys-file" "--cache-dir") }}
 {{- fail (printf "%sextraArgs: %s is not for extraArgs: the chart sets it, or its probes and its Service need it as it is" $where $flag) }}
 {{- end }}
 {{- end }}
 {{- $names := keys .envVars }}
 {{- range .env }}{{ $names = append $names .name }}{{ end }}
 {{- range $names }}
-{{- if has . (list "VECD_CONFIG" "VECD_HOST" "VECD_PORT" "VECD_UDS" "VECD_ADMIN_HOST" "VECD_ADMIN_PORT" "VECD_ADMIN_UDS" "VECD_TLS_CERT" "VECD_TLS_KEY" "VECD_DTYPE" "VECD_DRAIN_GRACE" "VECD_DRAIN_TIMEOUT" "VECD_KEYS_FILE" "VECD_CACHE_DIR" "VECD_PROXY_PROTOCOL") }}
+{{- if has . (list "VECD_CONFIG" "VECD_HOST" "VECD_PORT" "VECD_UDS" "VECD_ADMIN_HOST" "VECD_ADMIN_PORT" "VECD_ADMIN_UDS" "VECD_TLS_CERT" "VECD_TLS_KEY" "VECD_DTYPE" "VECD_DRAIN_GRACE" "VECD_DRAIN_TIMEOUT" "VECD_KEYS_FILE" "VECD_CACHE_DIR") }}
 {{- fail (printf "%senv: %s is not for env: the chart sets it, or its probes and its Service need it as it is" $where .) }}
 {{- end }}
 {{- end }}

@@ -4,7 +4,7 @@ import time
 
 import uvloop
 
-from vecd.client.bench.alarm import Alarm
+from vecd.client.bench.run import Alarm
 
 DEADLINE_S = 20.0
 
@@ -33,17 +33,15 @@ async def wake_at(moments: list[float]) -> list[float]:
 
 def test_it_wakes_once_for_each_moment_and_never_too_early() -> None:
     moments = [0.001, 0.0015, 0.05]
+    uvloop.run(asyncio.sleep(0))  # the first loop of a process opens what stays open
+    before = len(os.listdir("/proc/self/fd"))
     for run in (asyncio.run, uvloop.run):
         woken = run(wake_at(moments))
         assert len(woken) == len(moments)
         assert all(at >= moment for at, moment in zip(woken, moments, strict=True))
 
+    assert len(os.listdir("/proc/self/fd")) == before
+
 
 def test_a_moment_gone_by_is_now() -> None:
     assert len(asyncio.run(wake_at([-5.0, 0.0]))) == 2
-
-
-def test_nothing_is_left_open() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    asyncio.run(wake_at([0.0]))
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,9 +1,8 @@
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from vecd.base.target import parse_target
 from vecd.client import connection as connection_module
 from vecd.client.connection import (
     BadResponse,
@@ -11,7 +10,6 @@ from vecd.client.connection import (
     ConnectionClosed,
     ServerResponse,
     connect,
-    parse_target,
     render_request,
 )
 
@@ -37,27 +35,26 @@ def ask(url: str, num_requests: int = 1, timeout_s: float = 10) -> list[ServerRe
     return asyncio.run(exchange_all(url, num_requests, timeout_s))[1]
 
 
-def test_a_connection_is_kept_alive(start_server: Callable[..., Any]) -> None:
+def test_a_connection_is_kept_alive(start_server):
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
     assert ask(server.url, num_requests=5) == [ServerResponse(200, b"hi")] * 5
     assert server.num_connections == 1
 
 
-def test_chunked_answers_are_put_together(start_server: Callable[..., Any]) -> None:
-    assert ask(start_server(lambda _: CHUNKED).url, 2) == [ServerResponse(200, b"hello world")] * 2
+@pytest.mark.parametrize(
+    ("sent", "body"),
+    [
+        (CHUNKED, b"hello world"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi there", b"hi there"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"hi"),
+    ],
+    ids=["in chunks", "to the end of the connection", "behind an interim one"],
+)
+def test_an_answer_is_whole(start_server, sent, body):
+    assert ask(start_server(lambda _: sent).url) == [ServerResponse(200, body)]
 
 
-def test_an_answer_may_end_with_its_connection(start_server: Callable[..., Any]) -> None:
-    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi there")
-    assert ask(server.url) == [ServerResponse(200, b"hi there")]
-
-
-def test_an_interim_answer_is_not_the_answer(start_server: Callable[..., Any]) -> None:
-    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
-    assert ask(start_server(lambda _: interim).url, 2) == [ServerResponse(200, b"hi")] * 2
-
-
-def test_a_server_that_closes_is_taken_at_its_word(start_server: Callable[..., Any]) -> None:
+def test_a_server_that_closes_is_taken_at_its_word(start_server):
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi")
     connection, answers = asyncio.run(exchange_all(server.url, 1))
     assert answers == [ServerResponse(200, b"hi")]
@@ -67,50 +64,36 @@ def test_a_server_that_closes_is_taken_at_its_word(start_server: Callable[..., A
 
 
 @pytest.mark.parametrize(
-    "cut",
+    ("sent", "error"),
     [
-        b"HTTP/1.1 200 OK\r\nConnection: close\r\n",
-        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 10\r\n\r\nhi",
-        b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n", ConnectionClosed),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 10\r\n\r\nhi", ConnectionClosed),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe", ConnectionClosed),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", BadResponse),
+        (b"HTTP/1.1 2x0 OK\r\n\r\n", BadResponse),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhi", TimeoutError),
     ],
 )
-def test_half_an_answer_is_none(start_server: Callable[..., Any], cut: bytes) -> None:
-    with pytest.raises(ConnectionClosed):
-        ask(start_server(lambda _: cut).url)
+def test_what_is_no_whole_answer_is_an_error(start_server, sent, error):
+    with pytest.raises(error):
+        ask(start_server(lambda _: sent).url, timeout_s=0.05 if error is TimeoutError else 10)
 
 
-@pytest.mark.parametrize("junk", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n"])
-def test_what_is_not_http_is_a_bad_answer(start_server: Callable[..., Any], junk: bytes) -> None:
-    with pytest.raises(BadResponse):
-        ask(start_server(lambda _: junk).url)
-
-
-def test_silence_ends_at_the_timeout(start_server: Callable[..., Any]) -> None:
-    with pytest.raises(TimeoutError):
-        ask(start_server(lambda _: None).url, timeout_s=0.05)
-
-
-def test_half_an_answer_ends_at_the_timeout(start_server: Callable[..., Any]) -> None:
-    server = start_server(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhi")
-    with pytest.raises(TimeoutError):
-        ask(server.url, timeout_s=0.05)
-
-
-def test_headers_that_tell_of_the_vectors_are_read(start_server: Callable[..., Any]) -> None:
+def test_headers_that_tell_of_the_vectors_are_read(start_server):
     told = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: 7\r\nx-vecd-dimensions: 384\r\nContent-Length: 2\r\n\r\nhi"
     silent = b"HTTP/1.1 200 OK\r\nX-Vecd-Tokens: many\r\nContent-Length: 2\r\n\r\nhi"
     server = start_server(lambda n: (told, silent)[n])
     assert ask(server.url, 2) == [ServerResponse(200, b"hi", 7, 384), ServerResponse(200, b"hi")]
 
 
-def test_an_answer_without_end_is_cut(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_cut(start_server, monkeypatch):
     monkeypatch.setattr(connection_module, "_MAX_BODY_BYTES", 1000)
     server = start_server(lambda _: b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000)
     with pytest.raises(BadResponse, match="longer than"):
         ask(server.url)
 
 
-def test_after_a_timeout_the_connection_is_closed(start_server: Callable[..., Any]) -> None:
+def test_after_a_timeout_the_connection_is_closed(start_server):
     async def exchange_twice() -> None:
         target = parse_target(start_server(lambda n: 200 if n == 0 else None).url)
         connection = await connect(target, 10)
@@ -125,7 +108,7 @@ def test_after_a_timeout_the_connection_is_closed(start_server: Callable[..., An
     asyncio.run(exchange_twice())
 
 
-def test_closing_ends_an_exchange_under_way(start_server: Callable[..., Any]) -> None:
+def test_closing_ends_an_exchange_under_way(start_server):
     async def close_meanwhile() -> None:
         target = parse_target(start_server(lambda _: None).url)
         connection = await connect(target, 10)

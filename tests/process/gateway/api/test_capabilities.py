@@ -1,8 +1,9 @@
-"""Models without dense vectors: what the gateway says of them, and to clients that take them for models of another
-kind."""
+"""A gateway without workers: what it says of models of each kind, and to clients that take them for another; the pages
+for browsers."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,18 +13,17 @@ import pytest
 
 from tests.support.asking import body_of
 from tests.support.cards import CLASSIFIER, DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
-from vecd.gateway.api.capabilities import check_model
-from vecd.gateway.api.operations import Operation
+from vecd.gateway.api.operation import Operation, check_model
+from vecd.gateway.errors import ApiError, WrongModel
+from vecd.gateway.request import HttpRequest, Response
 from vecd.gateway.service import GatewayFacts, Service, read_tokenizer
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.errors import ApiError, WrongModel
-from vecd.gateway.types.messages import HttpRequest
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
-from vecd.launch.processes.sockets import make_zmq_endpoint
-from vecd.launch.processes.summary import summary
-from vecd.shm.card import ModelCard
-from vecd.shm.heads import ScoreHead, Step, TokenHead
+from vecd.launch.sockets import make_zmq_endpoint
+from vecd.launch.summary import summary
+from vecd.model.card import ModelCard
+from vecd.model.steps import ScoreHead, Step, TokenHead
 
 OTHERS = {
     "rerank": RERANKER,
@@ -32,6 +32,7 @@ OTHERS = {
     "sparse": SPARSE,
     "multi-vector": MULTI_VECTOR,
 }
+"""By kind, models without dense vectors."""
 _HEADS = ("dim", "capabilities", "num_labels", "token_dim", "score", "sparse", "tokens")
 
 
@@ -48,32 +49,33 @@ def with_heads_of(kind: ModelCard) -> ModelCard:
 class Gateway:
     """A gateway's routes and what is behind them, without a socket and without a worker."""
 
-    def __init__(self, kind: ModelCard) -> None:
-        config = replace(planned().gateway, card=with_heads_of(kind))
-        facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), lambda message: None)
-        self._service = Service(config, 1, read_tokenizer(config), facts)
-        listening, self._address_fd = make_zmq_endpoint()
-        self._service.dispatcher.start(listening.detach())
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def respond(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
+        request = HttpRequest(method, path, b"", headers, 1, True, "id", body=body)
+        try:
+            return await self._service.api.handle(request)
+        except ApiError as error:
+            return self._service.api.render_error(error, path)
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
-        request = HttpRequest(method, path, b"", {}, 1, True, "id", body=body)
-        try:
-            response = await self._service.api.handle(request)
-        except ApiError as error:
-            response = self._service.api.render_error(error, path)
+        response = await self.respond(method, path, body)
         return response.status, orjson.loads(body_of(response))
 
-    def stop(self) -> None:
-        self._service.stop()
-        os.close(self._address_fd)
 
-
-@pytest.fixture(params=OTHERS)
-async def other(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway of a model of each kind that has no dense vectors, and the kind."""
-    gateway = Gateway(OTHERS[request.param])
-    yield gateway, request.param
-    gateway.stop()
+@contextmanager
+def gateway_of(kind: ModelCard, **changes: Any) -> Iterator[Gateway]:
+    config = replace(planned().gateway, card=with_heads_of(kind), **changes)
+    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), lambda message: None)
+    service = Service(config, 1, read_tokenizer(config), facts)
+    listening, address_fd = make_zmq_endpoint()
+    service.dispatcher.start(listening.detach())
+    try:
+        yield Gateway(service)
+    finally:
+        service.stop()
+        os.close(address_fd)
 
 
 _HAS_ANOTHER_OUTPUT = {
@@ -83,82 +85,72 @@ _HAS_ANOTHER_OUTPUT = {
 """By path, the kinds that answer there with something else than dense vectors."""
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embeddings", b"no JSON, which is not looked at"),
-        ("/pooling", b'{"input": "a"}'),
-        ("/api/embed", b'{"model": "m", "input": "a"}'),
-        ("/api/embeddings", b'{"model": "m", "prompt": "a"}'),
-        ("/v2/embed", b"{}"),
-        ("/v1/embed", b"{}"),
-        ("/embed", b'{"texts": ["a"]}'),
-    ],
-)
-async def test_a_model_without_dense_vectors_is_not_embedded_with(other: tuple[Gateway, str], path: str, body: bytes):
-    gateway, kind = other
-    if kind in _HAS_ANOTHER_OUTPUT.get(path, ()):
-        return
-    status, answer = await gateway.ask("POST", path, body)
-    assert status == 400
-    text = orjson.dumps(answer).decode()
-    assert "This model can " in text
-    assert f"({kind})" in text
-    assert "it cannot make dense vectors" in text
+@pytest.mark.parametrize("kind", OTHERS)
+async def test_a_model_without_dense_vectors_is_described_and_not_embedded_with(kind: str):
+    with gateway_of(OTHERS[kind]) as gateway:
+        for path, body in (
+            ("/v1/embeddings", b"no JSON, which is not looked at"),
+            ("/pooling", b'{"input": "a"}'),
+            ("/api/embed", b'{"model": "m", "input": "a"}'),
+            ("/api/embeddings", b'{"model": "m", "prompt": "a"}'),
+            ("/v2/embed", b"{}"),
+            ("/embed", b'{"texts": ["a"]}'),
+        ):
+            if kind not in _HAS_ANOTHER_OUTPUT.get(path, ()):
+                status, answer = await gateway.ask("POST", path, body)
+                text = orjson.dumps(answer).decode()
+                said = ["This model can ", f"({kind})", "it cannot make dense vectors"]
+                assert (status, [part for part in said if part in text]) == (400, said), path
+        for path in ("/embed", "/embed_all", "/similarity"):  # text-embeddings-inference has a status of its own for it
+            status, answer = await gateway.ask("POST", path, b'{"inputs": 1}')
+            assert (status, answer["error_type"]) == (424, "Backend")
+            assert "it cannot make dense vectors" in answer["error"]
+        for path in ("/api/tags", "/version", "/stats"):
+            assert (await gateway.ask("GET", path))[0] == 200, path
+        _, models = await gateway.ask("GET", "/v1/models")
+        endpoints = {"rerank": ["rerank"], "classify": ["classify"], "multi-vector": ["rerank"]}
+        assert models["models"][0]["endpoints"] == endpoints.get(kind, [])
+        assert models["data"][0]["capabilities"] == [kind]
+        _, shown = await gateway.ask("POST", "/api/show", b'{"model": "all-minilm"}')
+        assert shown["capabilities"] == []
+        _, document = await gateway.ask("GET", "/openapi.json")
+        assert f": {kind}, texts of up to" in document["info"]["description"]
 
 
-@pytest.mark.parametrize("path", ["/embed", "/embed_all", "/similarity", "/vertex"])
-async def test_text_embeddings_inference_has_a_status_of_its_own_for_it(other: tuple[Gateway, str], path: str):
-    gateway, _ = other
-    status, answer = await gateway.ask("POST", path, b'{"inputs": 1}')
-    assert (status, answer["error_type"]) == (424, "Backend")
-    assert "it cannot make dense vectors" in answer["error"]
-
-
-async def test_what_describes_the_server_works_for_every_model(other: tuple[Gateway, str]):
-    gateway, kind = other
-    for path in ("/v1/models", "/openapi.json", "/api/tags", "/version", "/stats"):
-        assert (await gateway.ask("GET", path))[0] == 200, path
-    _, models = await gateway.ask("GET", "/v1/models")
-    expected = [{"rerank": "rerank", "classify": "classify", "multi-vector": "rerank"}.get(kind)]
-    expected = [endpoint for endpoint in expected if endpoint]
-    assert models["models"][0]["endpoints"] == expected
-    assert models["data"][0]["capabilities"] == [kind]
-    _, shown = await gateway.ask("POST", "/api/show", b'{"model": "all-minilm"}')
-    assert shown["capabilities"] == []
-    _, document = await gateway.ask("GET", "/openapi.json")
-    assert f": {kind}, texts of up to" in document["info"]["description"]
+_LONG_DOCUMENTS = replace(MULTI_VECTOR, tokens=TokenHead((Step("normalize"),), document_tokens=180))
+_ID_TO_LABEL, _LABEL_TO_ID = {"0": "a", "1": "b", "2": "c"}, {"a": 0, "b": 1, "c": 2}
 
 
 @pytest.mark.parametrize(
-    ("card", "labels", "dimensions", "model_type"),
+    ("card", "about", "model_type", "longest"),
     [
-        (DENSE, None, 6, {"embedding": {"pooling": "mean"}}),
-        (HYBRID, None, 6, {"embedding": {"pooling": "mean"}}),
-        (SPARSE, None, None, {"embedding": {"pooling": "splade"}}),
-        (MULTI_VECTOR, None, 4, {"reranker": {"id2label": {}, "label2id": {}}}),
-        (RERANKER, ["score"], None, {"reranker": {"id2label": {"0": "score"}, "label2id": {"score": 0}}}),
+        (DENSE, (None, 6, "mean", True), {"embedding": {"pooling": "mean"}}, 256),
+        (HYBRID, (None, 6, "mean", True), {"embedding": {"pooling": "mean"}}, 256),
+        (SPARSE, (None, None, "max", None), {"embedding": {"pooling": "splade"}}, 256),
+        (_LONG_DOCUMENTS, (None, 4, None, True), {"reranker": {"id2label": {}, "label2id": {}}}, 180),
+        (
+            RERANKER,
+            (["score"], None, "cls", None),
+            {"reranker": {"id2label": {"0": "score"}, "label2id": {"score": 0}}},
+            256,
+        ),
         (
             CLASSIFIER,
-            ["a", "b", "c"],
-            None,
-            {"classifier": {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}},
+            (["a", "b", "c"], None, "cls", None),
+            {"classifier": {"id2label": _ID_TO_LABEL, "label2id": _LABEL_TO_ID}},
+            256,
         ),
     ],
 )
 async def test_info_says_what_the_model_can_do_and_tells_text_embeddings_inference_s_clients_which_route_it_has(
-    card: ModelCard, labels: list[str] | None, dimensions: int | None, model_type: dict[str, Any]
+    card: ModelCard, about: tuple[Any, ...], model_type: dict[str, Any], longest: int
 ):
-    gateway = Gateway(card)
-    try:
+    with gateway_of(card) as gateway:
         status, info = await gateway.ask("GET", "/info")
-    finally:
-        gateway.stop()
-    assert status == 200
-    assert info["model_type"] == model_type
-    assert info["model"]["capabilities"] == list(card.capabilities)
-    assert info["model"].get("labels") == labels
-    assert info["model"]["dimensions"] == dimensions
+    assert (status, info["model_type"], info["max_input_length"]) == (200, model_type, longest)
+    model = info["model"]
+    assert model["capabilities"] == list(card.capabilities)
+    assert (model.get("labels"), model["dimensions"], model["pooling"], model["normalized"]) == about
 
 
 def test_the_message_names_some_of_the_routes_that_the_model_has():
@@ -174,25 +166,24 @@ def test_the_message_names_some_of_the_routes_that_the_model_has():
     check_model(replace(operation, needs=()), ("rerank",), routes)
 
 
+# --- the summary of the start -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("card", "model_line", "kind_line", "path"),
     [
-        (DENSE, ": 6 dimensions, at most 256 tokens, mean pooling, normalized", "dense", "/v1/embeddings"),
         (RERANKER, ": at most 256 tokens, cls pooling", "rerank (1 label)", "/rerank"),
-        (CLASSIFIER, ": at most 256 tokens, cls pooling", "classify (3 labels: a, b, c)", "/predict"),
         (
             replace(CLASSIFIER, num_labels=7, score=ScoreHead(("a\x1b[2J", *"bcdefg"), "softmax", "mean")),
             ": at most 256 tokens, mean pooling",
             "classify (7 labels: 'a\\x1b[2J', b, c, d, e and 2 more)",
             "/predict",
         ),
-        (TOKEN_CLASSIFIER, ": at most 256 tokens", "token-classify (3 labels: a, b, c)", "/predict"),
         (SPARSE, ": at most 256 tokens, max pooling", "sparse", "/embed_sparse"),
-        (MULTI_VECTOR, ": at most 256 tokens", "multi-vector", "/rerank"),
         (HYBRID, ": 6 dimensions, at most 256 tokens, mean pooling, normalized", "dense, sparse, multi-vector", "/v1"),
     ],
 )
-def test_the_summary_of_the_start_names_the_kind(card: ModelCard, model_line: str, kind_line: str, path: str):
+def test_it_names_the_kind(card: ModelCard, model_line: str, kind_line: str, path: str):
     lines, fields = summary(replace(planned(), card=with_heads_of(card)), "http://h:80", "", {}, 1, 1.0)
     assert lines[1].endswith(model_line)
     assert lines[2].split(maxsplit=1) == ["kind", kind_line]
@@ -200,34 +191,44 @@ def test_the_summary_of_the_start_names_the_kind(card: ModelCard, model_line: st
     assert fields["capabilities"] == list(card.capabilities)
     assert fields["dimensions"] == (6 if "dense" in card.capabilities else None)
     assert fields["labels"] == (card.num_labels or None)
-    about_tokens = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  tokens ")]
-    assert about_tokens == ([] if card.tokens is None else [f"{card.token_dim} dimensions each"])
 
 
-def test_the_summary_says_how_long_queries_and_documents_of_a_multi_vector_model_are():
-    tokens = TokenHead((), document_tokens=180, query_tokens=32)
-    card = with_heads_of(replace(MULTI_VECTOR, tokens=tokens))
+def test_it_says_how_long_queries_and_documents_of_a_multi_vector_model_are():
+    card = with_heads_of(replace(MULTI_VECTOR, tokens=TokenHead((), document_tokens=180, query_tokens=32)))
     lines, _ = summary(replace(planned(), card=card), "http://h:80", "", {}, 1, 1.0)
     assert "  tokens     4 dimensions each, with documents of 180 tokens and queries of 32 tokens at most" in lines
 
 
-@pytest.mark.parametrize(
-    ("card", "pooling", "is_normalized", "longest"),
-    [
-        (RERANKER, "cls", None, 256),
-        (TOKEN_CLASSIFIER, None, None, 256),
-        (SPARSE, "max", None, 256),
-        (replace(MULTI_VECTOR, tokens=TokenHead((Step("normalize"),), document_tokens=180)), None, True, 180),
-        (DENSE, "mean", True, 256),
-    ],
-)
-async def test_info_says_how_tokens_are_pooled_only_where_they_are(
-    card: ModelCard, pooling: str | None, is_normalized: bool | None, longest: int
-):
-    gateway = Gateway(card)
-    try:
-        _, info = await gateway.ask("GET", "/info")
-    finally:
-        gateway.stop()
-    assert (info["model"]["pooling"], info["model"]["normalized"]) == (pooling, is_normalized)
-    assert info["max_input_length"] == longest
+# --- pages ------------------------------------------------------------------------------------------------------
+
+HTML = "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"
+
+
+async def test_the_page_is_for_browsers_and_is_nobody_s_frame():
+    with gateway_of(DENSE) as gateway:
+        page, plain, docs = [
+            await gateway.respond("GET", "/", accept=HTML),
+            await gateway.respond("GET", "/", accept="*/*"),
+            await gateway.respond("GET", "/docs"),
+        ]
+    assert page.content_type == "text/html; charset=utf-8"
+    assert body_of(page).startswith(b"<!doctype html>")
+    for answer in (page, docs):
+        policy = answer.headers["content-security-policy"]
+        for rule in ("default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"):
+            assert rule in policy
+        assert "http" not in policy
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cache-control"] == "no-cache"
+    assert plain.content_type == "application/json", "the health check of other clients, and no worker is there"
+    assert page.headers["vary"] == plain.headers["vary"] == "accept"
+
+
+async def test_without_the_page_the_root_is_a_health_check_for_browsers_too():
+    without = make_plan(load_settings(["--port", "0", "--no-ui"])).gateway
+    with gateway_of(DENSE, has_ui=without.has_ui) as gateway:
+        answer = await gateway.respond("GET", "/", accept=HTML)
+        assert (answer.status, answer.content_type, "vary" in answer.headers) == (503, "application/json", False)
+        assert (await gateway.ask("GET", "/stats"))[0] == 200

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import struct
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -10,16 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, run
+from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Request, Worker, running_bench
+from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
-from vecd.shm.card import ModelCard
-from vecd.shm.failure_code import FailureCode
 from vecd.shm.output import Output
 from vecd.shm.wire import (
     Alive,
     Batch,
     Done,
     Failed,
+    FailureCode,
     Probe,
     ToGateway,
     WireError,
@@ -63,23 +64,16 @@ def examples(short: int, long: int):
 # --- decoding ---------------------------------------------------------------------------------------------------
 
 
-@examples(300, 10_000)
+@pytest.mark.parametrize(
+    ("decode", "kinds"), [(decode_to_worker, Probe | Batch), (decode_to_gateway, Alive | Done | Failed)]
+)
+@examples(100, 10_000)
 @given(any_frames)
-def test_a_worker_decodes_what_encodes_to_the_same_or_refuses_it(frames):
+def test_what_is_decoded_encodes_to_the_same_or_is_refused(decode, kinds, frames):
     with suppress(WireError):
-        message = decode_to_worker(frames)
-        assert isinstance(message, Probe | Batch)
-        if isinstance(message, Batch):
-            assert encode(message) == frames
-
-
-@examples(300, 10_000)
-@given(any_frames)
-def test_a_gateway_decodes_what_encodes_to_the_same_or_refuses_it(frames):
-    with suppress(WireError):
-        message = decode_to_gateway(frames)
-        assert isinstance(message, Alive | Done | Failed)
-        if not isinstance(message, Alive):
+        message = decode(frames)
+        assert isinstance(message, kinds)
+        if not isinstance(message, Probe | Alive):
             assert encode(message) == frames
 
 
@@ -95,7 +89,7 @@ def batches(draw) -> Batch:
     return Batch(EPOCH, draw(uint64), draw(uint16), len(lengths), num_tokens, lengths_bytes, ids_bytes, outputs)
 
 
-@examples(500, 10_000)
+@examples(150, 10_000)
 @given(batches())
 def test_a_batch_that_is_taken_indexes_nothing_outside(message):
     with suppress(BadBatch):
@@ -107,6 +101,16 @@ def test_a_batch_that_is_taken_indexes_nothing_outside(message):
         assert batch.lengths.max() <= MAX_TOKENS
         assert batch.lengths.sum() == batch.token_ids.size
         assert 0 <= batch.token_ids.min() <= batch.token_ids.max() < VOCAB_SIZE
+
+
+def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    """For tests that hypothesis runs: each example has a bench and an event loop of its own."""
+
+    async def main() -> None:
+        async with running_bench() as bench, asyncio.timeout(3 * DEADLINE_S):
+            await test(bench)
+
+    asyncio.run(main())
 
 
 # --- the dispatcher ---------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ async def answer_honestly(bench: Bench, requests: list[Request], life: int) -> N
                 worker.answer(await worker.receive())
 
 
-@examples(40, 300)
+@examples(20, 300)
 @given(st.lists(answers() | any_frames, max_size=8))
 def test_whatever_a_worker_says_rows_are_right_and_every_request_is_over(all_frames):
     async def test(bench: Bench) -> None:
@@ -180,7 +184,7 @@ def test_whatever_a_worker_says_rows_are_right_and_every_request_is_over(all_fra
 async def everything_read(bench: Bench, worker: Worker) -> None:
     """Wait until the dispatcher has read all that the worker has sent."""
     read: list[list[bytes]] = []
-    transport: Any = bench.dispatcher._transport
+    transport: Any = bench.dispatcher.transport
     receive, last = transport._receive, [b"last words"]
     transport._receive = lambda who, frames: read.append(frames) if frames == last else receive(who, frames)
     worker.send_frames(last)

@@ -9,9 +9,8 @@ from tests.support.dispatching import EPOCH, Bench, Worker, running_bench
 from vecd.gateway.scheduling import cores as cores_module
 from vecd.gateway.scheduling.cores import Cores
 from vecd.shm.control import THREAD_CHOICES
-from vecd.shm.failure_code import FailureCode
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.wire import Batch, Done, Failed
+from vecd.shm.wire import Batch, Done, Failed, FailureCode
 
 
 def answer(worker: Worker, batch: Batch, *, num_threads: int | None = None, compute_us: int = 1000) -> None:
@@ -51,49 +50,31 @@ async def test_a_lone_batch_gets_all_cores_once_they_have_paid():
         assert bench.shared_metrics.total(Counter.LEASED_BATCHES) == 9
 
 
-async def test_several_batches_get_a_core_each():
-    async with running_bench(cores=Cores(2)) as bench:
-        workers = await add_workers(bench, [1, 2], [1, 2])
-        await alone(bench, workers[1], 6)  # the last of those that can do as much
+@pytest.mark.parametrize(("num_cores", "choices", "num_threads"), [(2, [[1, 2]] * 2, 1), (8, [[1, 2, 4, 8]] * 8, 4)])
+async def test_free_cores_are_divided_among_the_batches_that_there_are(num_cores, choices, num_threads):
+    async with running_bench(cores=Cores(num_cores)) as bench:
+        workers = await add_workers(bench, *choices)
+        await alone(bench, workers[-1], 20)
         pending = bench.request(1, 2)
-        batches = [await worker.receive() for worker in workers]
-        assert [batch.num_threads for batch in batches] == [1, 1]
-        for worker, batch in zip(workers, batches, strict=True):
+        for worker in (workers[-1], workers[-2]):
+            batch = await worker.receive()
+            assert batch.num_threads == num_threads
             answer(worker, batch)
         await pending.finished
 
 
-async def test_free_cores_are_divided_among_the_batches_that_there_are():
-    async with running_bench(cores=Cores(8)) as bench:
-        workers = await add_workers(bench, *([[1, 2, 4, 8]] * 8))
-        await alone(bench, workers[7], 20)
-        pending = bench.request(1, 2)
-        batches = [await worker.receive() for worker in (workers[7], workers[6])]
-        assert [batch.num_threads for batch in batches] == [4, 4]
-        for worker, batch in zip((workers[7], workers[6]), batches, strict=True):
-            answer(worker, batch)
-        await pending.finished
-
-
-async def test_a_few_texts_are_one_batch_where_all_cores_are_faster_than_one_each():
-    async with running_bench(cores=Cores(8)) as bench:
-        workers = await add_workers(bench, [1, 8], *([[1]] * 7))
-        await alone(bench, workers[0], 8, length=6)
-        pending = bench.request(1, 2, 3)
-        batch = await workers[0].receive()
-        assert (batch.num_sequences, batch.num_threads) == (3, 8)
-        answer(workers[0], batch)
-        await pending.finished
-
-
-async def test_a_few_texts_are_several_batches_while_others_are_expected():
+@pytest.mark.parametrize("are_expected", [False, True])
+async def test_a_few_texts_are_one_batch_where_all_cores_are_faster_unless_others_are_expected(are_expected):
     async with running_bench(cores=(cores := Cores(8))) as bench:
         workers = await add_workers(bench, [1, 8], *([[1]] * 7))
         await alone(bench, workers[0], 8, length=6)
-        cores.note_contention(time.monotonic(), batch_s=10.0)
+        if are_expected:
+            cores.note_contention(time.monotonic(), batch_s=10.0)
         pending = bench.request(1, 2, 3)
-        batches = [(worker, await worker.receive()) for worker in (workers[0], workers[7], workers[6])]
-        assert [batch.num_sequences for _, batch in batches] == [1, 1, 1]
+        used = [workers[0], workers[7], workers[6]] if are_expected else [workers[0]]
+        batches = [(worker, await worker.receive()) for worker in used]
+        assert [batch.num_sequences for _, batch in batches] == ([1, 1, 1] if are_expected else [3])
+        assert are_expected or batches[0][1].num_threads == 8
         for worker, batch in batches:
             answer(worker, batch)
         await pending.finished
@@ -119,7 +100,7 @@ async def test_a_batch_that_comes_later_waits_for_the_end_of_the_lease():
 
 
 async def test_after_a_batch_has_waited_each_gets_one_core_for_a_while(monkeypatch):
-    monkeypatch.setattr(cores_module, "_CONTENDED_BATCHES", 1_000_000)
+    monkeypatch.setattr(cores_module, "CONTENDED_BATCHES", 1_000_000)
     async with running_bench(cores=Cores(2)) as bench:
         [worker, other] = await add_workers(bench, [1, 2], [1])
         await alone(bench, worker, 6)
@@ -138,7 +119,7 @@ async def test_after_a_batch_has_waited_each_gets_one_core_for_a_while(monkeypat
 
 
 async def test_what_a_busy_moment_has_taught_does_not_decide_in_quiet(monkeypatch):
-    monkeypatch.setattr(cores_module, "_QUIET_AFTER_S", 60.0)
+    monkeypatch.setattr(cores_module, "QUIET_AFTER_S", 60.0)
     cores = Cores(2)
     async with running_bench(cores=cores) as bench:
         [worker, other] = await add_workers(bench, [1, 2], [1])
@@ -153,29 +134,21 @@ async def test_what_a_busy_moment_has_taught_does_not_decide_in_quiet(monkeypatc
         assert {row["quiet"] for row in bench.dispatcher.thread_model.describe()} == {True, False}
 
 
-async def test_cores_of_a_dead_worker_are_free_again():
-    async with running_bench(cores=(cores := Cores(2))) as bench:
-        [worker, other] = await add_workers(bench, [1, 2], [1])
-        await alone(bench, worker, 6)
-        request = bench.request(1)
-        await worker.receive()
-        assert cores.leased == 2
-        bench.dispatcher.worker_down(worker.incarnation, "was killed")
-        other.answer(await other.receive())
-        await request.finished
-        assert (cores.leased, cores.num_lent) == (0, 0)
-
-
-async def test_cores_of_a_failed_batch_are_free_again():
+@pytest.mark.parametrize("end", ["death", "failure", "stop"])
+async def test_cores_of_a_batch_that_is_not_answered_are_free_again(end):
     async with running_bench(cores=(cores := Cores(2))) as bench:
         [worker] = await add_workers(bench, [1, 2])
         await alone(bench, worker, 6)
         request = bench.request(1)
         batch = await worker.receive()
-        worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
-        await asyncio.wait([request.finished])
-        assert request.finished.exception() is not None
-        assert (cores.leased, cores.num_lent) == (0, 0)
+        assert cores.leased == 2
+        if end == "death":
+            bench.dispatcher.worker_down(worker.incarnation, "was killed")
+        elif end == "failure":
+            worker.send(Failed(EPOCH, batch.number, batch.slot, FailureCode.ENGINE_ERROR))
+            await asyncio.wait([request.finished])
+            assert request.finished.exception() is not None
+    assert (cores.leased, cores.num_lent) == (0, 0)
 
 
 async def test_a_batch_that_is_sent_ahead_keeps_one_core_when_its_turn_comes():
@@ -195,28 +168,11 @@ async def test_a_batch_that_is_sent_ahead_keeps_one_core_when_its_turn_comes():
         assert cores.leased == 0
 
 
-async def test_all_cores_are_given_back_when_a_generation_ends():
-    cores = Cores(2)
-    async with running_bench(cores=cores) as bench:
-        [worker] = await add_workers(bench, [1, 2])
-        await alone(bench, worker, 6)
-        bench.request(1)
-        await worker.receive()
-        assert cores.leased == 2
-    assert (cores.leased, cores.num_lent) == (0, 0)
-
-
 async def test_a_machine_that_others_use_computes_with_one_thread_and_does_not_try_more():
     async with running_bench(cores=(cores := Cores(2))) as bench:
         [worker] = await add_workers(bench, [1, 2])
         cores.others_use = 1.0
         assert await alone(bench, worker, 30) == [1] * 30
-
-
-async def test_a_worker_with_threads_of_its_own_is_told_no_number():
-    async with running_bench(cores=Cores(2)) as bench:
-        [worker] = await add_workers(bench, [2])
-        assert await alone(bench, worker, 5) == [0] * 5
 
 
 async def test_a_worker_that_cannot_use_its_cores_yet_is_believed():

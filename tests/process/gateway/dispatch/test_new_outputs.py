@@ -5,68 +5,41 @@ taken for another's shows.
 """
 
 import asyncio
-import os
+import json
 import threading
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.support.cards import (
-    CLASSIFIER,
-    DENSE,
-    HYBRID,
-    LEXICAL,
-    MULTI_VECTOR,
-    RERANKER,
-    SPARSE,
-    TOKEN_CLASSIFIER,
-)
-from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, running_bench, sequences_of
+from tests.support.cards import CLASSIFIER, HYBRID, LEXICAL, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
+from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, live_worker, running_bench, sequences_of
+from tests.support.pipelines import Piped, planned_config
 from vecd.gateway import pipeline
-from vecd.gateway.admission.admission import Admission
-from vecd.gateway.admission.principals import Principal
 from vecd.gateway.dispatch import delivery
-from vecd.gateway.encoding import max_sim
+from vecd.gateway.encoding import result as max_sim
+from vecd.gateway.encoding.forms import HybridRows
 from vecd.gateway.encoding.fragments import Matrix
-from vecd.gateway.encoding.hybrid import HybridRows
-from vecd.gateway.encoding.max_sim import MaxSimRows
-from vecd.gateway.encoding.scores import ScoreRows
-from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.encoding.token_rows import TokenRows
-from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.types.config import GatewayConfig
-from vecd.gateway.types.errors import BadRequest, ServerError, TooManyRequests
-from vecd.gateway.types.request import (
-    Chunk,
-    Embedded,
-    EmbedRequest,
-    Encoding,
-    Form,
-    Role,
-    TokenIds,
-    TokenizedInput,
-    Tokenizing,
-)
-from vecd.gateway.types.timeline import RequestTimeline
-from vecd.launch.config.plan import make_plan
-from vecd.launch.config.settings import load_settings
-from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.card import ModelCard
-from vecd.shm.control import Channel
+from vecd.gateway.encoding.result import MaxSimRows, ScoreRows, TokenRows
+from vecd.gateway.encoding.sparse import SparseRows, read_query_weights
+from vecd.gateway.errors import BadRequest, ServerError, TooManyRequests
+from vecd.gateway.request import Chunk, Embedded, Encoding, Form, Role, TokenizedInput, Tokenizing
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.model.card import ModelCard
+from vecd.model.steps import SparseHead
+from vecd.shm.arena import ArenaSpec
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
-from vecd.shm.views import Rows, map_arena
-from vecd.shm.wire import Batch, Done, Incarnation
-from vecd.workers.engine import Finish, PackedBatch
-from vecd.workers.engines.dummy import DummyEngine, dummy_rows
-from vecd.workers.process.loop import Loop, connected
+from vecd.shm.views import Rows
+from vecd.shm.wire import Batch, Done
+from vecd.workers.batch import Finish, PackedBatch
+from vecd.workers.dummy import DummyEngine, dummy_rows
 
 BAD = 13
 """The token of a sequence whose first float is not a number."""
@@ -111,37 +84,16 @@ class IdsInRuns(IdsWithBorder):
             yield [self._tokenized(border, ids)]
 
 
-@cache
-def planned_config() -> GatewayConfig:
-    """What a gateway is told, of the bundled model."""
-    return make_plan(load_settings(["--port", "0"])).gateway
-
-
-class Served:
+class Served(Piped):
     """A model behind a pipeline, a dispatcher and one worker."""
 
     def __init__(self, bench: Bench, card: ModelCard, tokenizer: Any = None) -> None:
         """`tokenizer` None: one that takes all inputs at once."""
-        self.bench = bench
+        super().__init__(bench, tokenizer or IdsWithBorder(), card=card, max_tokens=16)
         self.card = card
-        config = replace(planned_config(), card=card, arena=bench.spec, request_timeout_s=DEADLINE_S, max_tokens=16)
-        tokenizer = tokenizer or IdsWithBorder()
-        self._pipeline = Pipeline(
-            config,
-            admission=Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher),
-            tokenizer=tokenizer,
-            policy=bench.policy,
-            dispatcher=bench.dispatcher,
-            residence=bench.residence,
-            shared_metrics=bench.shared_metrics,
-        )
 
     def ask(self, output: Output, *inputs: list[int], **fields: Any) -> asyncio.Task[Embedded]:
-        ids: list[TokenIds] = list(inputs)
-        request = EmbedRequest(ids, output=output, **fields)
-        timeline = RequestTimeline()
-        timeline.arrived_at = asyncio.get_running_loop().time()
-        return asyncio.ensure_future(self._pipeline.embed(request, 10, timeline, Principal("a")))
+        return self.embed(*inputs, output=output, **fields)
 
     def rows(self, output: Output, border: int, *ids: int) -> NDArray[np.float32]:
         """What the worker computes for one input: [1 or T, width]."""
@@ -155,26 +107,9 @@ async def served(card: ModelCard, *, rows_per_slot: int = 8, tokenizer: Any = No
     spec = ArenaSpec(num_slots=2, rows_per_slot=rows_per_slot, dim=card.row_dim)
     widths = {output: output.width_of(card) for output in Output}
     async with running_bench(spec=spec, widths=widths) as bench:
-        who = Incarnation(0, 1)
-        fd = create_arena(spec)
-        supervisor, theirs = Channel.pair()
-
-        def live() -> None:
-            with connected([bench.address_fd], who) as sockets:
-                Loop(sockets, theirs, FaultyEngine(card), map_arena(fd, spec, writable=True), spec, card).run()
-
-        thread = threading.Thread(target=live)
-        thread.start()
-        try:
-            bench.dispatcher.worker_up(who, map_arena(fd, spec, writable=False)[0], {})
+        with live_worker(bench, FaultyEngine(card), card):
             yield Served(bench, card, tokenizer)
             assert bench.stuck == []
-        finally:
-            supervisor.close()
-            await asyncio.to_thread(thread.join, DEADLINE_S)
-            theirs.close()
-            os.close(fd)
-            assert not thread.is_alive()
 
 
 def collector_of(embedded: Embedded) -> Any:
@@ -202,11 +137,11 @@ async def test_identical_pairs_are_computed_once_and_no_others():
         assert model.bench.shared_metrics.total(Counter.COALESCED) == 4
 
 
-@pytest.mark.parametrize("floats_per_turn", [1, 5000, delivery._FLOATS_PER_TURN])
+@pytest.mark.parametrize("floats_per_turn", [1, 5000, delivery.FLOATS_PER_TURN])
 @pytest.mark.parametrize("rows_per_slot", [3, 8])
 async def test_sparse_vectors_span_rows_and_come_whole(rows_per_slot: int, floats_per_turn: int, monkeypatch):
     """Three rows each, of 1,024 floats: one or two in a batch."""
-    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    monkeypatch.setattr(delivery, "FLOATS_PER_TURN", floats_per_turn)
     inputs = [[0, n, n + 1] for n in range(20, 29)]
     async with served(SPARSE, rows_per_slot=rows_per_slot) as model:
         first, second = model.ask(Output.SPARSE, *inputs[:5]), model.ask(Output.SPARSE, *inputs[5:])
@@ -230,18 +165,10 @@ async def test_a_sparse_vector_that_is_not_finite_fails_its_own_request_only():
         assert len(collector_of(await well).vectors) == 2
 
 
-async def test_a_score_that_is_not_finite_fails_its_own_request_only():
-    async with served(CLASSIFIER) as model:
-        sick, well = model.ask(Output.SCORES, [0, 1], [0, BAD]), model.ask(Output.SCORES, [0, 2])
-        with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
-            await sick
-        assert np.array_equal(collector_of(await well).logits, model.rows(Output.SCORES, 0, 2))
-
-
-@pytest.mark.parametrize("floats_per_turn", [1, 20, delivery._FLOATS_PER_TURN])
+@pytest.mark.parametrize("floats_per_turn", [1, 20, delivery.FLOATS_PER_TURN])
 async def test_all_outputs_of_a_model_with_three_kinds_go_in_one_batch(floats_per_turn: int, monkeypatch):
     """Its rows are wider than its vectors, of which the first floats alone are delivered."""
-    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    monkeypatch.setattr(delivery, "FLOATS_PER_TURN", floats_per_turn)
     inputs = [[0, 0, 11, 12, 11, 2], [2, 0, 15, 2]]
     outputs = (Output.HYBRID, Output.VECTORS, Output.TOKEN_VECTORS, Output.LEXICAL)
     async with served(HYBRID, rows_per_slot=32) as model:
@@ -269,19 +196,12 @@ async def test_all_outputs_of_a_model_with_three_kinds_go_in_one_batch(floats_pe
         assert vectors.token_ids == ()
 
 
-async def test_vectors_alone_are_cut_to_their_length():
-    async with served(HYBRID) as model:
-        embedded = await model.ask(Output.VECTORS, [0, 1, 2], [0, 3], forms=(MATRIX,))
-        expected = np.vstack([model.rows(Output.VECTORS, 0, *ids) for ids in ((1, 2), (3,))])
-        assert np.array_equal(collector_of(embedded).rows, expected)
-
-
 @pytest.mark.parametrize(
     ("card", "output", "dropped"),
     [(TOKEN_CLASSIFIER, Output.TOKEN_SCORES, ()), (MULTI_VECTOR, Output.TOKEN_VECTORS, (5, 9))],
 )
 async def test_rows_of_tokens_come_as_matrices(card: ModelCard, output: Output, dropped: tuple[int, ...], monkeypatch):
-    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", 2 * card.row_dim)
+    monkeypatch.setattr(delivery, "FLOATS_PER_TURN", 2 * card.row_dim)
     inputs = [[3, 1, 5, 7, 5, 9], [0, 4], [1, 2, 3]]
     async with served(card) as model:
         embedded = await model.ask(output, *inputs)
@@ -307,8 +227,8 @@ async def test_scores_and_sparse_vectors_have_no_mean(card: ModelCard, output: O
 async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
     card: ModelCard, output: Output, num_floats: int, monkeypatch
 ):
-    monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", num_floats)
-    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * (2 * num_floats - 1))
+    monkeypatch.setattr(pipeline, "MAX_TOKEN_FLOATS", num_floats)
+    monkeypatch.setattr(pipeline, "MAX_RUNNING_TOKEN_FLOATS", 2 * (2 * num_floats - 1))
     async with served(card, rows_per_slot=16) as model:
         await model.ask(output, [0, 1, 2, 3], [0, 4, 5])
         with pytest.raises(BadRequest, match=r"have 6 tokens or more: .* at most 5 in a request"):
@@ -321,8 +241,8 @@ async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
 
 async def test_one_input_may_have_more_floats_than_several(monkeypatch):
     """8,192 tokens of BGE-M3 have 1,025 floats each, more than 8 Mi: its longest text is served all the same."""
-    monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", 5 * 7)
-    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 2 * 5 * 7)
+    monkeypatch.setattr(pipeline, "MAX_TOKEN_FLOATS", 5 * 7)
+    monkeypatch.setattr(pipeline, "MAX_RUNNING_TOKEN_FLOATS", 2 * 5 * 7)
     async with served(HYBRID, rows_per_slot=16) as model:
         longest = [0, *range(1, 13)]
         embedded = await model.ask(Output.HYBRID, longest)
@@ -357,14 +277,14 @@ def expected_scores(model: Served, queries: list[list[int]], documents: list[lis
 
 def allow(monkeypatch, *, num_tokens: int) -> None:
     """Of one request, and of two of a caller at a time."""
-    monkeypatch.setattr(pipeline, "_MAX_TOKEN_FLOATS", num_tokens * MULTI_VECTOR.token_dim)
-    monkeypatch.setattr(pipeline, "_MAX_RUNNING_TOKEN_FLOATS", 4 * num_tokens * MULTI_VECTOR.token_dim)
+    monkeypatch.setattr(pipeline, "MAX_TOKEN_FLOATS", num_tokens * MULTI_VECTOR.token_dim)
+    monkeypatch.setattr(pipeline, "MAX_RUNNING_TOKEN_FLOATS", 4 * num_tokens * MULTI_VECTOR.token_dim)
 
 
-@pytest.mark.parametrize("floats_per_turn", [1, 20, delivery._FLOATS_PER_TURN])
+@pytest.mark.parametrize("floats_per_turn", [1, 20, delivery.FLOATS_PER_TURN])
 async def test_documents_of_any_number_are_scored_in_the_memory_of_their_query(floats_per_turn: int, monkeypatch):
     """No more of them wait for a worker than may be kept, until the query's rows have come."""
-    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    monkeypatch.setattr(delivery, "FLOATS_PER_TURN", floats_per_turn)
     allow(monkeypatch, num_tokens=20)
     kept, reserved = [], []
     put_tokens = MaxSimRows.put_tokens
@@ -372,7 +292,7 @@ async def test_documents_of_any_number_are_scored_in_the_memory_of_their_query(f
     def noting(collector: MaxSimRows, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         put_tokens(collector, index, rows, num_left)
         kept.append(collector.num_floats)
-        reserved.append(model._pipeline.token_room.num)
+        reserved.append(model.pipeline.token_room.num)
 
     monkeypatch.setattr(MaxSimRows, "put_tokens", noting)
     async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
@@ -418,11 +338,11 @@ async def test_as_many_queries_as_documents_are_scored_in_pairs(monkeypatch):
             await model.ask(Output.TOKEN_VECTORS, *queries, *queries[:5], *MANY[:17], **ranking(17))
 
 
-@pytest.mark.parametrize("floats_per_turn", [1, delivery._FLOATS_PER_TURN])
+@pytest.mark.parametrize("floats_per_turn", [1, delivery.FLOATS_PER_TURN])
 async def test_documents_for_a_long_query_are_compared_in_a_thread_when_there_is_no_room(
     floats_per_turn: int, monkeypatch
 ):
-    monkeypatch.setattr(delivery, "_FLOATS_PER_TURN", floats_per_turn)
+    monkeypatch.setattr(delivery, "FLOATS_PER_TURN", floats_per_turn)
     allow(monkeypatch, num_tokens=30)
     for module in (pipeline, max_sim):
         monkeypatch.setattr(module, "MAX_SHORT_QUERY", 2)
@@ -478,12 +398,61 @@ async def test_a_document_whose_worker_dies_is_counted_once(monkeypatch):
         assert scores == pytest.approx(expected_scores(model, [QUERIES[1]] * 6, documents), abs=1e-6)
 
 
-# --- borders ----------------------------------------------------------------------------------------------------
+# --- queries of a sparse model with static weights, which need no worker's rows -----------------------------------
+
+WEIGHTS = {"hello": 2.5, "world": 1.25, "the": 0.25, "[CLS]": 9.0, "[SEP]": 9.0}
 
 
-async def test_dense_vectors_of_bordered_sequences_depend_on_the_border():
-    async with served(DENSE) as model:
-        inputs = [[0, 1, 2, 3], [1, 1, 2, 3]]
-        embedded = await model.ask(Output.VECTORS, *inputs, forms=(MATRIX,))
-        expected = np.vstack([model.rows(Output.VECTORS, *each) for each in inputs])
-        assert np.array_equal(collector_of(embedded).rows, expected)
+class Weighed(Piped):
+    """The bundled model's tokenizer, as that of a sparse model, in front of a worker that is never asked."""
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        (folder / "idf.json").write_text(json.dumps(WEIGHTS))
+        card = planned_config().card
+        head = SparseHead((), query_weights="idf.json")
+        card = replace(card, capabilities=("sparse",), dim=card.vocab_size, sparse=head, folder=str(folder))
+        self.tokenizer = Tokenizer(card, 64, "auto")
+        weights = read_query_weights(card, self.tokenizer.id_of)
+        super().__init__(bench, self.tokenizer, card=card, options={"query_weights": weights})
+
+    async def ask(self, *inputs: Any, role: Role | None = Role.QUERY, **fields: Any) -> Embedded:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.embed(*inputs, output=Output.SPARSE, tokenizing=Tokenizing(role=role), **fields)
+
+    def expected(self, *words: str) -> dict[int, float]:
+        return {self.id_of(word): WEIGHTS[word] for word in words}
+
+    def id_of(self, word: str) -> int:
+        found = self.tokenizer.id_of(word)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def weighed(bench: Bench, tmp_path: Path) -> Weighed:
+    return Weighed(bench, tmp_path)
+
+
+def vectors_of(embedded: Embedded) -> list[dict[int, float]]:
+    [rows] = embedded.collectors
+    assert isinstance(rows, SparseRows)
+    assert all((np.diff(indices) > 0).all() for indices, _ in rows.vectors)
+    return [dict(zip(indices.tolist(), weights.tolist(), strict=True)) for indices, weights in rows.vectors]
+
+
+@pytest.mark.parametrize("num_copies", [1, 3000], ids=["at once", "in runs"])
+async def test_a_query_needs_no_worker(num_copies, weighed):
+    embedded = await weighed.ask(*["Hello, hello the world", "nothing of that", "", "hello [SEP]"] * num_copies)
+    expected = [weighed.expected("hello", "the", "world"), {}, {}, weighed.expected("hello", "[SEP]")]
+    assert vectors_of(embedded) == expected * num_copies
+    assert embedded.num_tokens > 0
+
+
+@pytest.mark.parametrize("role", [None, Role.DOCUMENT])
+async def test_documents_wait_for_a_worker(role, weighed):
+    asking = asyncio.ensure_future(weighed.ask("hello the world", role=role))
+    while not weighed.bench.policy.queued_tokens:
+        await asyncio.sleep(0)
+        assert not asking.done()
+    asking.cancel()
+    await asyncio.wait([asking])

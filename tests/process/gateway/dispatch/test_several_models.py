@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, Worker, running_bench
-from vecd.gateway.admission.admission import Admission
+from vecd.gateway.request import Priority
+from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
-from vecd.gateway.telemetry.shared_metrics import SharedMetrics
-from vecd.gateway.types.request import Priority
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.control import THREAD_CHOICES
 from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec
 from vecd.shm.wire import Batch, Done
@@ -103,54 +103,6 @@ async def test_a_worker_on_a_gpu_needs_no_core():
         assert cores.leased == 0
 
 
-async def test_an_interactive_request_does_not_wait_for_the_bulk_of_another_model():
-    async with two_models(num_cores=1, num_workers=1) as (_, first, other):
-        bulk = [first.request(n, length=16, priority=Priority.BULK) for n in range(1, 4)]
-        batch = await receive_any(first)
-        await asyncio.sleep(QUIET_S)
-        # One more was sent ahead before anything else waited.
-        urgent = [other.request(n, length=16, priority=Priority.INTERACTIVE) for n in (7, 8)]
-        await nothing_comes(other)
-        answer(*batch)
-        answer(*await receive_any(first))
-        for _ in urgent:
-            answer(*await receive_any(other))
-        await asyncio.gather(*(request.finished for request in urgent))
-        assert not bulk[2].finished.done()
-        answer(*await receive_any(first))
-        await asyncio.gather(*(request.finished for request in bulk))
-
-
-async def test_nothing_is_sent_ahead_while_another_model_waits_for_the_core():
-    async with two_models(num_cores=1, num_workers=1) as (_, first, other):
-        requests = [first.request(1, length=16), other.request(2, length=16)]
-        batch = await receive_any(first)
-        requests.append(first.request(3, length=16))
-        await nothing_comes(first)
-        answer(*batch)
-        for bench in (other, first):
-            answer(*await receive_any(bench))
-        await asyncio.gather(*(request.finished for request in requests))
-
-
-async def test_short_requests_of_one_model_make_the_batches_of_another_short():
-    """Which shows by that none of them is sent ahead."""
-    async with two_models(num_workers=1) as (_, first, other):
-        request = other.request(*range(1, 41), length=16)
-        for _ in range(20):  # more than its first turn
-            answer(*await receive_any(other))
-        batches = [await receive_any(other), await receive_any(other)]
-        short = first.request(1)
-        answer(*await receive_any(first))
-        await short.finished
-        for each in batches:
-            answer(*each)
-        batch = await receive_any(other)
-        await nothing_comes(other)
-        answer(*batch)
-        request.abandon()
-
-
 async def test_models_take_turns_by_what_was_measured():
     """The first one's batches take three times as long as the other's, of the same number of tokens."""
     async with two_models(num_cores=1, num_workers=1) as (_, first, other):
@@ -164,18 +116,6 @@ async def test_models_take_turns_by_what_was_measured():
         del requests
 
 
-async def test_a_weight_is_worth_its_part_of_the_batches():
-    async with two_models(num_cores=1, num_workers=1, weight=3.0) as (_, first, other):
-        requests = [bench.request(n, length=16) for bench in (first, other) for n in range(1, 31)]
-        num_of_other = 0
-        for _ in range(24):
-            worker, batch = await receive_any(first, other)
-            num_of_other += worker in other.workers
-            answer(worker, batch, compute_s=0.01)
-        assert 16 <= num_of_other <= 20
-        del requests
-
-
 async def test_the_core_of_a_dead_worker_goes_to_the_other_model():
     async with two_models(num_cores=1, num_workers=1) as (cores, first, other):
         lost, waiting = first.request(1), other.request(2)
@@ -186,23 +126,6 @@ async def test_the_core_of_a_dead_worker_goes_to_the_other_model():
         await waiting.finished
         assert cores.leased == 0
         lost.abandon()
-
-
-async def test_the_cores_of_a_model_that_is_stopped_go_to_the_other_one():
-    cores = Cores(1)
-    async with running_bench(cores=cores, service=ServiceKey(2, 1)) as other:
-        other.add_worker(1)
-        await other.all_connected()
-        async with running_bench(cores=cores, service=ServiceKey(1, 0)) as first:
-            first.add_worker(0)
-            await first.all_connected()
-            first.request(1)
-            await receive_any(first)
-            waiting = other.request(2)
-            await nothing_comes(other)
-        answer(*await receive_any(other))
-        await waiting.finished
-        assert cores.leased == 0
 
 
 async def test_a_lone_batch_gets_all_cores_and_the_other_model_waits_for_them():
@@ -265,9 +188,3 @@ async def test_speed_is_estimated_with_the_cores_that_the_other_model_leaves():
         answer(*batch)
         await requests[0].finished
         assert first.dispatcher.tokens_per_s == alone
-
-
-async def test_the_speed_of_workers_on_a_gpu_does_not_go_by_cores():
-    async with two_models(num_cores=1, num_workers=2, weight=None) as (_, _, other):
-        link = other.dispatcher.links[0]
-        assert other.dispatcher.tokens_per_s == pytest.approx(2 * link.cost_model.tokens_per_s)

@@ -1,4 +1,4 @@
-"""`vecd.gateway.http.server` and `vecd.gateway.http.connection`: real sockets, with TLS and without, and a transport
+"""`vecd.gateway.http.listeners` and `vecd.gateway.http.connection`: real sockets, with TLS and without, and a transport
 that only records."""
 
 import asyncio
@@ -31,13 +31,11 @@ from tests.support.tinyserver import (
     serving,
     until,
 )
-from vecd.gateway.http.connection import Connection
-from vecd.gateway.http.contract import Timeouts
-from vecd.gateway.http.forwarded import client_of
+from vecd.gateway.http.connection import Connection, Timeouts
 from vecd.gateway.http.framing import STEPS_PER_READ
-from vecd.gateway.http.http1 import ReadState, _Message
-from vecd.gateway.http.server import Server
-from vecd.gateway.types.messages import HttpRequest, Limits
+from vecd.gateway.http.listeners import Server
+from vecd.gateway.http.reader import IncomingRequest, ReadState
+from vecd.gateway.request import HttpRequest, Limits
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +49,6 @@ def sock(request: pytest.FixtureRequest, tmp_path: Path) -> Listening:
     made = listening(tmp_path / "s" if request.param == "unix" else None)
     if request.param == "tls":
         made.certificate = request.getfixturevalue("certificate")
-    return made
-
-
-@pytest.fixture
-def tls(certificate: Certificate) -> Listening:
-    made = listening()
-    made.certificate = certificate
     return made
 
 
@@ -75,16 +66,6 @@ async def test_a_connection_takes_one_request_after_the_other(sock):
         assert model_info.server.num_connections == 1
 
 
-async def test_a_request_may_come_byte_by_byte_and_in_chunks():
-    async with serving() as model_info:
-        client = await model_info.connect()
-        data = get("/echo", "Transfer-Encoding: chunked", method="POST") + b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
-        for byte in data:
-            client.send(bytes([byte]))
-            await asyncio.sleep(0)
-        assert (await client.answer()).body == b"hello"
-
-
 async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
     async with serving() as model_info:
         client = await model_info.connect()
@@ -97,32 +78,16 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         assert [(await client.answer()).body for _ in range(3)] == [b"/wait", b"2", b"/3"]
 
 
-async def test_http_1_0():
+@pytest.mark.parametrize("last", [get("/b", version="1.0"), get("/b", "Connection: close")])
+async def test_a_connection_lasts_as_long_as_its_client_says(last):
     async with serving() as model_info:
         client = await model_info.connect()
         answer = await client.ask(get("/a", "Connection: keep-alive", version="1.0"))
         assert answer.headers["connection"] == "keep-alive"
-        answer = await client.ask(get("/b", version="1.0"))
+        answer = await client.ask(last + get("/c"))
         assert answer.headers["connection"] == "close"
         assert await client.rest() == b""
-
-
-async def test_connection_close_is_heeded():
-    async with serving() as model_info:
-        client = await model_info.connect()
-        answer = await client.ask(get("/a", "Connection: close") + get("/b"))
-        assert answer.headers["connection"] == "close"
-        assert await client.rest() == b""
-        assert model_info.app.handled == ["/a"]
-
-
-async def test_head_has_no_body():
-    async with serving() as model_info:
-        client = await model_info.connect()
-        client.send(get("/12345", method="HEAD") + get("/next"))
-        _, headers = await client.head()
-        assert headers["content-length"] == "6"
-        assert (await client.answer()).body == b"/next"
+        assert model_info.app.handled == ["/a", "/b"]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
@@ -138,14 +103,6 @@ async def test_a_large_answer_in_pieces_arrives_whole(sock, method):
         assert (await client.answer()).body == b"/next"
 
 
-async def test_a_large_answer_arrives_whole():
-    async with serving() as model_info:
-        client = await model_info.connect()
-        client.send(get("/large") + get("/next"))
-        assert (await client.answer()).body == b"x" * 30_000_000
-        assert (await client.answer()).body == b"/next"
-
-
 # --- the body is outstanding ---------------------------------------------------------------------------------------
 
 
@@ -156,20 +113,6 @@ async def test_expect_100_continue():
         assert await client.head() == (100, {})
         assert model_info.app.checked == ["/echo"]
         assert (await client.ask(b"hello")).body == b"hello"
-
-
-async def test_no_interim_answer_to_http_1_0_nor_unasked():
-    async with serving() as model_info:
-        for data in (
-            post("/echo", "Expect: 100-continue", body=b"hello", version="1.0"),
-            post("/echo", body=b"hello"),
-            post("/echo", "Expect: 100-continue", body=b""),
-        ):
-            client = await model_info.connect()
-            client.send(data[:-5])
-            await asyncio.sleep(0)
-            client.send(data[-5:])
-            assert (await client.answer()).status == 200
 
 
 @pytest.mark.parametrize("expect", [(), ("Expect: 100-continue",)])
@@ -235,7 +178,7 @@ async def test_what_a_refused_request_had_in_hand_is_freed_at_once():
 
 async def test_a_body_that_was_broken_off_is_freed_at_once():
     def num_messages() -> int:
-        return sum(type(thing) is _Message for thing in gc.get_objects())
+        return sum(type(thing) is IncomingRequest for thing in gc.get_objects())
 
     with no_collector():
         async with serving() as model_info:
@@ -299,10 +242,10 @@ async def test_a_refused_head_request_has_no_body():
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-async def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
+async def test_a_client_that_leaves_cancels_its_requests(sock, how, caplog):
     async with serving(sock) as model_info:
         client = await model_info.connect()
-        client.send(get("/wait"))
+        client.send(get("/wait") + get("/2") * (5 if how == "reset" else 0))
         await model_info.app.started.wait()
         if how == "reset":
             client.reset()
@@ -313,18 +256,8 @@ async def test_a_client_that_leaves_cancels_its_request(sock, how, caplog):
         await model_info.app.cancelled.wait()
         await until(lambda: model_info.server.num_connections == 0)
         assert model_info.server.num_requests_in_flight == 0
-    assert caplog.records == []
-
-
-async def test_a_client_that_leaves_with_requests_waiting_cancels_all():
-    async with serving() as model_info:
-        client = await model_info.connect()
-        client.send(get("/wait") + get("/2") * 5)
-        await model_info.app.started.wait()
-        client.reset()
-        await model_info.app.cancelled.wait()
-        await until(lambda: model_info.server.num_connections == 0)
         assert model_info.app.handled == ["/wait"]
+    assert caplog.records == []
 
 
 async def test_a_client_that_only_shut_down_its_half_is_answered(sock):
@@ -394,48 +327,26 @@ SOON = {"sweep_s": 0.01}
 
 
 @pytest.mark.parametrize(
-    ("data", "timeouts", "what", "path"),
+    ("begin", "seconds", "what"),
     [
-        (b"G", only(head_s=0.05, **SOON), b"head", "None"),
-        (get("/a")[:-2], only(head_s=0.05, **SOON), b"head", "None"),
-        (get("/first") + get("/a")[:-2], only(head_s=0.05, **SOON), b"head", "None"),
-        (post("/a", body=b"hello")[:-1], only(body_s=0.05, **SOON), b"body", "/a"),
+        (b"GET / HTTP/1.1\r\nX: ", 10, b"head"),
+        (get("/a", "Content-Length: 500", method="POST"), 60, b"body"),
     ],
 )
-async def test_a_request_that_is_not_complete_in_time(data, timeouts, what, path):
-    async with serving(timeouts=timeouts) as model_info:
-        client = await model_info.connect()
-        client.send(data)
-        if data.startswith(b"GET /first"):
-            assert (await client.answer()).status == 200
-        answer = await client.answer()
-        assert (answer.status, answer.headers["connection"]) == (408, "close")
-        assert what in answer.body
-        assert answer.headers["x-path"] == path
-        assert await client.rest() == b""
-
-
-async def test_dripping_bytes_does_not_extend_the_deadline():
-    async with serving(timeouts=only(head_s=0.05, **SOON)) as model_info:
-        client = await model_info.connect()
-        client.send(b"GET / HTTP/1.1\r\nX: ")
-        answered = asyncio.ensure_future(client.answer())
-        while not answered.done():
-            client.send(b"a")
-            await asyncio.sleep(0.005)
-        assert (await answered).status == 408
-
-
-async def test_a_body_that_drips_is_cut_off():
+async def test_what_drips_is_cut_off(begin, seconds, what):
     async with recording() as recorded:
-        recorded.connection.data_received(get("/a", "Content-Length: 500", method="POST"))
-        for _ in range(59):
+        recorded.connection.data_received(begin)
+        for _ in range(seconds - 1):
             recorded.connection.data_received(b"x")
             recorded.pass_time(1)
         assert recorded.transport.sent == b""
         recorded.connection.data_received(b"x")
         recorded.pass_time(1.1)
-        assert recorded.transport.sent.startswith(b"HTTP/1.1 408 ")
+        head, _, body = recorded.transport.sent.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"\r\nconnection: close" in head
+        assert (b"x-path: /a" in head) == (what == b"body")
+        assert what in body
         assert recorded.server.arriving.num_bytes == 0
 
 
@@ -449,44 +360,24 @@ async def test_a_large_body_that_comes_fast_has_longer():
         assert recorded.transport.sent.startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("data", [b"", b"\r\n", get("/a")])
-async def test_an_idle_connection_is_closed_without_a_word(data):
-    async with serving(timeouts=only(idle_s=0.05, **SOON)) as model_info:
-        client = await model_info.connect()
-        client.send(data)
-        if data == get("/a"):
-            assert (await client.answer()).status == 200
-        assert await client.rest() == b""
-
-
-async def test_a_slow_handler_has_no_deadline_here():
-    clock = Clock()
-    async with serving(timeouts=only(head_s=1, body_s=1, idle_s=1, linger_s=1), clock=clock) as model_info:
-        client = await model_info.connect()
-        client.send(get("/wait"))
-        await model_info.app.started.wait()
-        clock.now += 1000
-        model_info.server.sweep()
-        model_info.app.release.set()
-        assert (await client.answer()).status == 200
-
-
+@pytest.mark.parametrize("sock", ["tcp", "tls"], indirect=True)
 @pytest.mark.parametrize("path", ["/large", "/pieces"])
-async def test_a_client_that_does_not_read_is_cut_off(path):
-    async with serving(timeouts=only(write_s=0.05, **SOON)) as model_info:
-        sock = socket.create_connection(model_info.address())
-        with sock:
-            sock.send(get(path))
-            await until(lambda: model_info.app.handled == [path])
-            await until(lambda: model_info.server.num_connections == 0)
-            # Megabytes that a kernel has of it are dropped, too, and not kept until the client takes them.
-            poll = select.poll()
-            poll.register(sock, 0)
-            await until(lambda: bool(poll.poll(0)))
+async def test_a_client_that_does_not_read_is_cut_off(sock, path):
+    async with serving(sock, timeouts=only(write_s=0.2, **SOON)) as model_info:
+        client = await model_info.connect()
+        client.send(get(path) + get("/never"))
+        await until(lambda: model_info.app.handled == [path])
+        await until(lambda: model_info.server.num_connections == 0)
+        # Megabytes that a kernel has of it are dropped, too, and not kept until the client takes them.
+        poll = select.poll()
+        poll.register(client.writer.get_extra_info("socket").fileno(), 0)
+        await until(lambda: bool(poll.poll(0)))
+        assert model_info.app.handled == [path]
 
 
-async def test_too_many_connections_are_told_so(caplog):
-    async with serving(max_connections=2) as model_info:
+@pytest.mark.parametrize("sock", ["tcp", "tls"], indirect=True)
+async def test_too_many_connections_are_told_so(sock, caplog):
+    async with serving(sock, max_connections=2) as model_info:
         first, second = await model_info.connect(), await model_info.connect()
         assert (await first.ask(get("/a"))).status == 200
         assert (await second.ask(get("/a"))).status == 200
@@ -506,40 +397,6 @@ async def test_too_many_connections_are_told_so(caplog):
     assert "1 connections refused" in record.getMessage()
 
 
-async def test_one_connection_too_many_is_told_so_though_it_says_nothing():
-    async with serving(max_connections=0, timeouts=only(linger_s=0.05, **SOON)) as model_info:
-        assert (await (await model_info.connect()).answer()).status == 503
-
-
-@pytest.mark.parametrize(
-    ("peername", "client"),
-    [
-        (("192.0.2.1", 5), "192.0.2.1"),
-        (("::ffff:192.0.2.1", 5, 0, 0), "192.0.2.1"),
-        (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::/64"),
-        (("2001:db8:1:2:ffff::", 5, 0, 0), "2001:db8:1:2::/64"),
-        (("fe80::1:2%eth0", 5, 0, 2), "fe80::/64"),
-        (("::1", 5, 0, 0), "::/64"),
-        ("", ""),
-        ("/run/socket", ""),
-        (b"\0abstract", ""),
-        (None, ""),
-    ],
-)
-def test_who_is_at_the_other_end(peername, client):
-    assert client_of(peername) == client
-
-
-async def test_a_request_says_whose_it_is(sock):
-    async with serving(sock) as model_info:
-        client = await model_info.connect()
-        expected = b" False" if sock.sock.family == socket.AF_UNIX else b"127.0.0.1 False"
-        assert (await client.ask(get("/who"))).body == expected
-        client.send(post("/who", body=b"hello")[:-1])
-        await until(lambda: model_info.app.checked == ["/who"])
-        assert (await client.ask(b"o")).body == expected
-
-
 async def test_connections_from_one_address_are_limited(caplog):
     async with serving(max_connections_per_address=2) as model_info:
         first, second = await model_info.connect(), await model_info.connect()
@@ -555,7 +412,7 @@ async def test_connections_from_one_address_are_limited(caplog):
         second.close()
         await until(lambda: model_info.server.num_connections == 2)
         assert (await (await model_info.connect()).ask(get("/b"))).status == 200
-    assert not model_info.server._num_of_address
+    assert not model_info.server.num_of_address
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "1 connections refused, 1 of them because their address has 2" in record.getMessage()
 
@@ -625,25 +482,6 @@ async def test_who_holds_most_makes_room_for_who_comes_later(num_addresses):
         assert model_info.server.arriving.num_bytes == sum((each - n) * KIB for n in range(1, num_addresses))
 
 
-async def test_without_addresses_one_connection_may_hold_all_and_makes_room(tmp_path):
-    async with serving(listening(tmp_path / "s"), max_arriving_bytes=600 * KIB) as model_info:
-        silent = await hold(model_info, 599 * KIB)
-        client = await model_info.connect()
-        client.send(half_post(100 * KIB, 101 * KIB))
-        assert (await silent.answer()).status == 429
-        assert (await client.ask(bytes(KIB))).status == 200
-
-
-async def test_what_has_arrived_is_counted_until_it_is_complete():
-    async with serving() as model_info:
-        client = await hold(model_info, 100 * KIB, 200 * KIB)
-        client.send(bytes(50 * KIB))
-        await until(lambda: model_info.server.arriving.num_bytes == 150 * KIB)
-        assert (await client.ask(bytes(50 * KIB) + get("/next"))).status == 200
-        assert model_info.server.arriving.num_bytes == 0
-        assert (await client.answer()).status == 200
-
-
 @pytest.mark.parametrize("how", ["reset", "half closed", "too late", "refused", "answered early", "drained"])
 async def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_rest(how):
     timeouts = only(body_s=0.5 if how == "too late" else 1e6, sweep_s=0.01)
@@ -670,16 +508,6 @@ async def test_what_has_arrived_is_no_longer_counted_when_nobody_waits_for_the_r
         await until(lambda: model_info.server.arriving.num_bytes == 0)
 
 
-async def test_uploads_that_come_fast_are_never_cut(sock):
-    async with serving(sock, limits=Limits(max_body_bytes=64 * 2**20), timeouts=Timeouts()) as model_info:
-        client = await model_info.connect()
-        client.send(get("/len", f"Content-Length: {64 * 2**20}", method="POST"))
-        for _ in range(64):
-            client.send(bytes(2**20))
-            await client.writer.drain()
-        assert (await client.answer()).body == b"%d" % (64 * 2**20)
-
-
 def ask_without_reading(model_info: ModelInfo, path: str) -> socket.socket:
     """A client whose kernel takes next to nothing of the answer."""
     sock = socket.socket()
@@ -687,23 +515,6 @@ def ask_without_reading(model_info: ModelInfo, path: str) -> socket.socket:
     sock.connect(model_info.address())
     sock.sendall(get(path))
     return sock
-
-
-async def test_answers_that_nobody_takes_are_limited_in_all(caplog):
-    def told() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-    async with serving(max_unsent_bytes=40_000_000) as model_info:
-        reading = await model_info.connect()
-        silent = [ask_without_reading(model_info, "/large") for _ in range(4)]
-        await until(lambda: sum(int(line.split()[0]) for line in told()) == 3)  # one may stay
-        await until(lambda: model_info.server.num_connections == 2)
-        assert (await reading.ask(get("/a"))).status == 200
-        assert model_info.server.num_connections == 2
-        for sock in silent:
-            sock.close()
-    assert any("read nothing of their responses" in line and "at most 40000000 are held" in line for line in told())
-    assert sum(int(line.split()[0]) for line in told()) == 3
 
 
 async def test_who_reads_nothing_keeps_responses_from_being_made_and_others_only_for_a_moment():
@@ -744,7 +555,7 @@ async def test_requests_that_wait_for_room_are_held_as_bodies_are():
 
 async def test_memory_goes_back_once_after_much_of_it_was_used(monkeypatch):
     given_back: list[bool] = []
-    monkeypatch.setattr("vecd.gateway.http.server.return_free_memory", lambda: given_back.append(True))
+    monkeypatch.setattr("vecd.gateway.http.listeners.return_free_memory", lambda: given_back.append(True))
     async with recording() as recorded:
         for num_bytes, num_times in ((60 * KIB * KIB, 0), (70 * KIB * KIB, 1)):
             recorded.server.unsent.count(recorded.connection, num_bytes)
@@ -757,25 +568,9 @@ async def test_memory_goes_back_once_after_much_of_it_was_used(monkeypatch):
 # --- other limits ---------------------------------------------------------------------------------------------------
 
 
-async def test_open_connections_go_by_changed_limits_from_their_next_request_on():
-    async with serving(limits=Limits(max_body_bytes=100)) as model_info:
-        first, second = await model_info.connect(), await model_info.connect()
-        assert (await first.ask(post("/len", body=bytes(100)))).status == 200
-        second.send(half_post(99, 100))
-        await until(lambda: model_info.server.arriving.num_bytes == 99)
-        model_info.server.change_limits(Limits(max_body_bytes=200), 100)
-        assert (await first.ask(post("/len", body=bytes(200)))).status == 200
-        model_info.server.change_limits(Limits(max_body_bytes=50), 100)
-        assert (await second.ask(bytes(1))).status == 200, "it had begun"
-        assert (await first.ask(post("/len", body=bytes(51)))).status == 413
-        assert (await second.ask(post("/len", body=bytes(51)))).status == 413
-        third = await model_info.connect()
-        assert (await third.ask(post("/len", body=bytes(50)))).status == 200
-
-
-async def test_connections_may_become_more_and_fewer():
+async def test_changed_limits_are_for_open_connections_too():
     async with serving(max_connections=1) as model_info:
-        limits = model_info.server.limits
+        limits = Limits(max_body_bytes=50)
         first = await model_info.connect()
         assert (await first.ask(get("/a"))).status == 200
         assert (await (await model_info.connect()).ask(get("/a"))).status == 503
@@ -785,7 +580,8 @@ async def test_connections_may_become_more_and_fewer():
         assert (await (await model_info.connect(**by(2))).ask(get("/a"))).status == 200
         model_info.server.change_limits(limits, 1)
         assert model_info.server.max_connections_per_address == 1
-        assert (await first.ask(get("/a"))).status == 200, "it was open before"
+        assert (await first.ask(post("/a", body=bytes(50)))).status == 200, "it was open before"
+        assert (await first.ask(post("/a", body=bytes(51)))).status == 413
         assert (await (await model_info.connect()).ask(get("/a"))).status == 503
 
 
@@ -814,7 +610,7 @@ async def test_the_admin_listener_has_a_limit_of_its_own(tmp_path):
         assert answer.status == 503
         assert b"64 to the admin listener" in answer.body
         admins[0].close()
-        await until(lambda: len(model_info.server._admin_connections) == 63)
+        await until(lambda: len(model_info.server.admin_connections) == 63)
         assert (await (await model_info.connect_admin()).ask(get("/who"))).status == 200
 
 
@@ -943,11 +739,11 @@ async def test_a_request_that_has_arrived_unread_is_not_closed_upon(sock):
     async with serving(sock) as model_info:
         client = await model_info.connect()
         assert (await client.ask(get("/a"))).status == 200
-        [connection] = model_info.server._connections
+        [connection] = model_info.server.connections
         client.send(get("/b"))
         connection.close_if_silent(math.inf)
         assert (await client.answer()).body == b"/b"
-        await until(lambda: connection._reader.state is ReadState.IDLE)
+        await until(lambda: connection.reader.state is ReadState.IDLE)
         connection.close_if_silent(math.inf)
         assert await client.rest() == b""
 
@@ -1092,11 +888,6 @@ async def test_drain_waits_for_cancelled_handlers_to_tidy_up():
         assert model_info.app.tidied_up
 
 
-async def test_drain_without_connections():
-    async with serving() as model_info:
-        assert await model_info.server.drain(DEADLINE_S, grace_s=0) is True
-
-
 # --- log ------------------------------------------------------------------------------------------------------------
 
 
@@ -1201,10 +992,7 @@ class Recorded:
 
 @asynccontextmanager
 async def recording(
-    timeouts: Timeouts | None = None,
-    *,
-    max_body_bytes: int = 1000,
-    max_arriving_bytes: int | None = None,
+    timeouts: Timeouts | None = None, *, max_body_bytes: int = 1000, max_arriving_bytes: int | None = None
 ) -> AsyncIterator[Recorded]:
     app, clock = TinyApp(), Clock()
     server = Server(
@@ -1249,6 +1037,7 @@ async def test_silence_is_measured_from_what_happened_last():
         assert not recorded.transport.is_closed
         recorded.connection.data_received(get("/wait"))
         await recorded.app.started.wait()
+        recorded.pass_time(1000)  # a slow handler has no deadline here
         recorded.connection.close_if_silent(recorded.clock.now)
         assert not recorded.transport.is_closed
         recorded.app.release.set()
@@ -1291,7 +1080,7 @@ async def test_small_chunks_are_read_a_few_in_each_turn_of_the_loop():
     """In order, with the client held back meanwhile, and although it has shut down its half."""
     chunk, num_chunks = b"1;a\r\nx\r\n", 20_000
     async with recording(max_body_bytes=num_chunks) as recorded:
-        transport, reader = recorded.transport, recorded.connection._reader
+        transport, reader = recorded.transport, recorded.connection.reader
         head = get("/len", "Transfer-Encoding: chunked", method="POST")
         recorded.connection.data_received(head + chunk * (num_chunks - 1))
         assert transport.is_reading_paused
@@ -1357,44 +1146,38 @@ async def test_the_next_request_waits_until_the_answer_before_it_is_taken():
 
 def send_large_answer(recorded: Recorded, num_unsent_bytes: int) -> None:
     """As if so much of an answer waited for the client."""
-    recorded.connection._send([bytes(num_unsent_bytes)])
+    recorded.connection.send([bytes(num_unsent_bytes)])
     recorded.transport.num_unsent_bytes = num_unsent_bytes
 
 
-@pytest.mark.parametrize("num_taken_bytes", [1, 16 * 1024 - 1, 16 * 1024])
-async def test_a_slow_reader_has_to_take_16_kib_in_30_s(num_taken_bytes):
+MUCH = 32 * 33 * 100_000
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "steps", "is_aborted"),
+    [
+        pytest.param(320 * 1024, [(16 * 1024, 30)] * 10, False, id="16 KiB in each 30 s"),
+        pytest.param(320 * 1024, [(16 * 1024 - 1, 30)] * 10, True, id="a byte less"),
+        pytest.param(100, [(99, 29.9)], False, id="not all of little, yet"),
+        pytest.param(100, [(99, 29.9), (0, 0.1)], True, id="not all of little"),
+        pytest.param(MUCH, [(MUCH // 32, 30)] * 31, False, id="all of much after 32 periods"),
+        pytest.param(MUCH, [(MUCH // 33, 30)] * 32, True, id="not all of much after 32 periods"),
+    ],
+)
+async def test_how_fast_a_slow_reader_has_to_take_its_answer(num_bytes, steps, is_aborted):
+    """The time begins with the answer, and not when the connection was looked at last, which on a busy machine may have
+    been long before."""
     async with recording() as recorded:
-        send_large_answer(recorded, 320 * 1024)
-        recorded.pass_time(0)
-        for _ in range(10):
-            recorded.transport.num_unsent_bytes -= num_taken_bytes
-            recorded.pass_time(30)
-        assert recorded.transport.is_aborted == (num_taken_bytes < 16 * 1024)
-
-
-async def test_the_time_to_take_an_answer_begins_with_it():
-    """And not when the connection was looked at last, which on a busy machine may have been long before."""
-
-    async with recording() as recorded:
-        recorded.pass_time(0)
+        for num_unsent_bytes in (10, 0):
+            send_large_answer(recorded, num_unsent_bytes)
+            recorded.pass_time(0)
         recorded.clock.now += 25
-        send_large_answer(recorded, 100)
-        recorded.pass_time(5)
-        recorded.pass_time(29.9)
-        assert not recorded.transport.is_aborted
-        recorded.pass_time(0.1)
-        assert recorded.transport.is_aborted
-
-
-async def test_a_slow_reader_of_little_has_to_take_all_of_it():
-    async with recording() as recorded:
-        send_large_answer(recorded, 100)
+        send_large_answer(recorded, num_bytes)
         recorded.pass_time(0)
-        recorded.transport.num_unsent_bytes = 1
-        recorded.pass_time(29.9)
-        assert not recorded.transport.is_aborted
-        recorded.pass_time(0.1)
-        assert recorded.transport.is_aborted
+        for num_taken_bytes, seconds in steps:
+            recorded.transport.num_unsent_bytes -= num_taken_bytes
+            recorded.pass_time(seconds)
+        assert recorded.transport.is_aborted == is_aborted
 
 
 async def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
@@ -1408,7 +1191,7 @@ async def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(ca
             connection.connection_made(transport)
             connections.append((connection, transport))
         for (connection, transport), num_bytes in zip(connections, [900, 300, 500, 400, 300], strict=True):
-            connection._send([bytes(num_bytes)])
+            connection.send([bytes(num_bytes)])
             transport.num_unsent_bytes = num_bytes
         for _ in range(3):
             recorded.pass_time(1)
@@ -1436,17 +1219,6 @@ async def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(ca
     ]
 
 
-@pytest.mark.parametrize("num_periods", [32, 33])
-async def test_a_slow_reader_of_much_has_to_have_taken_all_after_32_periods(num_periods):
-    async with recording() as recorded:
-        send_large_answer(recorded, 32 * 33 * 100_000)
-        recorded.pass_time(0)
-        for _ in range(num_periods - 1):
-            recorded.transport.num_unsent_bytes -= 32 * 33 * 100_000 // num_periods
-            recorded.pass_time(30)
-        assert recorded.transport.is_aborted == (num_periods > 32)
-
-
 async def test_what_a_kernel_holds_for_a_client_counts_as_not_taken():
     """It takes megabytes from us at a time, and the client may read them as slowly as it pleases."""
 
@@ -1454,7 +1226,7 @@ async def test_what_a_kernel_holds_for_a_client_counts_as_not_taken():
         recorded.transport.socket.setblocking(False)
         with suppress(BlockingIOError):
             while True:
-                recorded.connection._num_sent_bytes += recorded.transport.socket.send(bytes(8192))
+                recorded.connection.num_sent_bytes += recorded.transport.socket.send(bytes(8192))
         send_large_answer(recorded, 100_000)
         recorded.pass_time(0)
         for _ in range(5):
@@ -1481,20 +1253,6 @@ async def test_a_client_reads_the_last_answer_as_slowly_as_any_other():
         assert recorded.transport.is_aborted
 
 
-async def test_a_slow_reader_has_its_time_to_close_after_the_last_byte():
-    async with recording() as recorded:
-        recorded.connection.data_received(get("/1", "Connection: close"))
-        await until(lambda: recorded.transport.is_shut_down)
-        recorded.transport.num_unsent_bytes = 1
-        recorded.pass_time(0)
-        recorded.pass_time(29)
-        recorded.transport.num_unsent_bytes = 0
-        recorded.pass_time(2.9)
-        assert not recorded.transport.is_aborted
-        recorded.pass_time(0.2)
-        assert recorded.transport.is_aborted
-
-
 async def test_a_client_that_does_not_close_is_cut_off():
     async with recording() as recorded:
         recorded.pass_time(5)
@@ -1512,14 +1270,6 @@ async def test_a_client_that_was_refused_keeps_its_time_to_read_why_in_a_drain()
         recorded.connection.data_received(b"garbage\r\n\r\n")
         recorded.connection.close_if_silent(recorded.clock.now)
         assert not recorded.transport.is_closed
-
-
-async def test_the_end_of_both_sides_ends_a_connection():
-    async with recording() as recorded:
-        recorded.connection.data_received(get("/1", "Connection: close"))
-        recorded.connection.pause_writing()
-        await until(lambda: recorded.transport.is_shut_down)
-        assert recorded.connection.eof_received() is False
 
 
 async def test_a_refused_client_may_finish_sending_but_not_drip():
@@ -1544,19 +1294,10 @@ async def test_a_refused_client_may_not_send_for_ever():
 
 async def test_the_telling_of_refused_connections_is_bounded():
     async with recording() as recorded:
-        transports = []
-        for _ in range(257):
-            transports.append(RecordingTransport())
-            Connection(recorded.server, asyncio.get_running_loop()).connection_made(transports[-1])
-        assert not any(transport.is_aborted for transport in transports[:-1])
-        assert transports[-1].is_aborted
-
-
-async def test_refused_connections_that_left_are_forgotten():
-    async with recording() as recorded:
-        for _ in range(300):
+        for num_transports in range(300 + 257):
             transport = RecordingTransport()
             connection = Connection(recorded.server, asyncio.get_running_loop())
             connection.connection_made(transport)
-            assert not transport.is_aborted
-            connection.connection_lost(None)
+            assert transport.is_aborted == (num_transports == 300 + 256)
+            if num_transports < 300:  # these leave, and are forgotten
+                connection.connection_lost(None)

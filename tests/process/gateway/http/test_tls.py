@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.certificates import Certificate, encrypt_key, make_certificate
+from vecd.base.failures import ConfigurationError
 from vecd.gateway.http.tls import ServerTls, TlsError, find_problems
-from vecd.launch.base.exit_codes import ConfigurationError
 from vecd.launch.config.plan import check_tls
 
 

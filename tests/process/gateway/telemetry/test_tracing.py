@@ -13,16 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.collector import Collector, Span, collecting
+from tests.support.collector import Collector, Span
 from tests.support.serving import eventually
-from vecd.gateway.api.registry import ENDPOINTS
-from vecd.gateway.telemetry.shared_metrics import GONE
+from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.config import GatewayConfig
+from vecd.gateway.request import BatchShare, Endpoint, HttpRequest, Trace
+from vecd.gateway.telemetry.finished import Tracing, parse_traceparent, start_tracing, trace_of
+from vecd.gateway.telemetry.measures import GONE
 from vecd.gateway.telemetry.spans import MAX_WAITING, SpanSender, traces_url
-from vecd.gateway.telemetry.tracing import Tracing, parse_traceparent, start_tracing, trace_of
-from vecd.gateway.types.config import GatewayConfig
-from vecd.gateway.types.endpoints import Endpoint
-from vecd.gateway.types.messages import HttpRequest
-from vecd.gateway.types.timeline import BatchShare, Trace
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01", f"00-{TRACE_ID}-{PARENT_ID}-00"
@@ -73,9 +71,7 @@ def finish(request: HttpRequest, now: float) -> None:
     [
         (SAMPLED, 1),
         (UNSAMPLED, 0),
-        (f"00-{TRACE_ID}-{PARENT_ID}-03", 3),
         (f"00-{TRACE_ID}-{PARENT_ID}-ff", 3),
-        (f"01-{TRACE_ID}-{PARENT_ID}-01", 1),
         (f"cc-{TRACE_ID}-{PARENT_ID}-01-what-comes-later", 1),
     ],
 )
@@ -93,8 +89,6 @@ def test_a_trace_is_understood(header, flags):
         f"00-{TRACE_ID}-{'0' * 16}-01",
         f"00-{TRACE_ID.upper()}-{PARENT_ID}-01",
         f"00-{TRACE_ID[:-1]}-{PARENT_ID}-01",
-        f"00-{TRACE_ID}-{PARENT_ID}0-01",
-        f"00-{TRACE_ID}-{PARENT_ID}-1",
         f"00-{TRACE_ID}-{PARENT_ID}-0x",
         f"00-{TRACE_ID}-{PARENT_ID}-01-more",
         f"01-{TRACE_ID}-{PARENT_ID}-01more",
@@ -189,7 +183,7 @@ def test_a_request_that_is_refused_by_its_head_is_traced_too():
 
 @pytest.fixture(scope="module")
 def collector():
-    with collecting() as made:
+    with Collector() as made:
         yield made
 
 
@@ -255,11 +249,15 @@ def test_the_spans_of_a_request(sender, collector):
     }  # fmt: skip
 
 
-def test_a_span_has_the_model_that_answered_where_several_are_served(sender, collector):
-    request = traced_request()
-    request.timeline.model = "another"
-    [*_, span] = sent(sender, collector, (200, request))
-    assert span.attributes["gen_ai.request.model"] == "another"
+def test_the_model_that_answered_a_trace_that_begins_here_and_a_state_that_is_not_well_formed(sender, collector):
+    requests = of_another, begun_here, _ = traced_request(), traced_request(), traced_request("=,;what a mess=")
+    of_another.timeline.model = "another"
+    begun_here.timeline.trace = Trace("1" * 32, "", 1)
+    found = sent(sender, collector, *((200, request) for request in requests))
+    first, second, third = (span for span in found if span.kind == SERVER)
+    assert first.attributes["gen_ai.request.model"] == "another"
+    assert (second.trace_id, second.parent_id) == ("1" * 32, "")
+    assert third.state == ""
 
 
 def test_who_sends_them_is_said_by_the_server_and_before_that_by_the_environment(sender, collector, monkeypatch):
@@ -272,14 +270,6 @@ def test_who_sends_them_is_said_by_the_server_and_before_that_by_the_environment
     monkeypatch.setenv("OTEL_SERVICE_NAME", "search")
     [*_, span] = sent(sender_to(collector.url), collector, (200, traced_request()))
     assert span.resource["service.name"] == "search"
-
-
-def test_a_trace_that_begins_here_has_no_parent(sender, collector):
-    request = traced_request()
-    request.timeline.trace = Trace("1" * 32, "", 1)
-    found = sent(sender, collector, (200, request))
-    assert {span.trace_id for span in found} == {"1" * 32}
-    assert found[-1].parent_id == ""
 
 
 def test_failures(sender, collector):
@@ -326,11 +316,6 @@ def test_no_span_has_what_a_caller_wrote(sender, collector):
     assert not [body for body in collector.bodies if b"secret" in body]
 
 
-def test_a_state_that_is_not_well_formed_is_dropped(sender, collector):
-    [*_, span] = sent(sender, collector, (200, traced_request("=,;what a mess=")))
-    assert span.state == ""
-
-
 # --- a collector that is not well -----------------------------------------------------------------------------------
 
 
@@ -346,7 +331,7 @@ def _no_thread_is_left():
 
 
 def test_a_collector_that_is_not_there_costs_spans_and_one_line(caplog):
-    with collecting() as gone:
+    with Collector() as gone:
         url = gone.url
     sender = sender_to(url)
     for _ in range(MAX_WAITING + 500):
@@ -362,7 +347,7 @@ def test_a_collector_that_is_not_there_costs_spans_and_one_line(caplog):
 
 
 def test_a_collector_that_refuses_is_told_of_once_a_minute(caplog):
-    with collecting() as refusing:
+    with Collector() as refusing:
         refusing.status = 400
         sender = sender_to(refusing.url)
         sender.add(200, traced_request(), Trace(TRACE_ID, PARENT_ID, 1), 1.0)
@@ -394,6 +379,6 @@ def test_without_the_packages_nothing_is_kept(monkeypatch, caplog):
     assert "OpenTelemetry cannot be used: ModuleNotFoundError" in caplog.text
 
 
-@pytest.mark.parametrize("url", ["http://x:4318", "http://x:4318/", "http://x:4318/v1/traces", "http://x/otlp"])
+@pytest.mark.parametrize("url", ["http://x/otlp", "http://x/otlp/", "http://x/otlp/v1/traces"])
 def test_where_spans_go(url):
-    assert traces_url(url) == ("http://x/otlp/v1/traces" if "otlp" in url else "http://x:4318/v1/traces")
+    assert traces_url(url) == "http://x/otlp/v1/traces"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from vecd.launch.config.templates import with_pair_template
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.heads import PairTemplate, ScoreHead
-from vecd.shm.llm_reranker_card import known_template
+from vecd.model.card import ModelCard, ModelError
+from vecd.model.score_card import known_template
+from vecd.model.steps import PairTemplate, ScoreHead
 
 QUERY = '{{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}'
 DOCUMENT = QUERY.replace('"query"', '"document"')
@@ -47,12 +47,12 @@ def template_of(card: ModelCard) -> PairTemplate | None:
     return made.score.pair_template
 
 
-def test_the_parts_are_what_stands_around_the_texts(card: Callable[..., ModelCard]) -> None:
+def test_the_parts_are_what_stands_around_the_texts(card):
     found = template_of(card(f"<s>\n<Q>: {QUERY}\n<D>: {DOCUMENT}</s>\n\n"))
     assert found == PairTemplate("<s>\n<Q>: ", "\n<D>: ", "</s>\n")
 
 
-def test_special_tokens_may_be_named(card: Callable[..., ModelCard]) -> None:
+def test_special_tokens_may_be_named(card):
     found = template_of(card(f"{{{{ bos_token }}}}{QUERY}|{DOCUMENT}", tokenizer_config={"bos_token": "<bos>"}))
     assert found == PairTemplate("<bos>", "|", "")
 
@@ -65,31 +65,29 @@ def test_special_tokens_may_be_named(card: Callable[..., ModelCard]) -> None:
         (f"{QUERY} ({SYSTEM}) {DOCUMENT} .", ("", " ({instruction}) ", " .")),
     ],
 )
-def test_the_system_s_message_is_the_instruction(
-    template: str, parts: tuple[str, str, str], card: Callable[..., ModelCard]
-) -> None:
+def test_the_system_s_message_is_the_instruction(template, parts: tuple[str, str, str], card):
     assert template_of(card(template)) == PairTemplate(*parts, "Find passages")
 
 
-def test_the_model_s_prompt_is_the_default_instruction(card: Callable[..., ModelCard]) -> None:
+def test_the_model_s_prompt_is_the_default_instruction(card):
     prompted = replace(card(f"[{SYSTEM}] {QUERY} / {DOCUMENT} ."), prompt="Find code", prompts=(("x", "Find code"),))
     assert template_of(prompted) == PairTemplate("[{instruction}] ", " / ", " .", "Find code")
 
 
-def test_an_optional_instruction_has_no_default(card: Callable[..., ModelCard]) -> None:
+def test_an_optional_instruction_has_no_default(card):
     optional = '{% if messages[0]["role"] == "system" %}{{ messages[0]["content"] }} and {% endif %}'
     source = f"{optional}{QUERY} / {DOCUMENT}"
     assert template_of(card(source)) == PairTemplate("", " / ", "")
     assert template_of(replace(card(source), prompt="Find")) == PairTemplate("{instruction} and ", " / ", "", "Find")
 
 
-def test_variables_of_sentence_transformers_reach_the_template(card: Callable[..., ModelCard]) -> None:
+def test_variables_of_sentence_transformers_reach_the_template(card):
     settings = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True, "restore_suffix": False}}}
     source = f"{QUERY}|{DOCUMENT}{{% if add_generation_prompt %}}<a>{{% endif %}}"
     assert template_of(card(source, sentence_bert_config=settings)) == PairTemplate("", "|", "<a>")
 
 
-def test_contents_in_parts_are_found(card: Callable[..., ModelCard]) -> None:
+def test_contents_in_parts_are_found(card):
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% endfor %}"
     assert template_of(card(source)) == PairTemplate("<query>", "<document>", "")
 
@@ -98,11 +96,9 @@ def test_contents_in_parts_are_found(card: Callable[..., ModelCard]) -> None:
     ("template", "reason"),
     [
         (QUERY.replace("first", "first | trim") + DOCUMENT, "changes the query or the document"),
-        (QUERY + DOCUMENT.replace("first", "first | e"), "changes the query or the document"),
         (QUERY + DOCUMENT.replace("first", "first | upper"), "does not render one 'query'"),
         (DOCUMENT + QUERY, "does not render one 'query' and behind it one 'document'"),
         (QUERY + QUERY + DOCUMENT, "does not render one 'query'"),
-        (QUERY, "does not render one 'query'"),
         ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
         (QUERY + "{instruction}" + DOCUMENT, r"contains \{instruction\}"),
         ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
@@ -114,15 +110,13 @@ def test_contents_in_parts_are_found(card: Callable[..., ModelCard]) -> None:
         (None, "there is no chat template"),
     ],
 )
-def test_a_template_that_is_none_for_pairs_is_refused(
-    template: str | None, reason: str, card: Callable[..., ModelCard]
-) -> None:
+def test_a_template_that_is_none_for_pairs_is_refused(template, reason, card):
     with pytest.raises(ModelError, match=reason) as refused:
         with_pair_template(card(template))
     assert "add a chat_template.jinja" in str(refused.value)
 
 
-def test_a_known_name_stands_in_for_a_template_of_conversations(card: Callable[..., ModelCard]) -> None:
+def test_a_known_name_stands_in_for_a_template_of_conversations(card):
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     found = template_of(card(template, {"_name_or_path": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"}))
     assert found is not None
@@ -134,13 +128,13 @@ OF_CHATML = PairTemplate("<query>", "</s><document>", "</s>")
 KNOWN = {"_name_or_path": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"}
 
 
-def test_a_known_model_s_template_comes_before_one_that_prints_any_role(card: Callable[..., ModelCard]) -> None:
+def test_a_known_model_s_template_comes_before_one_that_prints_any_role(card):
     found = template_of(card(CHATML, KNOWN))
     assert found == known_template({"model_type": "qwen3"}, KNOWN["_name_or_path"])
     assert template_of(card(CHATML)) == OF_CHATML  # as sentence-transformers renders it for a model of another name
 
 
-def test_a_known_model_s_own_template_for_pairs_comes_first(card: Callable[..., ModelCard]) -> None:
+def test_a_known_model_s_own_template_for_pairs_comes_first(card):
     assert template_of(card(f"{QUERY}|{DOCUMENT}", KNOWN)) == PairTemplate("", "|", "")
     saved = {"modality_config": {"message": {"method": "forward", "method_output_name": "logits", "format": "flat"}}}
     assert template_of(card(CHATML, KNOWN, sentence_bert_config=saved)) == OF_CHATML
@@ -153,13 +147,13 @@ def test_a_known_model_s_own_template_for_pairs_comes_first(card: Callable[..., 
         {"type": "Sequence", "processors": [{"type": "ByteLevel"}, {"type": "RobertaProcessing"}]},
     ],
 )
-def test_the_tokenizer_s_own_template_is_enough(processor: dict[str, Any], card: Callable[..., ModelCard]) -> None:
+def test_the_tokenizer_s_own_template_is_enough(processor, card):
     found = card(None, tokenizer={"post_processor": processor})
     assert with_pair_template(found) is found
 
 
 @pytest.mark.parametrize("change", [{"pooling": "cls"}, {"pair_template": PairTemplate("a", "b", "c")}])
-def test_other_models_need_none(change: dict[str, Any], card: Callable[..., ModelCard]) -> None:
+def test_other_models_need_none(change, card):
     given = card(None)
     assert given.score is not None
     given = replace(given, score=replace(given.score, **change))

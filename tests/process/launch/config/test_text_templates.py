@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.message_checkpoints import BY_TASK, PARTS, STRIPPED
 from vecd.launch.config.templates import with_text_template
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.heads import ScoreHead, SparseHead, TextTemplate, TokenHead
+from vecd.model.card import ModelCard, ModelError
+from vecd.model.steps import ScoreHead, SparseHead, TextTemplate, TokenHead
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 USER = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
@@ -45,13 +45,13 @@ def template_of(card: ModelCard) -> TextTemplate:
     return made.text_template
 
 
-def test_the_parts_are_what_stands_around_the_text(card: Callable[..., ModelCard]) -> None:
+def test_the_parts_are_what_stands_around_the_text(card):
     before, after = "<|im_start|>user\n", "<|im_end|>\n"
     prompted = "<|im_start|>system\n{instruction}<|im_end|>\n" + before
     assert template_of(card(CHATML)) == TextTemplate(((before, after), (prompted, after)))
 
 
-def test_contents_in_parts_and_a_default_instruction(card: Callable[..., ModelCard]) -> None:
+def test_contents_in_parts_and_a_default_instruction(card):
     settings = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
     found = template_of(card(PARTS, "structured", **settings))
     before, after = "{}<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -60,7 +60,7 @@ def test_contents_in_parts_and_a_default_instruction(card: Callable[..., ModelCa
     assert found == TextTemplate(tuple((system.format(prompt), after) for prompt in prompts))
 
 
-def test_a_template_may_strip(card: Callable[..., ModelCard]) -> None:
+def test_a_template_may_strip(card):
     found = template_of(card(STRIPPED, files={"tokenizer_config": {"bos_token": "<bos>"}}))
     parts = ("<bos><start_of_turn>user\n", "<end_of_turn>\n")
     prompted = ("<bos><start_of_turn>user\n{instruction}\n\n", parts[1])
@@ -68,7 +68,7 @@ def test_a_template_may_strip(card: Callable[..., ModelCard]) -> None:
     assert template_of(card(CHATML.replace("content }}", "content | trim }}"))).strips_prompt
 
 
-def test_a_template_without_a_place_for_a_prompt(card: Callable[..., ModelCard]) -> None:
+def test_a_template_without_a_place_for_a_prompt(card):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + USER
     assert template_of(card(template)).variants == (("", ""),)
     with pytest.raises(ModelError, match=r"it has no place for a prompt .* the model has a default one"):
@@ -84,7 +84,7 @@ def test_a_template_without_a_place_for_a_prompt(card: Callable[..., ModelCard])
         ({"processor_config": {}, "tokenizer_config": {"bos_token": "<|im_start|>"}}, False),
     ],
 )
-def test_a_processor_adds_special_tokens(files: dict[str, Any], adds: bool, card: Callable[..., ModelCard]) -> None:
+def test_a_processor_adds_special_tokens(files, adds, card):
     assert template_of(card(CHATML, files=files)).adds_special_tokens == adds
 
 
@@ -93,7 +93,6 @@ def test_a_processor_adds_special_tokens(files: dict[str, Any], adds: bool, card
     [
         (None, {}, "it is missing, or cannot be read"),
         (USER.replace("content", "content | e"), {}, "it changes a text: it escapes or rewrites it"),
-        (USER.replace("content", "content | upper"), {}, "it does not render one text as it is"),
         (CHATML.replace("content", "content | e if m.role == 'system' else m.content"), {}, "it changes a prompt"),
         (USER + "{{ '' if messages[0].content else 'none' }}", {}, "another form for an empty one"),
         (BY_TASK, {}, r"it tells queries from documents \(task\)"),
@@ -106,16 +105,9 @@ def test_a_processor_adds_special_tokens(files: dict[str, Any], adds: bool, card
             {"processing_kwargs": {"chat_template": {"truncation": False}}},
             r"it cannot be combined with truncation False \(processing_kwargs\)",
         ),
-        (
-            CHATML,
-            {"processing_kwargs": {"chat_template": {"restore_suffix": False}}},
-            r"it cannot be combined with restore_suffix False \(processing_kwargs\)",
-        ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
-    template: str | None, settings: dict[str, Any], reason: str, card: Callable[..., ModelCard]
-) -> None:
+def test_what_cannot_be_cut_is_refused(template, settings, reason, card):
     with pytest.raises(ModelError, match=reason) as refused:
         with_text_template(card(template, **settings))
     says = "sentence_bert_config.json: modality_config has 'message', by which texts are rendered by the chat template"
@@ -131,14 +123,12 @@ def test_what_cannot_be_cut_is_refused(
         ({"sparse": SparseHead((), query_weights="weights.json")}, "static weights of queries"),
     ],
 )
-def test_what_is_not_combined_with_messages(
-    change: dict[str, Any], reason: str, card: Callable[..., ModelCard]
-) -> None:
+def test_what_is_not_combined_with_messages(change, reason, card):
     with pytest.raises(ModelError, match=reason):
         with_text_template(replace(card(CHATML), **change))
 
 
-def test_other_models_have_none(card: Callable[..., ModelCard]) -> None:
+def test_other_models_have_none(card):
     plain = card(CHATML, modality_config={"text": {}})
     assert with_text_template(plain) is plain
     scored = replace(card(CHATML), score=ScoreHead(("LABEL_0",), "sigmoid"))

@@ -1,6 +1,5 @@
 """Real processes: a fork server, its workers, and every way in which one of them can end."""
 
-import json
 import os
 import resource
 import select
@@ -9,11 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -21,8 +19,12 @@ import pytest
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
+from tests.process.workers.process.test_zygote import failing_once
+from tests.support.checkpoints import worker_config
+from tests.support.workers import BATCH, DIM, DUMMY, as_message
+from vecd.base.tasks import NoTasks
+from vecd.model.card import ModelError
 from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.card import ModelCard, ModelError
 from vecd.shm.control import (
     Channel,
     ChildFailed,
@@ -37,27 +39,19 @@ from vecd.shm.control import (
     WorkerForked,
     WorkerReady,
 )
-from vecd.shm.failure_code import FailureCode
-from vecd.shm.tasks import NoTasks
 from vecd.shm.views import Rows, map_arena
-from vecd.shm.wire import Done, Failed, Incarnation
-from vecd.workers.config import WorkerConfig
-from vecd.workers.engine import PackedBatch
-from vecd.workers.engines.dummy import dummy_vectors
+from vecd.shm.wire import Done, Failed, FailureCode, Incarnation
+from vecd.workers.batch import PackedBatch
+from vecd.workers.config import WorkerConfig, modules_to_preload
+from vecd.workers.dummy import dummy_vectors
 from vecd.workers.process.kernel import FAULTS
-from vecd.workers.process.preload import modules_to_preload
 from vecd.workers.process.selection_process import SelectionProcess
 
 DEADLINE_S = 60.0
-DIM = 8
-ARENA = ArenaSpec(num_slots=2, rows_per_slot=4, dim=DIM)
-CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
-WEIGHTLESS = WorkerConfig(CARD, ARENA, "weightless", "cpu", "float32", 1, "info", "")
-BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
-# What `vecd.launch.child` does.
+# What `vecd.child` does.
 _BOOTSTRAP = (
-    "import sys; from vecd.shm.control import Channel; from vecd.workers.process.forkserver import serve; "
+    "import sys; from vecd.shm.control import Channel; from vecd.workers.process.fork_server import serve; "
     "sys.exit(serve(Channel.from_fd(int(sys.argv[1]))))"
 )
 _ENVIRONMENT = {
@@ -128,7 +122,7 @@ class ForkServer:
         theirs.close()
         self.workers: list[Worker] = []
         self.stages: list[str] = []
-        select = [sys.executable, "-P", "-m", "vecd.launch.child", "select"]
+        select = [sys.executable, "-P", "-m", "vecd.child", "select"]
         shared = config.to_json() if config else None
         self.channel.send(ForkServerStart(os.getpid(), modules, shared, select))
 
@@ -142,17 +136,22 @@ class ForkServer:
             self.stages.append(message.stage)
         return message
 
-    def order(self, config: WorkerConfig, address_fd: int, worker: int, life: int) -> tuple[Channel, list[Rows]]:
+    def order(
+        self, config: WorkerConfig, address_fd: int, worker: int, life: int, arena: ArenaSpec | None = None
+    ) -> tuple[Channel, list[Rows]]:
+        """`arena`: what is made instead of the one that `config` says."""
         ours, theirs = Channel.pair()
-        arena_fd = create_arena(config.arena)
-        slots = map_arena(arena_fd, config.arena, writable=False)[0].rows
+        arena_fd = create_arena(arena or config.arena)
+        slots = map_arena(arena_fd, arena or config.arena, writable=False)[0].rows
         self.channel.send(ForkWorker(worker, life, config.to_json()), [theirs.fileno(), arena_fd, address_fd])
         theirs.close()
         os.close(arena_fd)
         return ours, slots
 
-    def fork(self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1) -> Worker:
-        ours, slots = self.order(config, address_fd, worker, life)
+    def fork(
+        self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1, arena: ArenaSpec | None = None
+    ) -> Worker:
+        ours, slots = self.order(config, address_fd, worker, life, arena)
         forked, (pidfd,) = receive(self.channel)
         assert isinstance(forked, WorkerForked)
         assert (forked.worker, forked.life) == (worker, life)
@@ -190,41 +189,70 @@ class ForkServer:
             self.process.stderr.close()
 
 
-@pytest.fixture
-def server() -> Iterator[ForkServer]:
-    made = ForkServer([])
-    made.until_ready()
-    yield made
-    made.close()
+@contextmanager
+def forked_from(server: ForkServer) -> Iterator[ForkServer]:
+    """Closes it, whatever the test has done to it."""
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @pytest.fixture(scope="module")
-def minilm_config(
-    minilm: Path, worker_config: Callable[..., WorkerConfig], tmp_path_factory: pytest.TempPathFactory
-) -> WorkerConfig:
+def lasting() -> Iterator[ForkServer]:
+    with forked_from(ForkServer([])) as made:
+        made.until_ready()
+        yield made
+
+
+@pytest.fixture
+def server(lasting: ForkServer) -> Iterator[ForkServer]:
+    """One for all tests that leave it alive. Of each test it loses the workers that are left."""
+    yield lasting
+    assert lasting.process.poll() is None
+    left = [worker for worker in lasting.workers if not is_readable(worker.pidfd, 0)]
+    for worker in left:
+        worker.kill()
+    assert {lasting.exited()[0] for _ in left} == {worker.pid for worker in left}
+
+
+@pytest.fixture
+def mortal() -> Iterator[ForkServer]:
+    """For a test that ends it."""
+    with forked_from(ForkServer([])) as made:
+        made.until_ready()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def minilm_config(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
     return worker_config(minilm, cache_folder=str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
 def minilm_server(minilm_config: WorkerConfig) -> Iterator[ForkServer]:
     """With the real model loaded, for the first time."""
-    made = ForkServer(modules_to_preload("bert", "auto"), config=minilm_config)
-    made.until_ready()
-    yield made
-    made.close()
+    with forked_from(ForkServer(modules_to_preload("bert", "auto"), config=minilm_config)) as made:
+        made.until_ready()
+        yield made
 
 
 # --- a life -----------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, gateway: Any, as_message: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd, worker=3)
+def test_a_worker_becomes_ready_and_serves(server, endpoint, gateway):
+    worker = server.fork(DUMMY, endpoint.address_fd, worker=3)
     ready, stages = worker.until_ready()
     assert stages == ["making a dummy engine"]
     assert ready.warnings == ["the dummy engine runs no model: its vectors are made up, for tests alone"]
     assert ready.facts.pop("private_memory_mb") < 500
     assert (ready.facts.pop("pid"), ready.facts.pop("parent_pid")) == (worker.pid, server.process.pid)
     assert ready.facts == {"dtype": "float32", "path": "dummy", "threads": 1, "thread_choices": [1]}
+
+    proc, of_server = (Path(f"/proc/{pid}") for pid in (worker.pid, server.process.pid))
+    assert [(each / "comm").read_text() for each in (proc, of_server)] == ["vecd-worker-3\n", "vecd-forkserver\n"]
+    before = int((of_server / "oom_score_adj").read_text())
+    assert int((proc / "oom_score_adj").read_text()) == 500 or before > 500, "it is the first to go"
 
     gateway.meet(worker.who)
     gateway.send(worker.who, as_message(BATCH, number=1, slot=1))
@@ -235,24 +263,14 @@ def test_a_worker_becomes_ready_and_serves(server: ForkServer, endpoint: Any, ga
     assert gateway.receive(worker.who) == Failed(1, 2, 2, FailureCode.BAD_MESSAGE)
 
 
-def test_a_worker_is_known_by_its_name_and_first_to_go(server: ForkServer, endpoint: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd, worker=12)
-    worker.until_ready()
-    proc = Path(f"/proc/{worker.pid}")
-    assert (proc / "comm").read_text() == "vecd-worker-12\n"
-    assert Path(f"/proc/{server.process.pid}/comm").read_text() == "vecd-forkserver\n"
-    before = int(Path(f"/proc/{server.process.pid}/oom_score_adj").read_text())
-    assert int((proc / "oom_score_adj").read_text()) == 500 or before > 500
-
-
-def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server: ForkServer, endpoint: Any) -> None:
+def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server, endpoint):
     def sockets(pid: int, *, num_pidfds: int = 0) -> set[str]:
         links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
         assert sum("pidfd" in link for link in links) == num_pidfds
         return {link for link in links if link.startswith("socket:")}
 
     idle = sockets(server.process.pid)
-    first, second = (server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(2))
+    first, second = (server.fork(DUMMY, endpoint.address_fd, worker=index) for index in range(2))
     first.until_ready()
     second.until_ready()
     assert not sockets(first.pid) & sockets(second.pid)
@@ -266,119 +284,67 @@ def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server:
 # --- every end --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_reported_and_its_channel_ends(server: ForkServer, endpoint: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
-    worker.until_ready()
-    worker.kill()
-    assert worker.has_ended()
-    assert server.exited() == (worker.pid, -signal.SIGKILL)
-    assert worker.channel.receive(DEADLINE_S) is None
-    successor = server.fork(WEIGHTLESS, endpoint.address_fd, life=2)
-    successor.until_ready()
-
-
-def test_workers_that_end_together_are_all_reported(server: ForkServer, endpoint: Any) -> None:
-    workers = [server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(4)]
+def test_killed_workers_are_reported_also_together_and_their_channels_end(server, endpoint):
+    workers = [server.fork(DUMMY, endpoint.address_fd, worker=index) for index in range(4)]
     for worker in workers:
         worker.until_ready()
     for worker in workers:
-        worker.kill(signal.SIGKILL)
+        worker.kill()
     assert {server.exited() for _ in workers} == {(worker.pid, -signal.SIGKILL) for worker in workers}
-
-
-def test_a_worker_ends_when_its_channel_does(server: ForkServer, endpoint: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
-    worker.until_ready()
-    worker.channel.close()
-    assert server.exited() == (worker.pid, 0)
-
-
-def test_a_killed_fork_server_takes_its_workers_along(server: ForkServer, endpoint: Any) -> None:
-    workers = [server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(2)]
-    workers[0].until_ready()  # the other is killed at whatever stage it is in
-    server.process.kill()
     assert all(worker.has_ended() for worker in workers)
+    assert [worker.channel.receive(DEADLINE_S) for worker in workers] == [None] * 4
+    server.fork(DUMMY, endpoint.address_fd, life=2).until_ready()
 
 
-def test_the_end_of_the_supervisor_ends_everything(server: ForkServer, endpoint: Any) -> None:
-    workers = [server.fork(WEIGHTLESS, endpoint.address_fd, worker=index) for index in range(2)]
-    workers[0].until_ready()
-    began = time.monotonic()
-    server.channel.close()  # the workers' channels stay open: it is the fork server's end that ends them
-    assert server.process.wait(DEADLINE_S) == 0
-    assert all(worker.has_ended() for worker in workers)
-    assert time.monotonic() - began < 5
+def test_a_killed_fork_server_takes_its_workers_along(mortal, endpoint):
+    """At whatever stage they are in, and where they are stopped."""
+    ready, stopped, _ = (mortal.fork(DUMMY, endpoint.address_fd, worker=index) for index in range(3))
+    ready.until_ready()
+    stopped.until_ready()
+    stopped.kill(signal.SIGSTOP)
+    mortal.process.kill()
+    assert all(worker.has_ended() for worker in mortal.workers)
 
 
-def test_a_stopped_worker_ends_with_the_fork_server(server: ForkServer, endpoint: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
-    worker.until_ready()
-    worker.kill(signal.SIGSTOP)
-    server.process.kill()
-    assert worker.has_ended()
-
-
-def test_ctrl_c_is_the_supervisor_s_business(server: ForkServer, endpoint: Any, gateway: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
-    worker.until_ready()
-    worker.kill(signal.SIGINT)
-    server.process.send_signal(signal.SIGINT)
-    gateway.meet(worker.who)
-    assert server.process.poll() is None
-
-
-def test_a_bug_at_the_start_is_logged_and_exits_70(server: ForkServer, endpoint: Any) -> None:
-    ours, theirs = Channel.pair()
-    small_arena_fd = create_arena(ArenaSpec(1, 1, 1))
-    order = ForkWorker(0, 1, WEIGHTLESS.to_json())
-    server.channel.send(order, [theirs.fileno(), small_arena_fd, endpoint.address_fd])
-    theirs.close()
-    os.close(small_arena_fd)
-    forked, (pidfd,) = receive(server.channel)
-    assert isinstance(forked, WorkerForked)
-    os.close(pidfd)
-    assert server.exited() == (forked.pid, 70)
-    assert ours.receive(DEADLINE_S) is None
-    ours.close()
-    server.channel.close()
-    server.process.wait(DEADLINE_S)
-    assert "ends by a bug" in server.log()
-
-
-def test_orders_that_are_none_are_ignored(server: ForkServer, endpoint: Any) -> None:
-    server.channel.send(Drain(1.0, 0.0))
-    server.channel.send(ForkWorker(0, 1, WEIGHTLESS.to_json()), [endpoint.address_fd])
-    server.fork(WEIGHTLESS, endpoint.address_fd).until_ready()
-
-
-def test_a_stuck_worker_that_is_told_to_abort_says_where_it_is(server: ForkServer, endpoint: Any, gateway: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
-    worker.until_ready()
-    gateway.meet(worker.who)
-    worker.kill(signal.SIGABRT)
-    assert server.exited() == (worker.pid, -signal.SIGABRT)
-    server.channel.close()
-    server.process.wait(DEADLINE_S)
-    log = server.log()
-    assert "Fatal Python error: Aborted" in log
-    assert "workers/process/loop.py" in log
-
-
-def test_a_fault_that_another_process_sends_ends_no_worker(server: ForkServer, endpoint: Any, gateway: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+def test_a_worker_outlives_faults_that_are_sent_and_says_where_it_is_when_it_is_told_to_abort(
+    mortal, endpoint, gateway
+):
+    worker = mortal.fork(DUMMY, endpoint.address_fd)
     worker.until_ready()
     gateway.meet(worker.who)
     for number in (*FAULTS, *FAULTS):
         worker.kill(number)
     assert not is_readable(worker.pidfd, 0.2)
+    worker.kill(signal.SIGABRT)
+    assert mortal.exited() == (worker.pid, -signal.SIGABRT)
+    mortal.channel.close()
+    mortal.process.wait(DEADLINE_S)
+    log = mortal.log()
+    assert "Fatal Python error: Aborted" in log
+    assert "workers/process/loop.py" in log
+
+
+def test_a_bug_at_the_start_is_logged_and_exits_70(mortal, endpoint):
+    worker = mortal.fork(DUMMY, endpoint.address_fd, arena=ArenaSpec(1, 1, 1))
+    assert mortal.exited() == (worker.pid, 70)
+    assert worker.channel.receive(DEADLINE_S) is None
+    mortal.channel.close()
+    mortal.process.wait(DEADLINE_S)
+    assert "ends by a bug" in mortal.log()
+
+
+def test_orders_that_are_none_are_ignored(server, endpoint):
+    server.channel.send(Drain(1.0, 0.0))
+    server.channel.send(ForkWorker(0, 1, DUMMY.to_json()), [endpoint.address_fd])
+    server.fork(DUMMY, endpoint.address_fd).until_ready()
 
 
 def hard_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_CORE)[1]
 
 
-def test_a_stopped_worker_that_is_told_to_abort_is_still_to_be_killed(server: ForkServer, endpoint: Any) -> None:
-    worker = server.fork(WEIGHTLESS, endpoint.address_fd)
+def test_a_stopped_worker_that_is_told_to_abort_is_still_to_be_killed(server, endpoint):
+    worker = server.fork(DUMMY, endpoint.address_fd)
     worker.until_ready()
     worker.kill(signal.SIGSTOP)
     worker.kill(signal.SIGABRT)
@@ -391,94 +357,67 @@ def test_a_stopped_worker_that_is_told_to_abort_is_still_to_be_killed(server: Fo
 # --- forks that fail --------------------------------------------------------------------------------------------
 
 
-def failing_once(name: str, code: str) -> str:
-    """Python that makes a function of `os` fail when it is first called."""
-    return (
-        "import errno, os\n"
-        f"def fail(*_, real=os.{name}):\n"
-        f"    os.{name} = real\n"
-        f"    raise OSError(errno.{code}, os.strerror(errno.{code}))\n"
-        f"os.{name} = fail"
-    )
-
-
-def test_a_fork_that_fails_is_told_and_the_next_is_tried(endpoint: Any) -> None:
+def test_a_fork_that_fails_is_told_and_the_next_is_tried(endpoint):
     """As under a limit of processes, which a test that runs as root cannot have."""
-    server = ForkServer([], first=failing_once("fork", "EAGAIN"))
-    try:
+    with forked_from(ForkServer([], first=failing_once("fork", "EAGAIN"))) as server:
         server.until_ready()
-        ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 3, 7)
+        ours, _ = server.order(DUMMY, endpoint.address_fd, 3, 7)
         assert receive(server.channel) == (ForkFailed(3, 7, str(NoTasks())), [])
         assert ours.receive(DEADLINE_S) is None, "nobody is left who has the other end"
         ours.close()
-        server.fork(WEIGHTLESS, endpoint.address_fd, worker=3, life=8).until_ready()
-    finally:
-        server.close()
+        server.fork(DUMMY, endpoint.address_fd, worker=3, life=8).until_ready()
 
 
-def test_a_worker_that_nobody_could_watch_is_not_left_running(endpoint: Any) -> None:
-    server = ForkServer([], first=failing_once("pidfd_open", "EMFILE"))
-    try:
+def test_a_worker_that_nobody_could_watch_is_not_left_running(endpoint):
+    with forked_from(ForkServer([], first=failing_once("pidfd_open", "EMFILE"))) as server:
         server.until_ready()
-        ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 0, 1)
+        ours, _ = server.order(DUMMY, endpoint.address_fd, 0, 1)
         assert receive(server.channel) == (ForkFailed(0, 1, "[Errno 24] Too many open files"), [])
         assert ours.receive(DEADLINE_S) is None
         server_pid = server.process.pid
         assert Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text() == "", "killed and reaped"
         ours.close()
-        server.fork(WEIGHTLESS, endpoint.address_fd, life=2).until_ready()
-    finally:
-        server.close()
+        server.fork(DUMMY, endpoint.address_fd, life=2).until_ready()
 
 
-def test_a_fork_server_out_of_descriptors_lives_on(server: ForkServer, endpoint: Any) -> None:
+def test_a_fork_server_out_of_descriptors_lives_on(server, endpoint):
     """There are enough for the order, and none for what it takes to carry it out."""
     process = psutil.Process(server.process.pid)
     _, hard = before = process.rlimit(psutil.RLIMIT_NOFILE)
     open_fds = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
     free = [fd for fd in range(max(open_fds) + 5) if fd not in open_fds]
     process.rlimit(psutil.RLIMIT_NOFILE, (free[3], hard))
-    ours, _ = server.order(WEIGHTLESS, endpoint.address_fd, 0, 1)
+    ours, _ = server.order(DUMMY, endpoint.address_fd, 0, 1)
     failed, _ = receive(server.channel)
     assert isinstance(failed, ForkFailed)
     assert "Too many open files" in failed.reason
     ours.close()
     process.rlimit(psutil.RLIMIT_NOFILE, before)
-    server.fork(WEIGHTLESS, endpoint.address_fd, life=2).until_ready()
+    server.fork(DUMMY, endpoint.address_fd, life=2).until_ready()
 
 
 # --- preloading -------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_imported_is_left_out(tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_left_out_and_an_import_that_starts_a_thread_refused(tmp_path):
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('broken')")
-    server = ForkServer(["json", "no_such_module", "broken_module", "csv"], {"PYTHONPATH": str(tmp_path)})
-    try:
-        assert server.until_ready() == ["json", "csv"]
-    finally:
-        server.close()
-
-
-def test_an_import_that_starts_a_thread_is_refused(tmp_path: Path) -> None:
     (tmp_path / "threaded_module.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
-    server = ForkServer(["json", "threaded_module"], {"PYTHONPATH": str(tmp_path)})
-    try:
+    path = {"PYTHONPATH": str(tmp_path)}
+    with forked_from(ForkServer(["json", "no_such_module", "broken_module", "csv"], path)) as server:
+        assert server.until_ready() == ["json", "csv"]
+    with forked_from(ForkServer(["json", "threaded_module"], path)) as server:
         failed, _ = receive(server.channel)
         assert isinstance(failed, ChildFailed)
         assert "threaded_module" in failed.message
         assert server.process.wait(DEADLINE_S) == 3
-    finally:
-        server.close()
 
 
 # --- with a model -----------------------------------------------------------------------------------------------
 
 
-def test_the_real_model_through_the_slot(
-    minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
-) -> None:
+def test_the_real_model_through_the_slot(minilm_server, minilm_config, endpoint, gateway):
     assert minilm_server.stages == ["comparing lean float32 with the remembered reference vectors"]
     texts = ["A text-embedding server.", "x", "Ein zweiter, etwas längerer Text. " * 9]
     worker = minilm_server.fork(minilm_config, endpoint.address_fd)
@@ -509,20 +448,7 @@ def private_dirty_mb(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_a_second_start_compares_nothing(minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any) -> None:
-    again = ForkServer(modules_to_preload("bert", "auto"), config=minilm_config)
-    try:
-        again.until_ready()
-        assert again.stages == ["loading weights for lean float32"]
-        ready, _ = again.fork(minilm_config, endpoint.address_fd).until_ready()
-        assert ready.facts["agreement"]["longest_probe_tokens"] == 256
-    finally:
-        again.close()
-
-
-def test_two_threads_compute_after_a_fork_without_any(
-    minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
-) -> None:
+def test_two_threads_compute_after_a_fork_without_any(minilm_server, minilm_config, endpoint, gateway):
     worker = minilm_server.fork(replace(minilm_config, num_threads=2), endpoint.address_fd, worker=2)
     ready, _ = worker.until_ready()
     assert (ready.facts["threads"], ready.facts["thread_choices"]) == (2, [2])
@@ -536,9 +462,7 @@ def test_two_threads_compute_after_a_fork_without_any(
     assert minilm_server.exited() == (worker.pid, 0)
 
 
-def test_the_first_worker_alone_gets_a_session_for_leased_cores(
-    minilm_server: ForkServer, minilm_config: WorkerConfig, endpoint: Any, gateway: Any, as_message: Any
-) -> None:
+def test_the_first_worker_alone_gets_a_session_for_leased_cores(minilm_server, minilm_config, endpoint, gateway):
     config = replace(minilm_config, max_threads=2)
     first, second = (minilm_server.fork(config, endpoint.address_fd, worker=index) for index in (0, 1))
     facts = [worker.until_ready()[0].facts for worker in (first, second)]
@@ -570,35 +494,28 @@ def test_the_first_worker_alone_gets_a_session_for_leased_cores(
     assert psutil.Process(minilm_server.process.pid).num_threads() == 1
 
 
-def test_without_a_shared_engine_a_worker_loads_its_own(
-    server: ForkServer, checkpoint: Any, worker_config: Any, endpoint: Any, gateway: Any, as_message: Any
-) -> None:
-    worker = server.fork(worker_config(checkpoint("bert")), endpoint.address_fd)
-    ready, stages = worker.until_ready()
-    assert stages[0] == "loading the reference model"
-    assert ready.facts["path"] == "lean"
-    gateway.meet(worker.who)
-    gateway.send(worker.who, as_message(BATCH))
-    assert isinstance(gateway.receive(worker.who), Done)
-
-
 @pytest.mark.parametrize("size", [8, -1])
-def test_a_model_that_cannot_be_loaded_says_why_and_exits_3_before_it_compares(
-    checkpoint: Any, worker_config: Any, tmp_path: Path, size: int
-) -> None:
+def test_a_model_that_cannot_be_loaded_says_why_and_exits_3_before_it_compares(checkpoint, tmp_path, size):
     folder = shutil.copytree(checkpoint("bert"), tmp_path / "bert")
     config = worker_config(folder, cache_folder=str(tmp_path / "cache"))
     path = folder / "model.safetensors"
     path.write_bytes(b"nonsense" if size == 8 else path.read_bytes()[:size])
-    server = ForkServer(modules_to_preload("bert", "auto"), config=config)
-    try:
+    with forked_from(ForkServer(modules_to_preload("bert", "auto"), config=config)) as server:
         failed = server.after_progress()
         assert isinstance(failed, ChildFailed)
         assert f"{path}: is " in failed.message
         assert server.stages == []
         assert server.process.wait(DEADLINE_S) == 3
-    finally:
-        server.close()
+
+
+def test_without_a_shared_engine_a_worker_loads_its_own(server, minilm_server, minilm_config, endpoint, gateway):
+    """What `minilm_server` has compared is remembered."""
+    worker = server.fork(minilm_config, endpoint.address_fd)
+    ready, stages = worker.until_ready()
+    assert (ready.facts["path"], stages) == ("lean", ["loading weights for lean float32"])
+    gateway.meet(worker.who)
+    gateway.send(worker.who, as_message(BATCH))
+    assert isinstance(gateway.receive(worker.who), Done)
 
 
 # What a process that compares may do instead of choosing; its last argument is the descriptor for its answers.
@@ -623,9 +540,7 @@ def is_child(choosing: SelectionProcess) -> bool:
 
 
 @pytest.mark.parametrize(("do", "says"), COMPARISONS.values(), ids=COMPARISONS.keys())
-def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(
-    checkpoint: Any, worker_config: Any, do: str, says: str
-) -> None:
+def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(checkpoint, do, says):
     config = worker_config(checkpoint("bert"), cache_folder="")
     command = [sys.executable, "-c", f"import os, sys, time; fd = int(sys.argv[1]); {do}"]
     with pytest.raises(ModelError, match=says), SelectionProcess(command, config) as choosing:
@@ -633,14 +548,14 @@ def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(
     assert not is_child(choosing)
 
 
-def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint: Any, worker_config: Any) -> None:
+def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint):
     config = worker_config(checkpoint("bert"), cache_folder="")
     with SelectionProcess([sys.executable, "-c", "import time; time.sleep(300)"], config) as choosing:
         assert is_child(choosing)
     assert not is_child(choosing)
 
 
-def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint: Any, worker_config: Any) -> None:
+def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint):
     ours, theirs = Channel.pair()
     command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())]
     # Whoever is adopted has another parent than the one that started it.
@@ -650,27 +565,3 @@ def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint: Any, w
     theirs.close()
     _, stderr = server.communicate(timeout=DEADLINE_S)
     assert (server.returncode, stderr) == (0, b"")
-
-
-def test_nothing_stays_when_the_supervisor_dies_while_a_model_is_compared(checkpoint: Any, worker_config: Any) -> None:
-    config = worker_config(checkpoint("bert"), cache_folder="")
-    code = (
-        "import json, os, subprocess, sys, time; from vecd.shm.control import Channel, ForkServerStart\n"
-        "ours, theirs = Channel.pair()\n"
-        "command = [sys.executable, '-P', '-c', sys.argv[1], str(theirs.fileno())]\n"
-        "child = subprocess.Popen(command, pass_fds=[theirs.fileno()])\n"
-        "select = [sys.executable, '-P', '-m', 'vecd.launch.child', 'select']\n"
-        "ours.send(ForkServerStart(os.getpid(), ['torch'], json.loads(sys.argv[2]), select))\n"
-        "time.sleep(300)"
-    )
-    supervisor = subprocess.Popen([sys.executable, "-c", code, _BOOTSTRAP, json.dumps(config.to_json())])
-    processes: list[psutil.Process] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(process.name() == "vecd-select" for process in processes):
-        assert time.monotonic() < deadline
-        processes = psutil.Process(supervisor.pid).children(recursive=True)
-        time.sleep(0.01)
-    supervisor.kill()
-    supervisor.wait()
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive

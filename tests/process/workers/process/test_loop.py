@@ -12,23 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.workers import ARENA, BATCH, CARD, DIM, FakeGateway, as_message
 from vecd.shm.arena import ArenaSpec, create_arena
-from vecd.shm.card import ModelCard
-from vecd.shm.control import Channel, Drain
-from vecd.shm.failure_code import FailureCode
+from vecd.shm.control import Channel
 from vecd.shm.output import Output
 from vecd.shm.views import Rows, map_arena
-from vecd.shm.wire import Alive, Done, Failed, Incarnation, Probe
-from vecd.workers.engine import Finish, PackedBatch
-from vecd.workers.engines.dummy import DummyEngine, dummy_vectors
+from vecd.shm.wire import Alive, Done, Failed, FailureCode, Incarnation, Probe
+from vecd.workers.batch import Finish, PackedBatch
+from vecd.workers.dummy import DummyEngine, dummy_vectors
 from vecd.workers.process.loop import EngineLost, Loop, connected
 
 WHO = Incarnation(0, 1)
-DIM = 8
-ARENA = ArenaSpec(num_slots=2, rows_per_slot=4, dim=DIM)
 ARENA_OF_TWO = replace(ARENA, num_gateways=2)
-CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
-BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
 
 class Engine(DummyEngine):
@@ -61,7 +56,7 @@ class RunningLoop:
         try:
             with connected(address_fds, WHO) as sockets:
                 self.engine.sockets = sockets
-                Loop(sockets, self._theirs, self.engine, self.views, arena, CARD).run()
+                Loop(sockets, self._theirs, self.engine, self.views, arena, CARD, trim_after_ms=20).run()
         except Exception as error:
             self.error = error
 
@@ -83,7 +78,7 @@ def loop(endpoint: Any, gateway: Any) -> Iterator[RunningLoop]:
     running.close()
 
 
-def test_a_batch_is_answered_and_its_rows_are_in_its_slot(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+def test_a_batch_is_answered_and_its_rows_are_in_its_slot(loop, gateway):
     for number, slot in ((7, 0), (8, 1)):
         gateway.send(WHO, as_message(BATCH, number=number, slot=slot))
         done = gateway.receive(WHO)
@@ -94,7 +89,7 @@ def test_a_batch_is_answered_and_its_rows_are_in_its_slot(loop: RunningLoop, gat
         assert not loop.slots[slot][2:].any()
 
 
-def test_done_says_how_many_rows_the_sequences_asked_for(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+def test_done_says_how_many_rows_the_sequences_asked_for(loop, gateway):
     batch = replace(BATCH, outputs=np.array([Output.TOKENS, Output.UNNORMALIZED], dtype=np.uint8))
     gateway.send(WHO, as_message(batch))
     done = gateway.receive(WHO)
@@ -106,53 +101,30 @@ def test_done_says_how_many_rows_the_sequences_asked_for(loop: RunningLoop, gate
     assert not loop.slots[0][3:].any()
 
 
-def test_done_says_how_many_threads_computed_a_leased_batch(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
-    loop.engine.allow_leases(3, may_copy_weights=False)
-    used = []
-    for num_threads in (1, 3, 7, 2, 0):
-        gateway.send(WHO, as_message(BATCH, num_threads=num_threads))
-        done = gateway.receive(WHO)
-        assert isinstance(done, Done)
-        used.append(done.num_threads)
-    assert used == [1, 3, 3, 2, 0]
-
-
-@pytest.mark.parametrize("outputs", [[Output.TOKENS] * 2, [3, 0]])
-def test_outputs_that_do_not_fit_are_refused_and_the_next_batch_is_served(
-    outputs: list[int], loop: RunningLoop, gateway: Any, as_message: Any
-) -> None:
-    many = PackedBatch(np.array([3, 2], dtype=np.int32), np.arange(5, dtype=np.int32))
-    gateway.send(WHO, as_message(replace(many, outputs=np.array(outputs, dtype=np.uint8)), number=1))
-    assert gateway.receive(WHO) == Failed(1, 1, 0, FailureCode.BAD_MESSAGE)
-    assert not loop.slots[0].any()
-    gateway.send(WHO, as_message(BATCH, number=2))
-    assert isinstance(gateway.receive(WHO), Done)
-
-
-def test_a_batch_that_does_not_fit_is_refused_and_the_next_is_served(
-    loop: RunningLoop, gateway: Any, as_message: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_that_does_not_fit_is_refused_and_the_next_is_served(loop, gateway, caplog):
     outside = PackedBatch(BATCH.lengths, np.array([41, 777, 43], dtype=np.int32))
     gateway.send(WHO, as_message(outside, number=1))
     assert gateway.receive(WHO) == Failed(1, 1, 0, FailureCode.BAD_MESSAGE)
     gateway.send(WHO, as_message(BATCH, number=2, slot=9))
     assert gateway.receive(WHO) == Failed(1, 2, 9, FailureCode.BAD_MESSAGE)
+    many = PackedBatch(np.array([3, 2], dtype=np.int32), np.arange(5, dtype=np.int32))
+    gateway.send(WHO, as_message(replace(many, outputs=np.full(2, Output.TOKENS, dtype=np.uint8)), number=4))
+    assert gateway.receive(WHO) == Failed(1, 4, 0, FailureCode.BAD_MESSAGE)
+    assert not loop.slots[0].any()
     gateway.send(WHO, as_message(BATCH, number=3))
     assert isinstance(gateway.receive(WHO), Done)
     assert "777" not in caplog.text
 
 
-@pytest.mark.parametrize("frames", [[b""], [b"nonsense"], [b"x" * 16, b"y"], [b"\x02" * 24, b"", b""]])
-def test_what_is_not_a_message_is_logged_and_ignored(
-    loop: RunningLoop, gateway: Any, frames: list[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("frames", [[b""], [b"x" * 16, b"y"]])
+def test_what_is_not_a_message_is_logged_and_ignored(loop, gateway, frames, caplog):
     gateway.send(WHO, frames)
     gateway.send(WHO, Probe(1))
     assert gateway.receive(WHO) == Alive(1)
     assert "not the gateway's" in caplog.text
 
 
-def test_batches_of_an_older_epoch_are_dropped(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+def test_batches_of_an_older_epoch_are_dropped(loop, gateway):
     gateway.send(WHO, Probe(3))
     gateway.send(WHO, as_message(BATCH, number=1, epoch=2))
     gateway.send(WHO, as_message(BATCH, number=2, epoch=3))
@@ -166,11 +138,9 @@ def test_batches_of_an_older_epoch_are_dropped(loop: RunningLoop, gateway: Any, 
     assert gateway.receive(WHO) == Alive(3)
 
 
-def test_a_gateway_s_successor_is_found(
-    endpoint: Any, gateway: Any, new_gateway: Any, loop: RunningLoop, as_message: Any
-) -> None:
+def test_a_gateway_s_successor_is_found(endpoint, gateway, loop):
     gateway.close()
-    successor = new_gateway(endpoint.listening)
+    successor = FakeGateway(endpoint)
     try:
         successor.meet(WHO, epoch=2)
         successor.send(WHO, as_message(BATCH, number=1, epoch=2))
@@ -191,20 +161,12 @@ class AcceleratorError(RuntimeError):
     ("error", "code"),
     [
         (RuntimeError("index 4711 is out of bounds"), FailureCode.ENGINE_ERROR),
-        (ValueError("4711"), FailureCode.ENGINE_ERROR),
         (MemoryError("4711"), FailureCode.OUT_OF_MEMORY),
         (OutOfMemoryError("4711"), FailureCode.OUT_OF_MEMORY),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: 4711"), FailureCode.OUT_OF_MEMORY),
     ],
 )
-def test_an_engine_that_raises_is_one_line_of_log_without_content(
-    loop: RunningLoop,
-    gateway: Any,
-    as_message: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-    code: FailureCode,
-) -> None:
+def test_an_engine_that_raises_is_one_line_of_log_without_content(loop, gateway, caplog, error, code):
     loop.engine.error = error
     gateway.send(WHO, as_message(BATCH, number=5))
     assert gateway.receive(WHO) == Failed(1, 5, 0, code)
@@ -219,38 +181,22 @@ def test_an_engine_that_raises_is_one_line_of_log_without_content(
     assert isinstance(gateway.receive(WHO), Done)
 
 
-def test_a_lost_device_ends_the_worker(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
-    loop.engine.error = AcceleratorError("device-side assert on 4711")
+@pytest.mark.parametrize(
+    "error", [AcceleratorError("device-side assert on 4711"), RuntimeError("could not create a primitive")]
+)
+def test_a_lost_device_and_one_that_can_compile_nothing_more_end_the_worker(error, loop, gateway):
+    loop.engine.error = error
     gateway.send(WHO, as_message(BATCH))
     loop.join()
     assert isinstance(loop.error, EngineLost)
+    assert ("memory" in str(loop.error)) is ("primitive" in str(error))
+    assert "4711" not in str(loop.error)
 
 
-def test_an_engine_that_can_compile_nothing_more_ends_the_worker(
-    loop: RunningLoop, gateway: Any, as_message: Any
-) -> None:
-    loop.engine.error = RuntimeError("could not create a primitive")
-    gateway.send(WHO, as_message(BATCH))
-    loop.join()
-    assert isinstance(loop.error, EngineLost)
-    assert "memory" in str(loop.error)
-
-
-def test_the_end_of_the_supervisor_ends_the_loop(loop: RunningLoop) -> None:
+def test_the_end_of_the_supervisor_ends_the_loop(loop):
     loop.supervisor.close()
     loop.join()
     assert loop.error is None
-
-
-def test_a_control_message_that_is_not_for_a_worker_changes_nothing(
-    loop: RunningLoop, gateway: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop.supervisor.send(Drain(1.0, 0.0))
-    gateway.send(WHO, Probe(1))
-    assert gateway.receive(WHO) == Alive(1)
-    gateway.send(WHO, Probe(1))
-    assert gateway.receive(WHO) == Alive(1)
-    assert "Drain" in caplog.text
 
 
 # --- an engine that is not done when it has begun ---------------------------------------------------------------
@@ -309,7 +255,7 @@ def batch_number(number: int) -> PackedBatch:
 
 
 @pytest.fixture
-def send(gateway: Any, as_message: Any) -> Callable[..., None]:
+def send(gateway: Any) -> Callable[..., None]:
     def send_numbers(*numbers: int, epoch: int = 1) -> None:
         """Odd numbers in slot 0, even ones in slot 1."""
         for number in numbers:
@@ -325,9 +271,7 @@ def numbers_of(gateway: Any, count: int) -> list[int]:
     return [reply.number for reply in replies]
 
 
-def test_a_batch_that_waits_is_begun_before_the_one_under_way_is_finished(
-    accelerated: RunningLoop, gateway: Any, send: Any
-) -> None:
+def test_a_batch_that_waits_is_begun_before_the_one_under_way_is_finished(accelerated, gateway, send):
     engine = accelerated.engine
     engine.while_beginning = {1: engine.until_another_message_waits, 2: engine.until_another_message_waits}
     send(1, 2, 3)
@@ -344,16 +288,7 @@ def test_a_batch_that_waits_is_begun_before_the_one_under_way_is_finished(
     assert np.array_equal(accelerated.slots[1][:2], dummy_vectors(batch_number(2), DIM))
 
 
-def test_when_nobody_waits_a_batch_is_finished_at_once(accelerated: RunningLoop, gateway: Any, send: Any) -> None:
-    for number in (1, 2):
-        send(number)
-        assert numbers_of(gateway, 1) == [number]
-    assert accelerated.engine.journal == [("begin", 1), ("finish", 1), ("begin", 2), ("finish", 2)]
-
-
-def test_rows_that_are_complete_are_answered_before_the_next_batch_is_begun(
-    accelerated: RunningLoop, gateway: Any, send: Any
-) -> None:
+def test_rows_that_are_complete_are_answered_before_the_next_batch_is_begun(accelerated, gateway, send):
     engine = accelerated.engine
     engine.is_fast = True
     engine.while_beginning = {1: engine.until_another_message_waits}
@@ -362,9 +297,7 @@ def test_rows_that_are_complete_are_answered_before_the_next_batch_is_begun(
     assert engine.journal == [("begin", 1), ("finish", 1), ("begin", 2), ("finish", 2)]
 
 
-def test_a_slot_that_is_being_written_is_not_begun_again(
-    accelerated: RunningLoop, gateway: Any, as_message: Any
-) -> None:
+def test_a_slot_that_is_being_written_is_not_begun_again(accelerated, gateway):
     engine = accelerated.engine
     engine.while_beginning = {1: engine.until_another_message_waits}
     for number in (1, 2):
@@ -376,8 +309,8 @@ def test_a_slot_that_is_being_written_is_not_begun_again(
 @pytest.mark.parametrize("step", ["begin", "finish"])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_of_two_under_way_only_the_one_that_fails_fails_and_they_are_answered_in_order(
-    step: str, failing: int, accelerated: RunningLoop, gateway: Any, send: Any
-) -> None:
+    step, failing, accelerated, gateway, send
+):
     engine = accelerated.engine
     engine.while_beginning = {1: engine.until_another_message_waits}
     engine.errors = {(step, failing): MemoryError()}
@@ -388,9 +321,7 @@ def test_of_two_under_way_only_the_one_that_fails_fails_and_they_are_answered_in
     assert isinstance(replies[2 - failing], Done)
 
 
-def test_a_batch_under_way_is_finished_before_a_new_gateway_is_answered(
-    accelerated: RunningLoop, gateway: Any, send: Any
-) -> None:
+def test_a_batch_under_way_is_finished_before_a_new_gateway_is_answered(accelerated, gateway, send):
     engine = accelerated.engine
     engine.while_beginning = {1: engine.until_another_message_waits}
     send(1)
@@ -405,7 +336,7 @@ def test_a_batch_under_way_is_finished_before_a_new_gateway_is_answered(
 
 
 @pytest.mark.parametrize("step", ["begin", "finish"])
-def test_a_device_lost_at_any_step_ends_the_worker(step: str, accelerated: RunningLoop, send: Any) -> None:
+def test_a_device_lost_at_any_step_ends_the_worker(step, accelerated, send):
     engine = accelerated.engine
     engine.while_beginning = {1: engine.until_another_message_waits}
     engine.errors = {(step, 2): AcceleratorError()}
@@ -414,7 +345,7 @@ def test_a_device_lost_at_any_step_ends_the_worker(step: str, accelerated: Runni
     assert isinstance(accelerated.error, EngineLost)
 
 
-def test_the_end_of_the_supervisor_waits_for_what_is_under_way(accelerated: RunningLoop, send: Any) -> None:
+def test_the_end_of_the_supervisor_waits_for_what_is_under_way(accelerated, send):
     engine = accelerated.engine
     engine.while_beginning = {1: accelerated.supervisor.close}
     send(1)
@@ -423,9 +354,7 @@ def test_the_end_of_the_supervisor_waits_for_what_is_under_way(accelerated: Runn
     assert engine.journal == [("begin", 1), ("finish", 1)]
 
 
-def test_the_times_of_batches_that_overlap_add_up_to_the_clock_s(
-    accelerated: RunningLoop, gateway: Any, send: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_times_of_batches_that_overlap_add_up_to_the_clock_s(accelerated, gateway, send, monkeypatch):
     engine, now_us = accelerated.engine, 0
 
     def advance(by_us: int) -> None:
@@ -446,11 +375,8 @@ def test_the_times_of_batches_that_overlap_add_up_to_the_clock_s(
     assert [gateway.receive(WHO).compute_us for _ in range(2)] == [7_000, 5_000]
 
 
-def test_a_worker_that_rests_gives_memory_back_once(
-    monkeypatch: pytest.MonkeyPatch, loop: RunningLoop, gateway: Any, as_message: Any
-) -> None:
+def test_a_worker_that_rests_gives_memory_back_once(monkeypatch, loop, gateway):
     given_back = threading.Semaphore(0)
-    monkeypatch.setattr("vecd.workers.process.loop._TRIM_AFTER_MS", 20)
     monkeypatch.setattr("vecd.workers.process.loop.return_free_memory", given_back.release)
     for number in (1, 2):
         gateway.send(WHO, as_message(BATCH, number=number))
@@ -463,10 +389,8 @@ def test_a_worker_that_rests_gives_memory_back_once(
 
 
 @pytest.fixture
-def gateways(endpoint: Any, gateway: Any, new_endpoint: Any, new_gateway: Any) -> Iterator[list[Any]]:
-    other_endpoint = new_endpoint()
-    other = new_gateway(other_endpoint.listening)
-    gateway.address_fd, other.address_fd = endpoint.address_fd, other_endpoint.address_fd
+def gateways(gateway: FakeGateway, new_endpoint: Any) -> Iterator[list[FakeGateway]]:
+    other = FakeGateway(new_endpoint())
     yield [gateway, other]
     other.close()
 
@@ -481,11 +405,11 @@ def shared(gateways: list[Any]) -> Iterator[RunningLoop]:
     running.close()
 
 
-def send_to(gateway: Any, as_message: Any, number: int, slot: int = 0, epoch: int = 1) -> None:
+def send_to(gateway: Any, number: int, slot: int = 0, epoch: int = 1) -> None:
     gateway.send(WHO, as_message(batch_number(number), number=number, slot=slot, epoch=epoch))
 
 
-def held_at_first_batch(engine: Any, gateway: Any, as_message: Any) -> threading.Event:
+def held_at_first_batch(engine: Any, gateway: Any) -> threading.Event:
     """Batch 1 of a gateway is being begun, and stays so until the returned event is set and both have sent more."""
     waiting, all_sent = threading.Event(), threading.Event()
 
@@ -496,21 +420,19 @@ def held_at_first_batch(engine: Any, gateway: Any, as_message: Any) -> threading
         time.sleep(0.1)  # for the rest of what was sent
 
     engine.while_beginning = {1: until_all_is_sent}
-    send_to(gateway, as_message, 1)
+    send_to(gateway, 1)
     assert waiting.wait(30)
     return all_sent
 
 
-def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(
-    shared: RunningLoop, gateways: list[Any], as_message: Any
-) -> None:
+def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(shared, gateways):
     engine = shared.engine
     engine.is_fast = True  # one after the other, as on a processor
-    all_sent = held_at_first_batch(engine, gateways[0], as_message)
+    all_sent = held_at_first_batch(engine, gateways[0])
     for number in (2, 3, 4, 5):  # of the first, while the second has sent nothing
-        send_to(gateways[0], as_message, number)
+        send_to(gateways[0], number)
     for number in (11, 12):
-        send_to(gateways[1], as_message, number)
+        send_to(gateways[1], number)
     all_sent.set()
     assert numbers_of(gateways[0], 5) == [1, 2, 3, 4, 5]
     assert numbers_of(gateways[1], 2) == [11, 12]
@@ -518,57 +440,41 @@ def test_gateways_take_turns_and_are_answered_each_on_its_own_socket(
     assert begun == [1, 11, 2, 12, 3, 4, 5]
 
 
-def test_slots_of_the_same_number_are_different_memory(
-    shared: RunningLoop, gateways: list[Any], as_message: Any
-) -> None:
-    send_to(gateways[0], as_message, 1, slot=1)
-    send_to(gateways[1], as_message, 2, slot=1)
-    assert numbers_of(gateways[0], 1) == [1]
-    assert numbers_of(gateways[1], 1) == [2]
-    assert np.array_equal(shared.views[0].rows[1][:2], dummy_vectors(batch_number(1), DIM))
-    assert np.array_equal(shared.views[1].rows[1][:2], dummy_vectors(batch_number(2), DIM))
-    assert not shared.views[0].rows[0].any()
-    assert not shared.views[1].rows[0].any()
-
-
-def test_two_batches_under_way_may_be_of_two_gateways(
-    shared: RunningLoop, gateways: list[Any], as_message: Any
-) -> None:
+def test_two_batches_under_way_may_be_of_two_gateways(shared, gateways):
     """In slots of the same number, which is not the same slot."""
     engine = shared.engine
     begun: list[list[int]] = []
 
     def until_the_other_has_sent() -> None:
-        send_to(gateways[1], as_message, 11)
+        send_to(gateways[1], 11)
         assert engine.sockets[1].poll(30_000)
 
     engine.while_beginning = {
         1: until_the_other_has_sent,
         11: lambda: begun.extend(views.begun.tolist() for views in shared.views),
     }
-    send_to(gateways[0], as_message, 1)
+    send_to(gateways[0], 1)
     assert numbers_of(gateways[0], 1) == [1]
     assert numbers_of(gateways[1], 1) == [11]
     assert engine.journal == [("begin", 1), ("begin", 11), ("finish", 1), ("finish", 11)]
     assert begun == [[1, 0], [11, 0]]
+    for views, number in zip(shared.views, (1, 11), strict=True):
+        assert np.array_equal(views.rows[0][:2], dummy_vectors(batch_number(number), DIM))
+        assert not views.rows[1].any()
     assert not any(views.begun.any() for views in shared.views)
 
 
-def test_the_epochs_of_gateways_have_nothing_to_do_with_each_other(
-    shared: RunningLoop, gateways: list[Any], as_message: Any
-) -> None:
+def test_the_epochs_of_gateways_have_nothing_to_do_with_each_other(shared, gateways):
     gateways[0].send(WHO, Probe(9))
     assert gateways[0].receive(WHO) == Alive(9)
-    send_to(gateways[0], as_message, 1, epoch=8)
-    send_to(gateways[1], as_message, 2, epoch=1)
+    send_to(gateways[0], 1, epoch=8)
+    send_to(gateways[1], 2, epoch=1)
     assert numbers_of(gateways[1], 1) == [2]
-    send_to(gateways[0], as_message, 3, epoch=9)
+    send_to(gateways[0], 3, epoch=9)
     assert numbers_of(gateways[0], 1) == [3]
 
 
-def test_a_probe_does_not_wait_for_another_gateway_s_batch(
-    shared: RunningLoop, gateways: list[Any], as_message: Any
-) -> None:
+def test_a_probe_does_not_wait_for_another_gateway_s_batch(shared, gateways):
     engine = shared.engine
 
     def until_the_other_has_probed() -> None:
@@ -577,21 +483,21 @@ def test_a_probe_does_not_wait_for_another_gateway_s_batch(
 
     engine.while_beginning = {1: until_the_other_has_probed}
     engine.before_finish = lambda: gateways[1].receive(WHO)
-    send_to(gateways[0], as_message, 1)
+    send_to(gateways[0], 1)
     assert numbers_of(gateways[0], 1) == [1]
     assert engine.heard == [Alive(2)]
 
 
-def test_probes_take_no_turn(shared: RunningLoop, gateways: list[Any], as_message: Any) -> None:
+def test_probes_take_no_turn(shared, gateways):
     """A gateway that has just started sends one every few milliseconds, and one batch of another may take many."""
     engine = shared.engine
     engine.is_fast = True
-    all_sent = held_at_first_batch(engine, gateways[0], as_message)
+    all_sent = held_at_first_batch(engine, gateways[0])
     for number in (2, 3, 4):
-        send_to(gateways[0], as_message, number)
+        send_to(gateways[0], number)
     for epoch in (1, 2, 3):
         gateways[1].send(WHO, Probe(epoch))
-    send_to(gateways[1], as_message, 11, epoch=3)
+    send_to(gateways[1], 11, epoch=3)
     all_sent.set()
     assert gateways[1].receive(WHO) == Alive(3), "the newest alone"
     assert numbers_of(gateways[1], 1) == [11]
@@ -599,7 +505,7 @@ def test_probes_take_no_turn(shared: RunningLoop, gateways: list[Any], as_messag
     assert [number for step, number in engine.journal if step == "begin"] == [1, 11, 2, 3, 4]
 
 
-def test_what_an_engine_refused_is_no_longer_begun(loop: RunningLoop, gateway: Any, as_message: Any) -> None:
+def test_what_an_engine_refused_is_no_longer_begun(loop, gateway):
     begun: list[int] = []
 
     def refuse(batch: PackedBatch, rows: Rows) -> None:

@@ -8,12 +8,12 @@ function model({ url, name = "all-MiniLM-L6-v2", key }) {
 }
 
 await serve({
-  async embed({ value, ...rest }) {
+  async embed({ texts: [value], ...rest }) {
     const { embedding, usage } = await embed({ model: model(rest), value, maxRetries: 0 });
-    return { vectors: [embedding], usage };
+    return { vectors: [embedding], tokens: usage.tokens };
   },
-  async embedMany({ values, ...rest }) {
-    const { embeddings, usage } = await embedMany({ model: model(rest), values, maxRetries: 0 });
-    return { vectors: embeddings, usage };
+  async embedMany({ texts, ...rest }) {
+    const { embeddings, usage } = await embedMany({ model: model(rest), values: texts, maxRetries: 0 });
+    return { vectors: embeddings, tokens: usage.tokens };
   },
 });

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from haystack import Document
-from haystack.components.embedders import OpenAIDocumentEmbedder, OpenAITextEmbedder
+from haystack.components.embedders import OpenAIDocumentEmbedder
 from haystack.utils import Secret
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.embeddings.ollama import OllamaEmbedding
@@ -16,9 +16,11 @@ from serve import rows, serve
 MODEL = "all-MiniLM-L6-v2"
 
 
-def llama_index(kind: str, url: str, texts: list[str], query: str) -> dict[str, Any]:
+def llama_index(kind: str, url: str, texts: list[str]) -> list[list[float]]:
+    """The last one is a query."""
     embedding = _llama_index(kind, url)
-    return {"texts": rows(embedding.get_text_embedding_batch(texts)), "query": embedding.get_query_embedding(query)}
+    *texts, query = texts
+    return rows([*embedding.get_text_embedding_batch(texts), embedding.get_query_embedding(query)])
 
 
 async def llama_index_later(kind: str, url: str, texts: list[str]) -> list[list[float]]:
@@ -36,12 +38,6 @@ def _llama_index(kind: str, url: str) -> BaseEmbedding:
     return OllamaEmbedding(model_name=MODEL, base_url=url)
 
 
-def haystack_text(url: str, text: str) -> dict[str, Any]:
-    embedder = OpenAITextEmbedder(api_key=Secret.from_token("unused"), model=MODEL, api_base_url=f"{url}/v1")
-    answer = embedder.run(text)
-    return {"vectors": [answer["embedding"]], "meta": answer["meta"]}
-
-
 def haystack_documents(url: str, texts: list[str | None], key: str = "unused") -> dict[str, Any]:
     embedder = OpenAIDocumentEmbedder(
         api_key=Secret.from_token(key),
@@ -52,10 +48,11 @@ def haystack_documents(url: str, texts: list[str | None], key: str = "unused") -
         raise_on_failure=True,
     )
     answer = embedder.run([Document(id=str(i), content=text) for i, text in enumerate(texts)])
-    return {"vectors": [document.embedding for document in answer["documents"]], "meta": answer["meta"]}
+    num_tokens = answer["meta"]["usage"]["total_tokens"]
+    return {"vectors": [document.embedding for document in answer["documents"]], "tokens": num_tokens}
 
 
-def voyage(url: str, texts: list[str], options: dict[str, Any], key: str = "unused") -> dict[str, Any]:
+def voyage(url: str, texts: list[str], key: str = "unused", **options: Any) -> dict[str, Any]:
     import voyageai  # it takes seconds
 
     os.environ["VOYAGE_API_KEY"] = key
@@ -63,4 +60,4 @@ def voyage(url: str, texts: list[str], options: dict[str, Any], key: str = "unus
     return {"vectors": rows(answer.embeddings), "tokens": answer.total_tokens}
 
 
-serve(llama_index, llama_index_later, haystack_text, haystack_documents, voyage)
+serve(llama_index, llama_index_later, haystack_documents, voyage)

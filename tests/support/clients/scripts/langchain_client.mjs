@@ -21,6 +21,9 @@ const embeddings = ({ api = "openai", model = "all-MiniLM-L6-v2", key = "unused"
   makers[api]({ model, key, options, ...rest });
 
 await serve({
-  embedQuery: async ({ text, ...rest }) => [await (await embeddings(rest)).embedQuery(text)],
+  async embedQueries({ texts, ...rest }) {
+    const made = await embeddings(rest);
+    return Promise.all(texts.map((text) => made.embedQuery(text)));
+  },
   embedDocuments: async ({ texts, ...rest }) => (await embeddings(rest)).embedDocuments(texts),
 });

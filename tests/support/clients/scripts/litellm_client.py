@@ -1,9 +1,8 @@
-"""LiteLLM, mem0 and semantic-kernel."""
+"""LiteLLM."""
 
 from typing import Any
 
 import litellm
-import openai
 from serve import rows, serve
 
 MODEL = "all-MiniLM-L6-v2"
@@ -33,19 +32,4 @@ def rerank(
     }
 
 
-def mem0(url: str, text: str) -> list[list[float]]:
-    from mem0.configs.embeddings.base import BaseEmbedderConfig
-    from mem0.embeddings.openai import OpenAIEmbedding
-
-    config = BaseEmbedderConfig(model=MODEL, openai_base_url=f"{url}/v1", api_key="unused")
-    return rows([OpenAIEmbedding(config).embed(text)])
-
-
-async def semantic_kernel(url: str, texts: list[str]) -> list[list[float]]:
-    from semantic_kernel.connectors.ai.open_ai import OpenAITextEmbedding
-
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused")
-    return rows(await OpenAITextEmbedding(ai_model_id=MODEL, async_client=client).generate_embeddings(texts))
-
-
-serve(embed, rerank, mem0, semantic_kernel)
+serve(embed, rerank)

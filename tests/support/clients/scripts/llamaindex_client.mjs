@@ -14,8 +14,9 @@ const makers = {
 };
 
 await serve({
-  embedQuery: async ({ api, text, ...rest }) => [
-    await (await makers[api](rest)).getQueryEmbedding({ type: "text", text }),
-  ],
+  async embedQueries({ api, texts, ...rest }) {
+    const embedding = await makers[api](rest);
+    return Promise.all(texts.map((text) => embedding.getQueryEmbedding({ type: "text", text })));
+  },
   embedTexts: async ({ api, texts, ...rest }) => (await makers[api](rest)).getTextEmbeddingsBatch(texts),
 });

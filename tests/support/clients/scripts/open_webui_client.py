@@ -24,7 +24,7 @@ async def run(code: str) -> list[list[float]]:
 
 
 async def embed(
-    engine: str, url: str, texts: list[str], key: str, batch_size: int = 1, model: str = MODEL
+    engine: str, url: str, texts: list[str], key: str = "", batch_size: int = 1, model: str = MODEL
 ) -> list[list[float]]:
     """As `main.py` of Open WebUI calls it. The default size of a batch is Open WebUI's."""
     from open_webui.retrieval.utils import get_embedding_function

@@ -74,13 +74,6 @@ def langchain_cohere(url: str, query: str, texts: list[str], num: int | None) ->
     return _langchain(reranker, query, texts)
 
 
-def langchain_voyage(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
-    from langchain_voyageai import VoyageAIRerank
-
-    reranker = VoyageAIRerank(model=MODEL, base_url=f"{url}/v1", api_key="unused", top_k=num)
-    return _langchain(reranker, query, texts)
-
-
 def langchain_jina(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
     """Its URL is a constant of its module."""
     from langchain_community.document_compressors import jina_rerank
@@ -113,30 +106,6 @@ def llama_index_tei(url: str, query: str, texts: list[str], num: int | None) -> 
     return _llama_index(TextEmbeddingInference(base_url=url, top_n=num or len(texts)), query, texts)
 
 
-def llama_index_cohere(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
-    from llama_index.postprocessor.cohere_rerank import CohereRerank
-
-    reranker = CohereRerank(model=MODEL, base_url=url, api_key="unused", top_n=num or len(texts))
-    return _llama_index(reranker, query, texts)
-
-
-def llama_index_jina(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
-    from llama_index.postprocessor.jinaai_rerank import JinaRerank
-
-    reranker = JinaRerank(model=MODEL, base_url=f"{url}/v1", api_key="unused", top_n=num or len(texts))
-    return _llama_index(reranker, query, texts)
-
-
-def llama_index_voyage(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
-    """It has no argument for the address of the server."""
-    import voyageai
-    from llama_index.postprocessor.voyageai_rerank import VoyageAIRerank
-
-    reranker = VoyageAIRerank(model=MODEL, api_key="unused", top_n=num)
-    reranker._client = voyageai.Client(api_key="unused", base_url=f"{url}/v1")
-    return _llama_index(reranker, query, texts)
-
-
 def llama_index_xinference(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
     from llama_index.postprocessor.xinference_rerank import XinferenceRerank
 
@@ -160,14 +129,6 @@ def haystack_tei(url: str, query: str, texts: list[str], num: int | None) -> Ran
     return _haystack(HuggingFaceTEIRanker(url=url, top_k=num or len(texts), max_retries=0), query, texts)
 
 
-def haystack_cohere(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
-    from haystack.utils import Secret
-    from haystack_integrations.components.rankers.cohere import CohereRanker
-
-    key = Secret.from_token("unused")
-    return _haystack(CohereRanker(MODEL, num or len(texts), key, api_base_url=url), query, texts)
-
-
 def haystack_jina(url: str, query: str, texts: list[str], num: int | None) -> Ranked:
     from haystack.utils import Secret
     from haystack_integrations.components.rankers.jina import JinaRanker
@@ -187,16 +148,11 @@ _RERANKERS: list[Callable[..., Ranked]] = [
     voyage,
     infinity,
     langchain_cohere,
-    langchain_voyage,
     langchain_jina,
     langchain_infinity,
     llama_index_tei,
-    llama_index_cohere,
-    llama_index_jina,
-    llama_index_voyage,
     llama_index_xinference,
     haystack_tei,
-    haystack_cohere,
     haystack_jina,
     haystack_vllm,
 ]

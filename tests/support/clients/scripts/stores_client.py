@@ -1,21 +1,13 @@
-"""Chroma, and Milvus's functions."""
+"""Chroma."""
 
 import os
 from typing import Any
 
 import chromadb
-from chromadb.utils.embedding_functions import HuggingFaceEmbeddingServer, OpenAIEmbeddingFunction
+from chromadb.utils.embedding_functions import OpenAIEmbeddingFunction
 from serve import rows, serve
 
 MODEL = "all-MiniLM-L6-v2"
-
-
-def chroma(url: str, texts: list[str]) -> list[list[float]]:
-    return rows(OpenAIEmbeddingFunction(api_key="unused", api_base=f"{url}/v1", model_name=MODEL)(texts))
-
-
-def chroma_embedding_server(url: str, texts: list[str]) -> list[list[float]]:
-    return rows(HuggingFaceEmbeddingServer(url=f"{url}/embed")(texts))
 
 
 def chroma_collection(url: str, texts: list[str], query: str) -> dict[str, Any]:
@@ -30,10 +22,4 @@ def chroma_collection(url: str, texts: list[str], query: str) -> dict[str, Any]:
     return {"vectors": rows(vectors[str(i)] for i in range(len(texts))), "found": found["documents"][0][0]}
 
 
-def milvus(url: str, texts: list[str]) -> list[list[float]]:
-    from pymilvus.model.dense import OpenAIEmbeddingFunction as MilvusFunction
-
-    return rows(MilvusFunction(model_name=MODEL, base_url=f"{url}/v1", api_key="unused").encode_documents(texts))
-
-
-serve(chroma, chroma_embedding_server, chroma_collection, milvus)
+serve(chroma_collection)

@@ -23,9 +23,9 @@ KILL, SPIN, SLEEP, RAISE, CRASH, NAN = range(30101, 30107)
 all vectors of its batch NaN."""
 SLEEP_S = 0.3
 _ENGINES = {
-    "vecd.workers.engines.dummy": "DummyEngine",
-    "vecd.workers.engines.lean.engine": "LeanEngine",
-    "vecd.workers.engines.torch.transformer": "TransformerEngine",
+    "vecd.workers.dummy": "DummyEngine",
+    "vecd.workers.onnx.engine": "LeanEngine",
+    "vecd.workers.torch.transformer": "TransformerEngine",
 }
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from vecd.client.bench.plot import PlotUnavailable, Point, draw_latency, require_matplotlib
+from vecd.client.bench.plot import Point, draw_latency
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 if HAS_MATPLOTLIB:
@@ -11,17 +11,6 @@ if HAS_MATPLOTLIB:
 needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is the extra vecd[plot]")
 POINTS = [Point(100, 2, 5, "1 client"), Point(900, 3.5, 9, "4 clients"), Point(1000, 15, 80, "16 clients")]
 NOTHING = Point(0, None, None)
-
-
-@pytest.fixture
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-
-
-@pytest.mark.usefixtures("without_matplotlib")
-def test_what_to_install_is_said() -> None:
-    with pytest.raises(PlotUnavailable, match=r"pip install 'vecd\[plot\]'"):
-        require_matplotlib()
 
 
 def draw(path: Path, **curves: list[Point]) -> bytes:
@@ -40,3 +29,11 @@ def test_runs_without_successes_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("curves", [{}, {"one": []}, {"one": [NOTHING]}, {"one": [NOTHING], "other": []}])
 def test_nothing_is_drawn_as_empty_axes(tmp_path: Path, curves: dict[str, list[Point]]) -> None:
     assert draw(tmp_path / "a.png", **curves).startswith(b"\x89PNG")
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("names", [["one"], ["one", "other"], [f"server {i}" for i in range(9)]])
+def test_curves_are_a_png(tmp_path: Path, names: list[str]) -> None:
+    image = draw(tmp_path / "a.png", **dict.fromkeys(names, POINTS))
+    assert image.startswith(b"\x89PNG\r\n")
+    assert len(image) > 10_000

@@ -1,10 +1,12 @@
+"""The texts of a run, and how many of its requests differ."""
+
 import random
 import statistics
 from pathlib import Path
 
 import pytest
 
-from vecd.client.bench import texts as texts_module
+from vecd.client.bench.options import parse_options
 from vecd.client.bench.texts import (
     Lengths,
     draw_text,
@@ -16,12 +18,9 @@ from vecd.client.bench.texts import (
 )
 
 
-def test_the_same_seed_draws_the_same_texts() -> None:
-    assert draw_texts(50, Lengths(10), seed=3) == draw_texts(50, Lengths(10), seed=3)
-
-
-def test_another_seed_draws_others() -> None:
-    assert draw_texts(50, Lengths(10), seed=3) != draw_texts(50, Lengths(10), seed=4)
+def test_a_seed_draws_the_same_texts_and_another_seed_others() -> None:
+    texts = draw_texts(50, Lengths(10), seed=3)
+    assert texts == draw_texts(50, Lengths(10), seed=3) != draw_texts(50, Lengths(10), seed=4)
 
 
 def test_texts_of_fixed_length_have_it() -> None:
@@ -55,7 +54,7 @@ def test_lengths_are_read_from_the_command_line(value: str, lengths: object) -> 
 
 
 @pytest.mark.parametrize(
-    "value", ["", "0", "-3", "ten", "lognormal:", "lognormal:70", "lognormal:0,1", "lognormal:70,-1", "lognormal:nan,1"]
+    "value", ["", "0", "ten", "lognormal:70", "lognormal:0,1", "lognormal:70,-1", "lognormal:nan,1"]
 )
 def test_lengths_that_make_no_sense_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
@@ -81,12 +80,9 @@ def test_texts_are_read_from_lines_or_objects(tmp_path: Path, content: str, text
     ("content", "problem"),
     [
         (b"", "has no text"),
-        (b" \n\n", "has no text"),
         (b"caf\xe9", "is not UTF-8: byte 3"),
         (b'{"text": "a"}\n{"no": 1}', 'object 2: not a JSON object with a "text"'),
-        (b'{"text": "a"}\n[1]', "object 2: not"),
         (b'{"text": "a"}\nb', "object 2: not"),
-        (b'{"text": 5}', 'its "text" is no text'),
         (b'{"text": " "}', 'its "text" is no text'),
     ],
 )
@@ -97,9 +93,9 @@ def test_files_that_make_no_sense_are_refused(tmp_path: Path, content: bytes, pr
         read_texts(path)
 
 
-def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts_module, "_MAX_FILE_BYTES", 3)
-    (tmp_path / "texts").write_text("long")
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "texts").open("wb") as file:
+        file.truncate((1 << 28) + 1)  # takes no place on the disk
     with pytest.raises(ValueError, match="is larger than"):
         read_texts(tmp_path / "texts")
 
@@ -109,3 +105,30 @@ def test_every_text_comes_once_before_any_comes_twice() -> None:
     drawn = shuffle_texts(texts, 25, seed=0)
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == texts
     assert drawn == shuffle_texts(texts, 25, seed=0) != shuffle_texts(texts, 25, seed=1)
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_requests"),
+    [
+        ("--clients 1,64", 512),
+        ("--clients 2000", 4000),
+        ("--rate 10", 2048),
+        ("--rate 10 --max-connections 100", 512),
+        ("--clients 64 --texts-per-request 2048", 128),
+        ("--clients 1000 --texts-per-request 2048", 128),  # all their texts would be too many
+        ("--clients 2000 --distinct-requests 7", 7),
+    ],
+)
+def test_requests_that_are_in_progress_at_the_same_time_differ(flags, num_requests):
+    options = parse_options(["--url", "http://127.0.0.1:1", *flags.split(), "--words", "1"])
+    assert {len(load.requests) for load in options.loads} == {num_requests}
+
+
+def test_bulk_requests_of_many_clients_differ_as_well():
+    flags = "--clients 1 --bulk-clients 40 --bulk-texts 512"
+    [load] = parse_options(["--url", "http://127.0.0.1:1", *flags.split()]).loads
+    assert load.bulk is not None
+    assert len(load.bulk.requests) == 80

@@ -3,90 +3,61 @@ import gzip
 import random
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 import pytest
 
-from vecd.gateway.api import bodies as bodies_module
-from vecd.gateway.api import json_errors
-from vecd.gateway.api.bodies import Bodies
-from vecd.gateway.api.dialects.openai import FIELDS, parse_embeddings
-from vecd.gateway.api.json_stream import Bounds
-from vecd.gateway.api.model_info import ModelInfo
-from vecd.gateway.api.operations import Call, ParsedEmbed, ParsedMessages
-from vecd.gateway.http.decompress import zstd
+from tests.support.asking import PLAIN
+from vecd.gateway.api import body as bodies_module
+from vecd.gateway.api import large_json
+from vecd.gateway.api.body import Bodies
+from vecd.gateway.api.large_json import Bounds
+from vecd.gateway.api.operation import Call, ParsedEmbed, ParsedMessages
+from vecd.gateway.dialects.openai import FIELDS, parse_embeddings
+from vecd.gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests
+from vecd.gateway.http.framing import zstd
+from vecd.gateway.request import Coding
 from vecd.gateway.tokenization.fair_pool import Threads
-from vecd.gateway.types.errors import BadRequest, PayloadTooLarge, TooManyRequests
-from vecd.gateway.types.messages import Coding
-from vecd.gateway.types.request import Overflow
 
 LARGE = frozenset({"input"})
-SERVED = ModelInfo(
-    model="m", aliases=(), is_strict=False, dim=384, hidden_size=384, max_tokens=256, is_normalized=True,
-    is_matryoshka=False, matryoshka_dims=(), pools_prompt=True, model_type="bert", pooling=("mean",), max_inputs=4,
-    max_request_tokens=None, max_body_bytes=10**9,
-    overflow=Overflow.TRUNCATE, compute_type="cpu", version="1", created_at=0,
-)  # fmt: skip
 
 
-def make_bodies(threads: Threads, *, max_inputs: int = 10, max_bytes: int = 10**9) -> Bodies:
-    return Bodies(threads, max_inputs=max_inputs, max_chars=10**9, max_ids=10**9, max_bytes=max_bytes)
+@asynccontextmanager
+async def parsing(**limits: int) -> AsyncIterator[Bodies]:
+    threads = Threads()
+    try:
+        yield Bodies(
+            threads, **{"max_inputs": 100_000, "max_chars": 10**9, "max_ids": 10**9, "max_bytes": 10**9, **limits}
+        )
+    finally:
+        threads.close()
 
 
 def parse(
     body: bytes,
     parse_fields: Callable[[dict[str, Any]], Any] = dict,
     coding: Coding | None = None,
-    max_bytes: int = 10**9,
     bare_list: str = "",
+    **limits: int,
 ) -> Any:
     async def main() -> Any:
-        threads = Threads()
-        bodies = make_bodies(threads, max_inputs=100_000, max_bytes=max_bytes)
-        try:
+        async with parsing(**limits) as bodies:
             return await bodies.parse(
                 body, LARGE, parse_fields, small_fields=FIELDS.small, coding=coding, bare_list=bare_list
             )
-        finally:
-            threads.close()
 
     return asyncio.run(main())
 
 
 @pytest.mark.parametrize("num_texts", [1, 20_000])
-def test_small_and_large_bodies_are_the_same(num_texts):
+def test_small_and_large_bodies_are_the_same_and_large_ones_are_parsed_in_a_thread(num_texts):
     fields = {"input": [f"text {i}" for i in range(num_texts)], "model": "m", "other": [None, {"a": 1.5}]}
-    assert parse(orjson.dumps(fields)) == fields
-
-
-@pytest.mark.parametrize(("num_texts", "is_inline"), [(1, True), (20_000, False)])
-def test_fields_of_large_bodies_are_parsed_in_a_thread(num_texts, is_inline):
-    body = orjson.dumps({"input": ["text"] * num_texts})
-    thread = parse(body, lambda fields: threading.current_thread())
-    assert (thread is threading.main_thread()) is is_inline
-
-
-@pytest.mark.parametrize("padding", [b"", b" " * 100_000])
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b"", "is not valid JSON|must be a JSON object"),
-        (b"[]", "must be a JSON object"),
-        (b"null", "must be a JSON object"),
-        (b"{", "is not valid JSON"),
-        (b'{"input":"secret', "is not valid JSON"),
-        (b'{"input":"\\ud800"}', "'input' is not text: half of a surrogate pair"),
-        (b'{"input":"\xff"}', "is not valid JSON"),
-        (b'{"input":NaN}', "is not valid JSON"),
-        (b'{"input":' + b"[" * 5000, "is not valid JSON"),
-    ],
-)
-def test_what_is_not_a_json_object_is_refused_and_not_quoted(padding, body, says):
-    with pytest.raises(BadRequest, match=says) as caught:
-        parse(padding + body)
-    assert "secret" not in caught.value.message
+    found, thread = parse(orjson.dumps(fields), lambda found: (dict(found), threading.current_thread()))
+    assert found == fields
+    assert (thread is threading.main_thread()) is (num_texts == 1)
 
 
 @pytest.mark.parametrize("num_texts", [1, 20_000])
@@ -116,42 +87,14 @@ def test_a_fault_of_a_bare_list_is_told_at_its_place(padding, body, says, at):
         parse(padding + body, bare_list="input")
 
 
-@pytest.mark.parametrize("num_texts", [1, 20_000])
-def test_what_the_dialect_refuses_is_refused(num_texts):
-    def refuse(fields: dict[str, Any]) -> None:
-        raise BadRequest("as asked", param="input")
-
-    with pytest.raises(BadRequest, match="as asked"):
-        parse(orjson.dumps({"input": ["text"] * num_texts}), refuse)
-
-
-async def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch):
-    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 150_000)
+async def test_bodies_that_wait_to_be_parsed_are_bounded_and_those_of_one_tenant_take_half(monkeypatch):
+    monkeypatch.setattr("vecd.gateway.api.body.MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
-    threads = Threads()
-    bodies = make_bodies(threads)
-    try:
-        first = asyncio.ensure_future(bodies.parse(body, LARGE, dict))
-        await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match=r"100012 bytes wait .* this request has 100012 .* at most 150000"):
-            await bodies.parse(body, LARGE, dict)
-        assert await bodies.parse(b'{"input":"small"}', LARGE, dict) == {"input": "small"}
-        await first
-        assert len((await bodies.parse(body, LARGE, dict))["input"]) == 100_000
-    finally:
-        threads.close()
+    async with parsing() as bodies:
 
+        async def parse_for(tenant: str, sent: bytes = body) -> int:
+            return len((await bodies.parse(sent, LARGE, dict, tenant))["input"])
 
-async def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
-    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
-    body = b'{"input":"%b"}' % (b"x" * 100_000)
-    threads = Threads()
-    bodies = make_bodies(threads)
-
-    async def parse_for(tenant: str) -> int:
-        return len((await bodies.parse(body, LARGE, dict, tenant))["input"])
-
-    try:
         first = asyncio.ensure_future(parse_for("a"))
         await asyncio.sleep(0)
         with pytest.raises(TooManyRequests, match=r"100012 of them yours, .* and 150000 of one caller") as caught:
@@ -159,25 +102,12 @@ async def test_a_tenant_s_bodies_take_at_most_half_of_the_room(monkeypatch):
         assert int(caught.value.headers["retry-after"]) >= 1
         second = asyncio.ensure_future(parse_for("b"))
         await asyncio.sleep(0)
-        with pytest.raises(TooManyRequests, match=r"^bodies of 200024 bytes .* at most 300000"):
+        with pytest.raises(TooManyRequests, match=r"^bodies of 200024 bytes .* this request has 100012 .* most 300000"):
             await parse_for("c")
+        assert await parse_for("c", b'{"input":"small"}') == len("small")
         assert {await first, await second} == {100_000}
         assert await parse_for("a") == 100_000
-        assert (bodies._room.num, dict(bodies._room.num_of)) == (0, {})
-    finally:
-        threads.close()
-
-
-async def test_where_callers_have_no_keys_all_share_the_room(monkeypatch):
-    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 300_000)
-    body = b'{"input":"%b"}' % (b"x" * 100_000)
-    threads = Threads()
-    bodies = make_bodies(threads)
-    try:
-        two = [bodies.parse(body, LARGE, dict) for _ in range(2)]
-        assert [len(fields["input"]) for fields in await asyncio.gather(*two)] == [100_000, 100_000]
-    finally:
-        threads.close()
+        assert (bodies.room.num, dict(bodies.room.num_of)) == (0, {})
 
 
 PADDING = b" " * 100_000
@@ -189,29 +119,18 @@ SURROGATE, DEEP = b'"\\ud800 secret"', b"[" * 1000 + b'"secret"' + b"]" * 1000
     ("body", "says"),
     [
         (b"", "is not valid JSON|must be a JSON object"),
-        (b"  \n\t ", "is not valid JSON|must be a JSON object"),
-        (b"\xef\xbb\xbf{}", "is not valid JSON|must be a JSON object"),
         (b'{"input":"secret"}{}', "is not valid JSON"),
         (b'{"input":"secret"}\x00', "is not valid JSON"),
         (b'{"input":%b}' % SURROGATE, "^'input' is not text: half of a surrogate pair"),
-        (b'{"input":[%b]}' % SURROGATE, r"^'input\[0\]' is not text"),
-        (b'{"input":["a","b",%b]}' % SURROGATE, r"^'input\[2\]' is not text"),
         (b'{"input":["a",{"text":%b}]}' % SURROGATE, r"^'input\[1\]' is not text"),
-        (b'{"input":["a",[%b]]}' % SURROGATE, r"^'input\[1\]' is not text"),
-        (b'{"input":["a","\\ud83d\\ud83d secret"]}', r"^'input\[1\]' is not text"),
-        (b'{"input":["a","\\ude00 secret"]}', r"^'input\[1\]' is not text"),
         (b'{"input":["\\ud83d\\ude00 secret","\\ud83d"]}', r"^'input\[1\]' is not text"),
         (b'{"user":%b}' % SURROGATE, "^'user' is not text"),
         (b'{"secret":%b}' % SURROGATE, "^a field is not text"),
         (b'{%b:1}' % SURROGATE, "^a field is not text"),
-        (b'{"input":"\xed\xa0\x80"}', "is not valid JSON"),
-        (b'{"input":"\xc0\xaf"}', "is not valid JSON"),
         (b'{"\xff":1}', "is not valid JSON"),
-        (b'{"input":-Infinity}', "is not valid JSON"),
-        (b"{'input':'secret'}", "is not valid JSON"),
-        (b'{"input":"secret"', "is not valid JSON"),
-        (b'{"input":[1 2]}', "is not valid JSON"),
-        (b'"secret"', "must be a JSON object"),
+        (b'{"input":NaN}', "is not valid JSON"),
+        (b'{"input":"secret', "is not valid JSON"),
+        (b"null", "must be a JSON object"),
         (b'[{"input":"secret"}]', "must be a JSON object"),
         (b"1e999", "is not valid JSON|must be a JSON object"),
         (b'{"input":' + b"[" * 1025 + b"]" * 1025 + b"}", "is not valid JSON"),
@@ -258,14 +177,14 @@ def test_the_input_with_half_a_character_is_named(num_before, item):
 
 
 def test_half_a_character_is_found_in_few_steps(monkeypatch):
-    has_surrogate, num_calls = json_errors._has_surrogate, 0
+    has_surrogate, num_calls = large_json.has_surrogate, 0
 
     def counting(value: Any) -> bool:
         nonlocal num_calls
         num_calls += 1
         return has_surrogate(value)
 
-    monkeypatch.setattr(json_errors, "_has_surrogate", counting)
+    monkeypatch.setattr(large_json, "has_surrogate", counting)
     with pytest.raises(BadRequest, match=r"'input\[21000\]' is not text"):
         parse(b'{"input":[%b"\\ud800"]}' % (b"[]," * 21_000))
     assert num_calls < 20
@@ -279,7 +198,6 @@ def test_half_a_character_is_found_in_few_steps(monkeypatch):
         (zstd.compress, "byte 0xb5 at offset 1 is not UTF-8; it begins like zstd: name"),
         (zlib.compress, "byte 0x9c at offset 1 is not UTF-8; it begins like deflate: name"),
         (lambda body: body.decode().encode("utf-16"), "byte 0xff at offset 0 is not UTF-8; it begins like UTF-16"),
-        (lambda body: body.decode().encode("utf-16-be"), "; it begins like UTF-16"),
         (lambda body: body.decode().encode("utf-32-le"), "; it begins like UTF-32"),
         (lambda body: b"\xef\xbb\xbf" + body, "; it begins with a byte order mark: leave that out"),
     ],
@@ -296,32 +214,19 @@ def test_a_body_in_another_encoding_is_told_which_it_may_be(num_texts, encode, s
 @pytest.mark.parametrize(
     ("value", "param", "says"),
     [
-        (b"1e999", None, "is not valid JSON"),
         (b"9" * 100, "input", "'input' must be a string"),
         (b"[%b]" % (b"9" * 100), "input", r"'input\[0\]' must be a string, is a number with a fraction, or too large"),
-        (
-            b"[1,%b]" % (b"9" * 100),
-            "input",
-            r"'input\[1\]' must be a token id, is a number with a fraction, or too large",
-        ),
-        (b"[1,1e999]", None, "is not valid JSON"),
         (DEEP, "input", r"'input\[0\]\[0\]' must be a token id, is a list"),
-        (b"[]", "input", "the list is empty"),
         (b"[[]]", "input", "is an empty list"),
-        (b"{}", "input", "is an object"),
-        (b"null", "input", "is required"),
         (b'"x","input":["secret",1]', "input", r"'input\[1\]' must be a string"),
         (b'"x","dimensions":1e400', None, "is not valid JSON"),
         (b'"x","dimensions":%b' % (b"9" * 100), "dimensions", "must be a whole number"),
-        (b'"x","dimensions":384.0', "dimensions", "must be a whole number"),
-        (b'"x","priority":{"a":"secret"}', "priority", "must be a string or a whole number"),
         (b'"x","model":["secret"]', "model", "must be a string, is a list"),
-        (b'"x","encoding_format":["secret"]', "encoding_format", "is a list"),
     ],
 )
 def test_values_that_fit_no_field_are_refused_by_name(padding, value, param, says):
     def parse_fields(fields: dict[str, Any]) -> ParsedEmbed | ParsedMessages:
-        return parse_embeddings(Call(FIELDS.read(fields), {}, SERVED))
+        return parse_embeddings(Call(FIELDS.read(fields), {}, PLAIN))
 
     body = b'{"input":%b}' % value
     for padded in (padding + body, body + padding):
@@ -342,7 +247,6 @@ def test_values_that_fit_no_field_are_refused_by_name(padding, value, param, say
         (b',"input":[[]]', "has more than 16384 fields"),
         (b',"user":"%b"' % (b"secret" * 100_000), "'user': .* 262144 bytes in all"),
         (b',"model":"%b"' % (b"secret" * 100_000), "'model': .* 262144 bytes in all"),
-        (b',"priority":%b' % (b"1" * 1_000_000), "'priority': .* 262144 bytes in all"),
         (b',"secret":%b' % (b"1" * 1_000_000), "^other fields and the names of fields: .* 262144 bytes in all"),
         (b',"%b":1' % (b"secret" * 100_000), "the names of fields: .* 262144 bytes in all"),
     ],
@@ -368,27 +272,19 @@ COMPRESS: dict[Coding, Callable[[bytes], bytes]] = {
 }
 
 
+def test_a_small_body_that_becomes_large_is_parsed_in_a_thread():
+    for num_texts, is_inline in ((20_000, False), (1, True)):
+        body = gzip.compress(orjson.dumps({"input": ["text"] * num_texts}))
+        assert len(body) < 1000
+        thread = parse(body, lambda fields: threading.current_thread(), Coding.GZIP)
+        assert (thread is threading.main_thread()) is is_inline
+
+
 @pytest.mark.parametrize("coding", Coding)
 @pytest.mark.parametrize("num_texts", [1, 20_000])
-def test_a_compressed_body_means_what_it_was_before(coding, num_texts):
+def test_a_compressed_body_means_what_it_was_before_and_is_bounded_by_that(coding, num_texts):
     body = orjson.dumps({"input": [f"text {i}" for i in range(num_texts)]})
-    assert parse(COMPRESS[coding](body), coding=coding) == parse(body)
-
-
-def test_a_small_body_that_becomes_large_is_parsed_in_a_thread():
-    body = orjson.dumps({"input": ["text"] * 20_000})
-    assert len(gzip.compress(body)) < 1000
-    thread = parse(gzip.compress(body), lambda fields: threading.current_thread(), Coding.GZIP)
-    assert thread is not threading.main_thread()
-    thread = parse(gzip.compress(b'{"input":"text"}'), lambda fields: threading.current_thread(), Coding.GZIP)
-    assert thread is threading.main_thread()
-
-
-@pytest.mark.parametrize("coding", Coding)
-@pytest.mark.parametrize("num_bytes", [1_000, 1_000_000])
-def test_a_compressed_body_is_bounded_by_what_it_becomes(coding, num_bytes):
-    body = b'{"input":"%b"}' % (b"x" * num_bytes)
-    assert len(parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body))["input"]) == num_bytes
+    assert parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body)) == parse(body)
     with pytest.raises(PayloadTooLarge, match=f"longer than the {len(body) - 1} bytes allowed"):
         parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body) - 1)
 
@@ -415,38 +311,31 @@ def test_what_is_not_of_its_coding_is_refused_and_not_quoted(num_bytes):
 
 
 async def test_what_bodies_become_is_bounded_together_while_they_become_it(monkeypatch):
-    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_WAITING_BYTES", 30_000_000)
-    monkeypatch.setattr("vecd.gateway.api.bodies._INFLATED_AT_A_TIME_BYTES", 100_000)
-    monkeypatch.setattr("vecd.gateway.api.bodies._MAX_INFLATED_RATIO", 2000)
+    monkeypatch.setattr("vecd.gateway.api.body.MAX_WAITING_BYTES", 30_000_000)
+    monkeypatch.setattr("vecd.gateway.api.body.INFLATED_AT_A_TIME_BYTES", 100_000)
+    monkeypatch.setattr("vecd.gateway.api.body.MAX_INFLATED_RATIO", 2000)
     bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
-    threads = Threads()
-    bodies = make_bodies(threads)
     most = 0
+    async with parsing() as bodies:
 
-    def watched(fields: dict[str, Any]) -> int:
-        return len(fields["input"])
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, bodies.room.num)
+                await asyncio.sleep(0)
 
-    async def watch() -> None:
-        nonlocal most
-        while True:
-            most = max(most, bodies._room.num)
-            await asyncio.sleep(0)
-
-    watching = asyncio.ensure_future(watch())
-    try:
-        three = [bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP) for _ in range(3)]
+        watching = asyncio.ensure_future(watch())
+        three = [bodies.parse(bomb, LARGE, lambda fields: len(fields["input"]), coding=Coding.GZIP) for _ in range(3)]
         ends = await asyncio.gather(*three, return_exceptions=True)
         assert ends.count(20_000_000) == 1
         assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
         assert most <= 30_000_000
-        assert (bodies._room.num, dict(bodies._room.num_of)) == (0, {})
-        left = asyncio.ensure_future(bodies.parse(bomb, LARGE, watched, coding=Coding.GZIP))
-        while not bodies._room.num:
+        assert (bodies.room.num, dict(bodies.room.num_of)) == (0, {})
+        left = asyncio.ensure_future(bodies.parse(bomb, LARGE, dict, coding=Coding.GZIP))
+        while not bodies.room.num:
             await asyncio.sleep(0)
         left.cancel()
         await asyncio.wait([left])
         assert left.cancelled()
-        assert bodies._room.num == 0
-    finally:
+        assert bodies.room.num == 0
         watching.cancel()
-        threads.close()

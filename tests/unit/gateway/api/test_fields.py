@@ -1,13 +1,15 @@
-from array import array
 from enum import Enum
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.fields import Field, Fields, Values
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.quoting import quoted
+from vecd.gateway.api.answer import MAX_TIMEOUT_MS, parse_accept, parse_priority, parse_timeout_s
+from vecd.gateway.api.fields import Field, Fields
+from vecd.gateway.errors import BadRequest, quoted
+from vecd.gateway.request import Encoding, Priority
 
 
 class Colour(Enum):
@@ -48,12 +50,9 @@ def test_what_is_required_is_missed():
     ("name", "value", "says"),
     [
         ("name", 5, "'name' must be a string, is a whole number"),
-        ("name", ["a"], "'name' must be a string, is a list"),
         ("loud", 1, "'loud' must be true or false, is a whole number"),
-        ("loud", "true", "'loud' must be true or false, is a string"),
         ("size", 0, "'size' must be at least 1, is 0"),
         ("size", True, "'size' must be a whole number, is a boolean"),
-        ("size", 1.0, "'size' must be a whole number, is a number with a fraction"),
         ("least", -2, "'least' must be at least -1, is -2"),
         ("colour", "blue", "'colour' must be one of 'red', 'green', is 'blue'"),
         ("colour", "x" * 99 + "secret", f"'colour' must be one of 'red', 'green', is '{'x' * 32}'"),
@@ -86,30 +85,67 @@ def test_the_schema_says_what_is_read():
     assert "required" not in Fields(NAME).schema()
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (None, "null"),
-        (True, "a boolean"),
-        (5, "a whole number"),
-        (1.5, "a number with a fraction, or too large"),
-        ("a", "a string"),
-        ([], "a list"),
-        (array("i", [1]), "a list"),
-        ({}, "an object"),
-    ],
-)
-def test_types_have_jsons_names(value, kind):
-    assert fields.json_type(value) == kind
-
-
-def test_values_are_kept_by_name():
-    values = Values({"name": "n"})
-    assert values.get(fields.text("name", "the same name, declared elsewhere")) == "n"
-
-
 def test_what_is_quoted_is_short_whatever_it_is_written_in():
     assert quoted("query") == "'query'"
     assert quoted("q" * 1000) == repr("q" * 32)
     assert len(quoted("\U0001f600" * 1000)) <= 70
     assert quoted("\U0001f600" * 1000).isascii()
+
+
+# --- headers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accept", "encoding"),
+    [
+        (None, None),
+        ("application/*", None),
+        ("Application/Octet-Stream", Encoding.BYTES),
+        ("application/x-npy;version=1", Encoding.NPY),
+        ("application/octet-stream, */*", None),
+        ("application/octet-stream;q=0.5, application/json", None),
+        ("application/octet-stream ; Q = 0.4 , application/json; q=0.3", Encoding.BYTES),
+        ("application/octet-stream;q=0, */*", None),
+        ("application/octet-stream;q=2", None),
+        ("application/octet-stream;charset=utf-8;q=0.5, text/html", Encoding.BYTES),
+        ("application/octet-stream;q=high", None),
+        ("application/octet-stream;q=0.5, application/x-npy;q=0.6", Encoding.NPY),
+        ("application/octet-stream, application/x-npy", Encoding.BYTES),
+        ("application/x-npy;q=0.5, application/*;q=0.2", Encoding.NPY),
+    ],
+)
+def test_accept(accept, encoding):
+    assert parse_accept({} if accept is None else {"accept": accept}) is encoding
+
+
+@given(st.text(st.sampled_from("application/octet-stream,;q=0.1* "), max_size=80))
+def test_any_accept_is_read(accept):
+    parse_accept({"accept": accept + ",application/x-npy"})
+
+
+@pytest.mark.parametrize("name", ["interactive", "normal", "bulk"])
+def test_priorities(name):
+    assert parse_priority({}) is None
+    assert parse_priority({"x-vecd-priority": name}) is Priority[name.upper()]
+
+
+@pytest.mark.parametrize("value", ["", "0", "Bulk", "bulk, bulk", "\xe9" * 1000])
+def test_priorities_that_are_refused(value):
+    says = "header x-vecd-priority: must be 'interactive', 'normal' or 'bulk', is '"
+    with pytest.raises(BadRequest, match=says) as caught:
+        parse_priority({"x-vecd-priority": value})
+    assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(("value", "timeout_s"), [("1", 0.001), ("1500", 1.5), ("86400000", 86400.0), ("0010", 0.01)])
+def test_timeouts(value, timeout_s):
+    assert parse_timeout_s({"x-vecd-timeout-ms": value}) == timeout_s
+    assert parse_timeout_s({}) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["", "0", "-1", "1.5", "1e3", "86400001", "+1", " 1", "1_0", "\xb2", "9" * 5000, "1, 1", "None"]
+)
+def test_timeouts_that_are_refused(value):
+    with pytest.raises(BadRequest, match=f"header x-vecd-timeout-ms: .* from 1 to {MAX_TIMEOUT_MS}, is '"):
+        parse_timeout_s({"x-vecd-timeout-ms": value})

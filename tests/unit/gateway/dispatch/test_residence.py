@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.virtualtime import run_in_virtual_time
+from tests.support.supervision import VIRTUAL_TIME
 from vecd.gateway.dispatch.residence import ENDS, MAX_WAITING, Residence
-from vecd.gateway.types.errors import Unavailable
+from vecd.gateway.errors import Unavailable
 from vecd.shm.control import KeepAlive, Message, ModelAsked, ModelIs, ModelUsed, ModelWanted
 
 GENERATION = 4
 FAR_S = 1000.0
+
+
+@pytest.fixture
+def anyio_backend():
+    return VIRTUAL_TIME
 
 
 class Told:
@@ -36,14 +41,6 @@ class Told:
 
 def retry_after_of(error: Unavailable) -> str:
     return error.headers["retry-after"]
-
-
-def test_a_model_that_nothing_was_said_of_is_ready():
-    told = Told()
-    assert not told.residence.is_awaited
-    assert told.residence.state == "ready"
-    assert told.residence.is_resident
-    assert told.residence.expires_in_s is None
 
 
 def test_the_supervisor_is_told_once_for_each_state():
@@ -116,124 +113,98 @@ def test_a_load_that_takes_longer_than_expected_refuses_nothing():
 # --- those who wait for a state -------------------------------------------------------------------------------------
 
 
-def in_time(test: Any) -> None:
-    run_in_virtual_time(test)
-
-
 @pytest.mark.parametrize(
     ("action", "before", "states"),
     [
         ("load", "unloaded", ["loading", "ready"]),
         ("load", "failed", ["loading", "failed"]),
         ("unload", "ready", ["draining", "unloaded", "loading"]),
-        ("park", "ready", ["draining", "parked"]),
-        ("park", "ready", ["draining", "unloaded"]),
     ],
 )
-def test_an_operator_waits_until_the_state_is_reached(action, before, states):
+async def test_an_operator_waits_until_the_state_is_reached(action, before, states):
     """Even one that is over at once, because requests wait."""
-
-    async def test() -> None:
-        told = Told()
-        told.change(before, wait_s=60.0)
-        asking = asyncio.ensure_future(told.residence.ask(action, 10.0))
-        await asyncio.sleep(1)
-        assert told.sent == [ModelAsked(GENERATION, action)]
-        assert not asking.done()
-        for state in states:
-            told.change(state, wait_s=60.0)
-        assert await asking
-
-    in_time(test)
+    told = Told()
+    told.change(before, wait_s=60.0)
+    asking = asyncio.ensure_future(told.residence.ask(action, 10.0))
+    await asyncio.sleep(1)
+    assert told.sent == [ModelAsked(GENERATION, action)]
+    assert not asking.done()
+    for state in states:
+        told.change(state, wait_s=60.0)
+    assert await asking
 
 
-def test_an_unload_that_a_load_follows_at_once_has_been_one():
+async def test_an_unload_that_a_load_follows_at_once_has_been_one() -> None:
     """Because requests wait, gateways may not be told of the state in between."""
-
-    async def test() -> None:
-        told = Told()
-        told.change("ready", num_unloads={"idle": 1})
-        asking = asyncio.ensure_future(told.residence.ask("unload", 10.0))
-        await asyncio.sleep(1)
-        told.change("draining", num_unloads={"idle": 1})
-        told.change("loading", num_unloads={"idle": 1, "operator": 1})
-        assert await asking
-        loading = asyncio.ensure_future(told.residence.ask("load", 10.0))
-        await asyncio.sleep(1)
-        told.change("draining", num_loads=1)
-        assert await loading
-
-    in_time(test)
+    told = Told()
+    told.change("ready", num_unloads={"idle": 1})
+    asking = asyncio.ensure_future(told.residence.ask("unload", 10.0))
+    await asyncio.sleep(1)
+    told.change("draining", num_unloads={"idle": 1})
+    told.change("loading", num_unloads={"idle": 1, "operator": 1})
+    assert await asking
+    loading = asyncio.ensure_future(told.residence.ask("load", 10.0))
+    await asyncio.sleep(1)
+    told.change("draining", num_loads=1)
+    assert await loading
 
 
 @pytest.mark.parametrize("action", ENDS)
-def test_what_is_so_already_is_asked_all_the_same(action):
-    async def test() -> None:
-        told = Told()
-        told.change({"load": "ready", "unload": "unloaded", "park": "parked"}[action])
-        assert await told.residence.ask(action, 10.0)
-        assert told.sent == [ModelAsked(GENERATION, action)]
-
-    in_time(test)
+async def test_what_is_so_already_is_asked_all_the_same(action):
+    told = Told()
+    told.change({"load": "ready", "unload": "unloaded"}[action])
+    assert await told.residence.ask(action, 10.0)
+    assert told.sent == [ModelAsked(GENERATION, action)]
 
 
-def test_nothing_is_left_of_one_who_does_not_wait_or_is_gone():
-    async def test() -> None:
-        told = Told()
-        assert not await told.residence.ask("unload", 0.0)
-        assert not await told.residence.ask("unload", 1.0)
-        asking = asyncio.ensure_future(told.residence.ask("unload", 100.0))
-        await asyncio.sleep(1)
-        asking.cancel()
-        await asyncio.wait([asking])
-        assert told.residence._watchers == {}
-        told.change("unloaded")
-
-    in_time(test)
+async def test_nothing_is_left_of_one_who_does_not_wait_or_is_gone() -> None:
+    told = Told()
+    assert not await told.residence.ask("unload", 0.0)
+    assert not await told.residence.ask("unload", 1.0)
+    asking = asyncio.ensure_future(told.residence.ask("unload", 100.0))
+    await asyncio.sleep(1)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert told.residence._watchers == {}
+    told.change("unloaded")
 
 
-def test_a_preload_waits_for_the_model():
-    async def test() -> None:
-        told = Told()
+async def test_a_preload_waits_for_the_model() -> None:
+    told = Told()
+    await told.residence.until_ready(1.0)
+    assert told.sent == []
+    told.change("unloaded")
+    waiting = [asyncio.ensure_future(told.residence.until_ready(100.0)) for _ in range(3)]
+    await asyncio.sleep(1)
+    assert told.sent == [ModelWanted(GENERATION)]
+    told.change("loading")
+    told.change("ready")
+    await asyncio.gather(*waiting)
+    told.change("unloaded")
+    failing = asyncio.ensure_future(told.residence.until_ready(100.0))
+    await asyncio.sleep(1)
+    told.change("failed", reason="gone", wait_s=9.0)
+    with pytest.raises(Unavailable, match="gone"):
+        await failing
+    told.change("loading")
+    with pytest.raises(Unavailable, match="not loaded before"):
         await told.residence.until_ready(1.0)
-        assert told.sent == []
-        told.change("unloaded")
-        waiting = [asyncio.ensure_future(told.residence.until_ready(100.0)) for _ in range(3)]
-        await asyncio.sleep(1)
-        assert told.sent == [ModelWanted(GENERATION)]
-        told.change("loading")
-        told.change("ready")
-        await asyncio.gather(*waiting)
-        told.change("unloaded")
-        failing = asyncio.ensure_future(told.residence.until_ready(100.0))
-        await asyncio.sleep(1)
-        told.change("failed", reason="gone", wait_s=9.0)
-        with pytest.raises(Unavailable, match="gone"):
-            await failing
-        told.change("loading")
-        with pytest.raises(Unavailable, match="not loaded before"):
-            await told.residence.until_ready(1.0)
-
-    in_time(test)
 
 
-def test_the_end_of_the_server_ends_those_who_wait():
-    async def test() -> None:
-        told = Told()
-        told.change("loading")
-        waiting = [
-            asyncio.ensure_future(told.residence.until_ready(100.0)),
-            asyncio.ensure_future(told.residence.ask("unload", 100.0)),
-        ]
-        await asyncio.sleep(1)
-        told.residence.end(lambda: Unavailable("the end", retry_after_s=1))
-        for each in waiting:
-            with pytest.raises(Unavailable, match="the end"):
-                await each
+async def test_the_end_of_the_server_ends_those_who_wait() -> None:
+    told = Told()
+    told.change("loading")
+    waiting = [
+        asyncio.ensure_future(told.residence.until_ready(100.0)),
+        asyncio.ensure_future(told.residence.ask("unload", 100.0)),
+    ]
+    await asyncio.sleep(1)
+    told.residence.end(lambda: Unavailable("the end", retry_after_s=1))
+    for each in waiting:
         with pytest.raises(Unavailable, match="the end"):
-            await told.residence.until_ready(100.0)
-
-    in_time(test)
+            await each
+    with pytest.raises(Unavailable, match="the end"):
+        await told.residence.until_ready(100.0)
 
 
 # --- use ------------------------------------------------------------------------------------------------------------
@@ -271,21 +242,18 @@ def test_what_has_waited_across_an_unload_is_reported_again():
     assert len(told.sent) == 2
 
 
-def test_a_preload_waits_across_an_unload_and_an_operator_does_not():
-    async def test() -> None:
-        told = Told()
-        told.change("loading")
-        operator = asyncio.ensure_future(told.residence.ask("load", 100.0))
-        await asyncio.sleep(1)
-        assert not told.residence.has_waiting_clients
-        client = asyncio.ensure_future(told.residence.until_ready(100.0))
-        await asyncio.sleep(1)
-        assert told.residence.has_waiting_clients
-        told.change("ready")
-        await asyncio.gather(operator, client)
-        assert not told.residence.has_waiting_clients
-
-    in_time(test)
+async def test_a_preload_waits_across_an_unload_and_an_operator_does_not() -> None:
+    told = Told()
+    told.change("loading")
+    operator = asyncio.ensure_future(told.residence.ask("load", 100.0))
+    await asyncio.sleep(1)
+    assert not told.residence.has_waiting_clients
+    client = asyncio.ensure_future(told.residence.until_ready(100.0))
+    await asyncio.sleep(1)
+    assert told.residence.has_waiting_clients
+    told.change("ready")
+    await asyncio.gather(operator, client)
+    assert not told.residence.has_waiting_clients
 
 
 def test_when_it_expires():

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from numpy.lib import format as npy_format
 
-from vecd.gateway.api.dialects.rows import render_rows
-from vecd.gateway.encoding.forms import Names, check_forms
-from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix, encode_base64, encode_float, stored_dtype
-from vecd.gateway.encoding.pending import PendingResult
-from vecd.gateway.encoding.quantization import (
+from vecd.gateway.api.answer import render_rows
+from vecd.gateway.encoding.forms import (
+    Names,
+    check_forms,
     default_ranges,
     from_bfloat16,
     normalize,
@@ -24,17 +22,19 @@ from vecd.gateway.encoding.quantization import (
     to_binary,
     to_ubinary,
 )
+from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix, encode_base64, encode_float, stored_dtype
+from vecd.gateway.encoding.result import PendingResult
+from vecd.gateway.errors import BadRequest
+from vecd.gateway.request import Collector, Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.types.errors import BadRequest
-from vecd.gateway.types.request import Collector, Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.heads import Step
+from vecd.model.card import ModelCard
+from vecd.model.steps import Step
 from vecd.shm.output import Output
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 matrices = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=floats)
 
-in_its_own_time = settings(deadline=None, max_examples=50)  # imports and a busy machine are no failure
+in_its_own_time = settings(max_examples=50)  # imports and a busy machine are no failure
 
 _IMPOSSIBLE = {(Encoding.NPY, Dtype.BFLOAT16)}
 FORMS = [Form(*form) for form in product(Encoding, Dtype, (False, True)) if form[:2] not in _IMPOSSIBLE]
@@ -166,18 +166,13 @@ def test_every_encoding_says_the_same_numbers(num_rows, dim, dtype, is_big_endia
     for other in others:
         assert np.array_equal(other, expected)
     assert np.array_equal(as_numbers.astype(expected.dtype), expected)
+    assert not np.issubdtype(expected.dtype, np.integer) or np.issubdtype(as_numbers.dtype, np.integer)
 
 
 def test_numbers_of_a_float16_are_the_float32s_that_they_are():
     rows = np.array([[0.1] * 8], dtype=np.float32)
     [fragment] = kept(collected(rows, Form(dtype=Dtype.FLOAT16)))
     assert orjson.loads(fragment) == [float(str(np.float32(np.float16(0.1))))] * 8
-
-
-@pytest.mark.parametrize("dtype", [Dtype.INT8, Dtype.UINT8, Dtype.BINARY, Dtype.UBINARY])
-def test_whole_types_are_written_as_whole_numbers(dtype):
-    [fragment] = kept(collected(unit_rows(1, 16), Form(dtype=dtype)))
-    assert all(type(number) is int for number in orjson.loads(fragment))
 
 
 def test_the_order_of_bytes_is_the_one_that_was_asked_for():
@@ -222,7 +217,6 @@ def test_fewer_dimensions_are_the_first_ones_brought_to_length_1(form):
         ({"normalize": True}, lambda rows: normalize(rows[:, :16].copy())),
         ({"output": Output.UNNORMALIZED}, lambda rows: rows[:, :16]),
         ({"dimensions": 8}, lambda rows: rows[:, :8]),
-        ({"dimensions": 24}, lambda rows: rows),
     ],
 )
 def test_a_model_with_truncate_dim_is_cut_unless_the_request_says_otherwise(fields, expected):
@@ -237,7 +231,6 @@ def test_a_model_with_truncate_dim_is_cut_unless_the_request_says_otherwise(fiel
     ("is_normalized", "fields", "has_length_1"),
     [
         (True, {}, None),
-        (True, {"normalize": True}, None),
         (True, {"output": Output.UNNORMALIZED}, False),
         (True, {"output": Output.UNNORMALIZED, "normalize": True}, True),
         (False, {}, False),
@@ -310,14 +303,12 @@ BINARY = Form(dtype=Dtype.BINARY)
         (card_of(), False, request_of(1, BINARY, dimensions=9), "n", "'n': binary needs .* multiple of 8; there are 9"),
         (card_of(hidden_size=12), False, request_of(1, BINARY, **_TOKENS), "d", "there are 12"),
         (card_of(is_normalized=False), False, request_of(1, INT8), "d", "int8 is for vectors of length 1"),
-        (card_of(), False, request_of(1, UINT8, output=Output.UNNORMALIZED), "d", "uint8 is for vectors of length 1"),
         (card_of(), False, request_of(1, INT8, output=Output.TOKENS), "d", "int8 is for vectors of length 1"),
         (card_of(), True, request_of(1, INT8, dimensions=8), "n", "'n' is 8, but for int8 .* which have 16"),
         (card_of(), True, request_of(1, UINT8, output=Output.UNNORMALIZED), "d", "ranges of the model's own vectors"),
         (card_of(), True, request_of(1, INT8, **_TOKENS), "d", "ranges of the model's own vectors"),
         (card_of(is_normalized=False), True, request_of(1, INT8, normalize=True), "d", "the model's own vectors"),
         (card_of(), False, request_of(1, Form(Encoding.NPY), **_TOKENS), "e", "'float' or 'base64' .* is 'npy'"),
-        (card_of(), False, request_of(1, Form(Encoding.BYTES), **_TOKENS), "e", "'float' or 'base64' .* is 'bytes'"),
         (card_of(hidden_size=8), False, request_of(1, Form(), dimensions=9, **_TOKENS), "n", "1 to 8 .*, is 9"),
         (card_of(12), False, request_of(1, Form(), INT8, BINARY), "d", "a multiple of 8; there are 12"),
     ],
@@ -356,11 +347,6 @@ def test_a_file_of_ranges_is_used_for_the_models_own_vectors(tmp_path, is_normal
     assert np.array_equal(decoded_base64(uint8, UINT8)[0], codes + 128)
 
 
-def test_a_bad_file_of_ranges_is_said_when_the_encoder_is_made(tmp_path):
-    with pytest.raises(ModelError, match=r"must have the shape \(2, 24\), has \(2, 16\)"):
-        Encoder(card_of(24), ranges_file(tmp_path, 16))
-
-
 @pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
 async def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
     card = card_of(is_normalized=False)
@@ -380,15 +366,6 @@ async def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
 # --- files and views --------------------------------------------------------------------------------------------
 
 
-@in_its_own_time
-@given(st.integers(1, 3000), st.integers(1, 5000))
-def test_numpy_reads_its_header(num_rows, dim):
-    header = BytesIO(Matrix(num_rows, dim).npy_header())
-    assert npy_format.read_magic(header) == (1, 0)
-    assert npy_format.read_array_header_1_0(header) == ((num_rows, dim), False, np.dtype("<f4"))
-    assert header.read() == b""
-
-
 @pytest.mark.parametrize(
     ("dtype", "little", "big"),
     [
@@ -406,31 +383,3 @@ def test_a_numpy_file_has_the_type_that_was_asked_for(dtype, little, big):
         assert render_rows(matrix, model="m", num_tokens=3).headers == {
             "x-vecd-tokens": "3", "x-vecd-dimensions": "16", "x-vecd-dtype": dtype.value, "x-vecd-model": "m",
         }  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtype", "num_bytes"), [(Dtype.FLOAT32, 96), (Dtype.FLOAT16, 48), (Dtype.BINARY, 3)])
-@pytest.mark.parametrize("is_big_endian", [False, True])
-def test_the_view_is_bytes(dtype, num_bytes, is_big_endian):
-    matrix = Matrix(3, 8, Form(Encoding.BYTES, dtype, is_big_endian))
-    view = matrix.view()
-    assert (len(view), view.ndim, view.format, view.itemsize) == (num_bytes, 1, "B", 1)
-    assert matrix.row_bytes * 3 == num_bytes
-    assert np.shares_memory(np.frombuffer(view, np.uint8), matrix.rows)
-
-
-@pytest.mark.parametrize("encoding", [Encoding.FLOAT, Encoding.BASE64])
-def test_what_is_written_of_a_text_is_not_copied_when_its_last_tokens_come(encoding):
-    """8,192 tokens of 1,024 floats took 106 ms of one turn of the event loop."""
-    matrix, lengths = unit_rows(64, 5), [1, 2, 31, 1, 28, 1]
-    collector, whole = JsonRows(1, encoding), JsonRows(1, encoding)
-    whole.put_tokens(0, matrix, 0)
-    at, written = 0, None
-    for length in lengths:
-        if at:
-            written = collector._parts[0][0]
-        collector.put_tokens(0, matrix[at : at + length], 64 - at - length)
-        at += length
-    [fragment] = collector.fragments
-    assert isinstance(fragment, memoryview)
-    assert fragment.obj is written
-    assert bytes(fragment) == kept(whole)[0]

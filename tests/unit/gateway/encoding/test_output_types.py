@@ -9,12 +9,12 @@ import numpy as np
 import orjson
 import pytest
 
-from vecd.gateway.api.dialects.rows import render_rows
+from vecd.gateway.api.answer import render_rows
+from vecd.gateway.encoding.forms import normalize
 from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix
-from vecd.gateway.encoding.quantization import normalize
-from vecd.gateway.types.request import Dtype, EmbedRequest, Encoding, Form
-from vecd.shm.card import ModelCard
-from vecd.shm.heads import Step
+from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.model.card import ModelCard
+from vecd.model.steps import Step
 from vecd.shm.output import Output
 
 _PAGE = (Path(__file__).parents[4] / "docs" / "output-types.md").read_text()

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vecd.gateway.encoding.query_weights import QueryWeights, read_query_weights
-from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.types.request import SparseOptions
-from vecd.shm.card import ModelCard, ModelError
-from vecd.shm.heads import SparseHead
+from vecd.gateway.encoding.sparse import QueryWeights, SparseRows, read_query_weights
+from vecd.gateway.request import SparseOptions
+from vecd.model.card import ModelCard, ModelError
+from vecd.model.steps import SparseHead
 
 IDS = {"a": 0, "b": 1, "c": 2, "d": 3}
 WEIGHTS = np.array([0.5, 0.0, 2.5, -1.0], dtype=np.float32)
@@ -63,11 +62,6 @@ def test_special_tokens_around_a_query_have_none() -> None:
     assert vector_of([0, 1, 2, 0], 1, 1) == ([2], [2.5])
     assert vector_of([0, 0, 2, 2], 1, 1) == ([0, 2], [0.5, 2.5]), "as an own token one has its weight"
     assert vector_of([0, 2], 1, 1) == ([], [])
-
-
-def test_a_query_without_a_weight_is_empty() -> None:
-    assert vector_of([1]) == ([], [])
-    assert vector_of([3, 3]) == ([], [])
 
 
 def test_models_without_weights_of_queries() -> None:

@@ -1,10 +1,12 @@
-"""The collectors of scores, sparse vectors and vectors of tokens: what they keep of rows, whole or in parts."""
+"""The collectors of all outputs but plain vectors: what they keep of rows, whole or in parts and in any order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,13 +14,25 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from tests.support.cards import CLASSIFIER, DENSE, HYBRID, LEXICAL, MULTI_VECTOR, SPARSE, TOKEN_CLASSIFIER
-from vecd.gateway.encoding.fragments import Encoder, JsonRows
-from vecd.gateway.encoding.hybrid import HybridRows
-from vecd.gateway.encoding.scores import ScoreRows
+from vecd.gateway.encoding import result
+from vecd.gateway.encoding.forms import HybridRows, normalize
+from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.encoding.result import LateChunkRows, MaxSimRows, ScoreRows, TokenRows
 from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.encoding.token_rows import TokenRows
-from vecd.gateway.types.request import Collector, EmbedRequest, Role, SparseOptions, Tokenizing
-from vecd.shm.card import ModelCard
+from vecd.gateway.request import (
+    Collector,
+    Dtype,
+    EmbedRequest,
+    Encoding,
+    Form,
+    LateChunking,
+    Role,
+    SparseOptions,
+    Tokenizing,
+)
+from vecd.gateway.tokenization.late_chunks import LateChunks
+from vecd.model.card import ModelCard
+from vecd.model.steps import Step
 from vecd.shm.output import Output
 
 IDS = [np.array([0, 5, 7, 9, 5, 2], dtype=np.int32), np.array([0, 7, 2], dtype=np.int32)]
@@ -40,12 +54,16 @@ def rows_of(num_rows: int, width: int) -> NDArray[np.float32]:
     return np.random.default_rng(num_rows * width).standard_normal((num_rows, width)).astype(np.float32)
 
 
+def put(collector: Collector, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+    """In memory that is written over afterwards, as a slot is."""
+    borrowed = rows.copy()
+    collector.put_tokens(index, borrowed, num_left)
+    borrowed[:] = np.nan
+
+
 def put_in_parts(collector: Collector, index: int, rows: NDArray[np.float32], *ends: int, start: int = 0) -> None:
-    """The rows from `start` on, each part in memory that is written over afterwards, as a slot is."""
     for end in (*ends, len(rows)):
-        borrowed = rows[start:end].copy()
-        collector.put_tokens(index, borrowed, len(rows) - end)
-        borrowed[:] = np.nan
+        put(collector, index, rows[start:end], len(rows) - end)
         start = end
 
 
@@ -126,7 +144,6 @@ def test_a_sparse_vector_has_the_weights_above_0_and_their_indices() -> None:
     assert [index.tolist() for index, _ in collector.vectors] == [[0, 3, 2499], [], [7]]
 
 
-@settings(deadline=None)
 @given(weights_strategy, st.one_of(st.none(), st.integers(1, 14)), st.sampled_from([0.0, 0.25, 1.5]))
 def test_top_k_and_min_weight_leave_the_largest(
     weights: NDArray[np.float32], top_k: int | None, min_weight: float
@@ -139,7 +156,6 @@ def test_top_k_and_min_weight_leave_the_largest(
     assert values.tolist() == [weights[index] for index in indices]
 
 
-@settings(deadline=None)
 @given(weights_strategy, st.data())
 def test_of_equal_tokens_the_largest_weight_counts(weights: NDArray[np.float32], data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 6), min_size=weights.size, max_size=weights.size))
@@ -162,7 +178,9 @@ def test_of_equal_tokens_the_largest_weight_counts(weights: NDArray[np.float32],
 
 @pytest.mark.parametrize("ends", [(), (1,), (3, 4)])
 def test_a_hybrid_row_is_taken_apart(ends: tuple[int, ...]) -> None:
-    collector = collector_of(HYBRID, Output.HYBRID, IDS)
+    assert HYBRID.tokens is not None
+    card = replace(HYBRID, tokens=replace(HYBRID.tokens, drops_first=False))  # the first row is dropped all the same
+    collector = collector_of(card, Output.HYBRID, IDS)
     assert isinstance(collector, HybridRows)
     rows = rows_of(6, 7)
     rows[:, -1] = [9, 0.5, 0.25, 0, 0.75, 9]
@@ -178,6 +196,191 @@ def test_a_hybrid_row_is_taken_apart(ends: tuple[int, ...]) -> None:
     assert all(matrix.flags.c_contiguous for matrix in collector.tokens.matrices)
 
 
-def test_vectors_are_collected_as_before() -> None:
-    collector = collector_of(DENSE, Output.VECTORS)
-    assert isinstance(collector, JsonRows)
+# --- vectors of late chunks: the means of their rows, without those of a prompt ----------------------------------
+
+NORMALIZED = replace(DENSE, steps=(Step("normalize"),))
+WIDTH = DENSE.hidden_size
+PLAIN = Form()
+
+
+def chunks_with(rows: list[tuple[int, int]], num_rows: int, prompt: tuple[int, int] = (0, 0)) -> LateChunks:
+    array = np.array(rows, np.int32)
+    return LateChunks(array, array, prompt, num_rows, np.zeros(len(rows), np.bool_))
+
+
+def late_collector_of(card: ModelCard, chunks: list[LateChunks], form: Form = PLAIN, **fields: Any) -> LateChunkRows:
+    request = EmbedRequest(["text"] * len(chunks), (form,), late=LateChunking(max_tokens=1), **fields)
+    [collector] = Encoder(card).make_collectors(request, (), chunks)
+    assert isinstance(collector, LateChunkRows)
+    return collector
+
+
+def vectors_of(collector: LateChunkRows, index: int = 0) -> list[Any]:
+    return [None if part is None else orjson.loads(part) for part in collector.fragments(index)]
+
+
+@given(st.data(), st.integers(1, 30))
+def test_a_vector_is_the_mean_of_its_rows(data: st.DataObject, num_rows: int) -> None:
+    begin = data.draw(st.integers(0, num_rows - 1))
+    stop = data.draw(st.integers(begin, num_rows - 1))
+    starts = st.one_of(st.just(0), st.integers(stop, num_rows - 1))
+    drawn = data.draw(
+        st.lists(starts.flatmap(lambda s: st.tuples(st.just(s), st.integers(max(s, stop) + 1, num_rows))))
+    )
+    chunks = [*drawn, (0, num_rows)]
+    rows = rows_of(num_rows, WIDTH)
+    collector = late_collector_of(DENSE, [chunks_with(chunks, num_rows, (begin, stop))])
+    ends = data.draw(st.sets(st.integers(1, num_rows - 1)) if num_rows > 1 else st.just(set()))
+    put_in_parts(collector, 0, rows, *sorted(ends))
+    is_kept = np.ones(num_rows, np.bool_)
+    is_kept[begin:stop] = False
+    for (start, end), vector in zip(chunks, vectors_of(collector), strict=True):
+        expected = rows[start:end][is_kept[start:end]].astype(np.float64).mean(axis=0)
+        assert np.abs(np.array(vector) - expected).max() < 1e-6
+
+
+def test_inputs_come_in_any_order_and_one_sum_is_kept_of_a_chunk() -> None:
+    chunks = [chunks_with([(0, 50), (50, 100)], 100), chunks_with([(0, 2)], 2)]
+    collector = late_collector_of(DENSE, chunks)
+    first, second = rows_of(100, WIDTH), rows_of(2, WIDTH)
+    collector.put_tokens(0, first[:60], 40)
+    put_in_parts(collector, 1, second)
+    collector.put_tokens(0, first[60:], 0)
+    assert np.allclose(vectors_of(collector, 0), [first[:50].mean(0), first[50:].mean(0)], atol=1e-6)
+    assert np.allclose(vectors_of(collector, 1), [second.mean(0)], atol=1e-6)
+    assert collector.sums[0].sums.shape == (2, WIDTH)
+
+
+def test_what_was_cut_off_has_no_vector() -> None:
+    collector = late_collector_of(DENSE, [chunks_with([(0, 0), (0, 3), (0, 0)], 3)])
+    put_in_parts(collector, 0, rows_of(3, WIDTH))
+    first, second, third = vectors_of(collector)
+    assert (first, third) == (None, None)
+    assert np.allclose(second, rows_of(3, WIDTH).mean(0), atol=1e-6)
+    nothing = late_collector_of(DENSE, [chunks_with([(0, 0)], 3)])
+    put_in_parts(nothing, 0, rows_of(3, WIDTH))
+    assert vectors_of(nothing) == [None]
+
+
+@pytest.mark.parametrize(
+    ("card", "fields", "num", "length"),
+    [
+        (NORMALIZED, {}, WIDTH, 1),
+        (NORMALIZED, {"output": Output.UNNORMALIZED}, WIDTH, None),
+        (DENSE, {}, WIDTH, None),
+        (DENSE, {"normalize": True}, WIDTH, 1),
+        (NORMALIZED, {"dimensions": 4}, 4, 1),
+    ],
+)
+def test_length_and_dimensions_are_those_of_vectors(card: ModelCard, fields: Any, num: int, length: int | None) -> None:
+    rows = rows_of(5, WIDTH)
+    collector = late_collector_of(card, [chunks_with([(0, 5)], 5)], **fields)
+    put_in_parts(collector, 0, rows)
+    expected = rows.mean(0)[:num]
+    if length:
+        expected = expected / np.linalg.norm(expected)
+    assert np.allclose(vectors_of(collector), [expected], atol=1e-6)
+
+
+def test_every_form_is_that_of_vectors() -> None:
+    vectors = normalize(rows_of(5, WIDTH).mean(0, dtype=np.float64, keepdims=True).astype(np.float32))
+    for form in (Form(Encoding.BASE64), Form(Encoding.BASE64, Dtype.FLOAT16, True), Form(dtype=Dtype.INT8)):
+        collector = late_collector_of(NORMALIZED, [chunks_with([(0, 5)], 5)], form)
+        put_in_parts(collector, 0, rows_of(5, WIDTH))
+        [plain] = Encoder(NORMALIZED).make_collectors(EmbedRequest(["text"], (form,)))
+        plain.put(0, vectors)
+        assert list(collector.fragments(0)) == plain.fragments  # type: ignore[attr-defined]
+
+
+# --- MaxSim: as of whole matrices, and rows are not kept ---------------------------------------------------------
+
+IGNORED = 5
+"""A token that has no vector in a document, as the card says."""
+
+
+def max_sim_collector_of(
+    token_ids: Sequence[NDArray[np.int32]], num_queries: int, *, drops_first: bool = False, is_mean: bool = False
+) -> MaxSimRows:
+    assert MULTI_VECTOR.tokens is not None
+    tokens = replace(MULTI_VECTOR.tokens, drops_first=drops_first, is_mean=is_mean)
+    request = EmbedRequest(
+        ["text"] * len(token_ids),
+        output=Output.TOKEN_VECTORS,
+        tokenizing=Tokenizing(role=Role.DOCUMENT, num_queries=num_queries),
+        is_max_sim=True,
+    )
+    [collector] = Encoder(replace(MULTI_VECTOR, tokens=tokens)).make_collectors(request, token_ids)
+    assert isinstance(collector, MaxSimRows)
+    return collector
+
+
+def ids_of(*lists: list[int]) -> list[NDArray[np.int32]]:
+    return [np.array(ids, dtype=np.int32) for ids in lists]
+
+
+def expected_score(query: NDArray[np.float32], document: NDArray[np.float32], *, is_mean: bool) -> float:
+    if not len(query) or not len(document):
+        return 0.0
+    greatest = [max(float(np.dot(each, row)) for row in document) for each in query.astype(np.float64)]
+    return float(np.mean(greatest)) if is_mean else sum(greatest)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.booleans(), st.booleans(), st.sampled_from([1, 3, 512]))
+def test_rows_in_any_order_and_any_parts_have_the_scores_of_whole_matrices(
+    data: st.DataObject, is_mean: bool, drops_first: bool, most: int
+) -> None:
+    """One query for all or one for each; `most` tokens in a query that is compared at once."""
+    num_documents = data.draw(st.integers(1, 4))
+    num_queries = data.draw(st.sampled_from([1, num_documents]))
+    ids = st.lists(st.sampled_from([1, 2, IGNORED]), min_size=1, max_size=6)
+    token_ids = ids_of(*[data.draw(ids) for _ in range(num_queries + num_documents)])
+    matrices = [np.random.default_rng(index).standard_normal((len(each), 4)) for index, each in enumerate(token_ids)]
+    rows = [matrix.astype(np.float32) for matrix in matrices]
+    parts: list[list[tuple[int, int, int]]] = []
+    for index, matrix in enumerate(rows):
+        cuts = sorted({0, len(matrix), *data.draw(st.lists(st.integers(0, len(matrix)), max_size=3))})
+        parts.append([(index, start, end) for start, end in pairwise(cuts)])
+    collector = max_sim_collector_of(token_ids, num_queries, drops_first=drops_first, is_mean=is_mean)
+    collector.on_come = lambda: come.append(collector.num_queries_left)
+    come: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(result, "MAX_SHORT_QUERY", most)
+        while any(parts):
+            of_input = data.draw(st.sampled_from([each for each in parts if each]))
+            index, start, end = of_input.pop(0)  # the parts of one input come in order
+            put(collector, index, rows[index][start:end], len(rows[index]) - end)
+            is_between = all(not each or each[0][1] == 0 for each in parts)
+            if is_between and not collector.num_queries_left and data.draw(st.booleans()):
+                collector.compare_held()
+                assert not collector.held
+        scores = collector.scores()
+    kept = [
+        matrix[(ids != IGNORED if index >= num_queries else ids >= 0) & (np.arange(len(ids)) >= drops_first)]
+        for index, (ids, matrix) in enumerate(zip(token_ids, rows, strict=True))
+    ]
+    queries = kept[:num_queries] if num_queries > 1 else kept[:1] * num_documents
+    expected = [
+        expected_score(query, document, is_mean=is_mean)
+        for query, document in zip(queries, kept[num_queries:], strict=True)
+    ]
+    assert scores.dtype == np.float64
+    assert scores.tolist() == pytest.approx(expected, abs=1e-6, rel=1e-6)
+    assert collector.scores() is scores, "nothing is counted twice"
+    assert len(come) == collector.num_come == num_queries + num_documents
+    assert (come[-1], come) == (0, sorted(come, reverse=True))
+
+
+def test_rows_of_documents_are_kept_until_their_query_has_come() -> None:
+    token_ids = ids_of([1, 1], [1], [1] * 3, [1] * 3)
+    rows = [np.full((len(ids), 4), 0.5, dtype=np.float32) for ids in token_ids]
+    collector = max_sim_collector_of(token_ids, 2)
+    put(collector, 2, rows[2][:2], 1)
+    put(collector, 0, rows[0], 0)
+    assert collector.num_floats == 2 * 4 + 2 * 4
+    put(collector, 2, rows[2][2:], 0)
+    put(collector, 3, rows[3], 0)
+    assert collector.num_floats == 2 * 4 + 2 * 4 + 3 * 4, "the other query has not come"
+    put(collector, 1, rows[1], 0)
+    assert collector.scores().tolist() == [2.0, 1.0]
+    assert collector.num_floats == 3 * 4, "of the queries alone"

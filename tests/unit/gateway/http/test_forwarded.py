@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.gateway.http import forwarded
 from vecd.gateway.http.forwarded import TrustedProxies, client_of
 
 PROXIES = TrustedProxies("10.0.0.0/8, 192.168.1.1,2001:db8:aaaa::/48, ::1, ::ffff:172.16.0.0/108,unix")
@@ -23,7 +22,6 @@ WALKS = [
     # what the header says, and who it makes the caller
     ("203.0.113.9", CALLER),
     (" 203.0.113.9\t", CALLER),
-    ("1.1.1.1, 203.0.113.9", CALLER),
     ("1.1.1.1, 203.0.113.9, 10.1.2.3", CALLER),
     ("1.1.1.1,203.0.113.9,192.168.1.1,10.1.2.3", CALLER),
     ("1.1.1.1, 203.0.113.9, 172.16.5.5", CALLER),
@@ -32,23 +30,17 @@ WALKS = [
     ("::ffff:203.0.113.9", CALLER),
     ("[::ffff:203.0.113.9]:80", CALLER),
     ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-    ("[2001:db8:1:2::9]", "2001:db8:1:2::/64"),
     ("[2001:db8:1:2::9]:4711", "2001:db8:1:2::/64"),
     ("203.0.113.9, 2001:db8:aaaa::7", CALLER),
-    ("203.0.113.9, ::1", CALLER),
     # all are trusted: the leftmost
-    ("10.9.9.9", "10.9.9.9"),
     ("10.9.9.9, 10.1.2.3", "10.9.9.9"),
     # what is no address ends the walk
     ("unknown", PEER),
     ("", PEER),
-    (",", PEER),
     ("203.0.113.9,", PEER),
-    ("_obfuscated", PEER),
     ("203.0.113.9, unknown, 10.1.2.3", "10.1.2.3"),
     ("203.0.113.9, , 10.1.2.3", "10.1.2.3"),
     ("203.0.113.9, 10.1.2.3.4", PEER),
-    ("203.0.113.256", PEER),
     ("203.0.113.09", PEER),
     ("203.0.113", PEER),
     ("3405803785", PEER),
@@ -58,7 +50,6 @@ WALKS = [
     ("[2001:db8::1]x", PEER),
     ("[2001:db8::1%eth0]", PEER),
     ("2001:db8:::1", PEER),
-    ("localhost", PEER),
     ("203.0.113.9 10.1.2.3", PEER),
     ("٢٠٣.0.113.9", PEER),
     ("203.0.113.9\0", PEER),
@@ -72,13 +63,10 @@ def test_x_forwarded_for_is_read_from_the_right_up_to_the_first_untrusted_addres
 
 FORWARDED = [
     ("for=203.0.113.9", CALLER),
-    ("For=203.0.113.9;PROTO=https", CALLER),
     ('for="203.0.113.9"', CALLER),
     ('for="203.0.113.9:50123";by=10.0.0.2', CALLER),
     ("by=1.1.1.1; for=203.0.113.9 ;host=a", CALLER),
-    ("for=1.1.1.1, for=203.0.113.9", CALLER),
     ("for=1.1.1.1, for=203.0.113.9, for=10.1.2.3;by=10.0.0.2", CALLER),
-    ('for="[2001:db8:1:2::9]"', "2001:db8:1:2::/64"),
     ('for=203.0.113.9, For="[2001:db8:aaaa::7]:4711"', CALLER),
     ('for="203.0.\\113.9"', CALLER),
     ('host="a,for=1.1.1.1";for=203.0.113.9', CALLER),
@@ -89,9 +77,7 @@ FORWARDED = [
     ('for=1.1.1.1;by=", for="203.0.113.9"', CALLER),
     ('for="1.1.1.1, for=203.0.113.9, for="10.1.2.3"', CALLER),
     ("for=unknown", PEER),
-    ("for=_gazonk", PEER),
     ("by=203.0.113.9", PEER),
-    ("for=", PEER),
     ("for", PEER),
     ("", PEER),
     ("for=203.0.113.9,", PEER),
@@ -113,12 +99,10 @@ def test_forwarded_is_read_in_the_same_way(value, named):
 @pytest.mark.parametrize(
     ("x_forwarded_for", "forwarded", "named"),
     [
-        ("203.0.113.9", "for=203.0.113.9", CALLER),
         ("203.0.113.9", 'for="203.0.113.9:80"', CALLER),
         ("203.0.113.9", "for=203.0.113.8", PEER),
         ("203.0.113.9", "for=10.1.2.3", PEER),
         ("203.0.113.9", "for=unknown", PEER),
-        ("unknown", "for=unknown", PEER),
         ("2001:db8:1:2::1", 'for="[2001:db8:1:2::2]"', "2001:db8:1:2::/64"),
     ],
 )
@@ -137,7 +121,6 @@ def test_a_trusted_peer_without_headers_is_the_caller():
         ({"x-forwarded-for": CALLER, "x-forwarded-proto": "https"}, "https"),
         ({"x-forwarded-proto": "HTTP"}, "http"),
         ({"x-forwarded-proto": "https, http"}, ""),
-        ({"x-forwarded-proto": "ftp"}, ""),
         ({"forwarded": f"for={CALLER};proto=https"}, "https"),
         ({"forwarded": f"for=1.1.1.1;proto=ftp, for={CALLER};proto=https, for=10.1.2.3;proto=http"}, "https"),
         ({"forwarded": f"for={CALLER};proto=gopher"}, ""),
@@ -158,27 +141,14 @@ LONG = ['"' * 31_000, '"' + "\\" * 31_000 + '"', '\\"' * 15_500, "," * 31_000, "
 
 
 @pytest.mark.parametrize("written", LONG, ids=lambda written: written[:3])
-def test_of_a_long_header_the_end_is_read(written, monkeypatch):
-    """It is work on the event loop, before any key is looked at. What is read is asserted, and no time."""
-    read = []
-
-    def reading(hops):
-        def noted(value):
-            read.append(value)
-            return hops(value)
-
-        return noted
-
-    for name in ("_x_hops", "_forwarded_hops"):
-        monkeypatch.setattr(forwarded, name, reading(getattr(forwarded, name)))
+def test_of_a_long_header_the_end_is_read(written):
     for name, ours in (("x_forwarded_for", CALLER), ("forwarded", f"for={CALLER}")):
         assert caller(**{name: written}) == PEER
         assert caller(**{name: f"{written}, {ours}"}) == CALLER
-    assert len(read) == 4
-    assert max(map(len, read)) <= 2049
 
 
 def test_an_entry_of_which_only_a_part_is_read_is_no_address():
+    """At most 2 KiB are: it is work on the event loop, before any key is looked at."""
     entry, end = f"1{CALLER}", ", 10.1.2.3"
     for num_read in range(1, len(entry)):
         value = entry + " " * (2048 - num_read - len(end)) + end
@@ -189,7 +159,6 @@ def test_an_entry_of_which_only_a_part_is_read_is_no_address():
     ("peername", "is_trusted"),
     [
         (("10.1.2.3", 1), True),
-        (("11.1.2.3", 1), False),
         (("::ffff:10.1.2.3", 1, 0, 0), True),
         (("::ffff:172.16.1.1", 1, 0, 0), True),
         (("172.16.1.1", 1), True),
@@ -219,7 +188,6 @@ def test_unix_is_trusted_only_if_it_is_named():
     [
         ("10.0.0.1,proxy.local", "'proxy.local' is not a proxy: an address as 10.0.0.2"),
         ("10.0.0.0/33", "'10.0.0.0/33' is not a proxy"),
-        ("10.0.0.1 10.0.0.2", "'10.0.0.1 10.0.0.2' is not a proxy"),
         ("010.0.0.1", "'010.0.0.1' is not a proxy"),
         ("*", "'*' is not a proxy"),
         ("0.0.0.0/0", "'0.0.0.0/0' is every address"),
@@ -234,6 +202,14 @@ def test_a_name_that_is_no_proxy_is_refused(names, message):
     with pytest.raises(ValueError, match=r".*") as caught:
         TrustedProxies(names)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("peername", "client"),
+    [(("fe80::1:2%eth0", 5, 0, 2), "fe80::/64"), ("", ""), ("/run/socket", ""), (b"\0abstract", ""), (None, "")],
+)
+def test_who_is_at_the_other_end(peername, client):
+    assert client_of(peername) == client
 
 
 @given(st.ip_addresses())

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from vecd.gateway.errors import ApiError, BadRequest, HeadersTooLarge, PayloadTooLarge
 from vecd.gateway.http.framing import FREE_FRAMING_BYTES, STEPS_PER_READ, Body, ChunkedBody, KnownBody
-from vecd.gateway.types.errors import ApiError, BadRequest, HeadersTooLarge, PayloadTooLarge
 
 MANY = 10**9
 
@@ -77,41 +77,9 @@ class Llhttp:
 
 # --- beside llhttp --------------------------------------------------------------------------------------------------
 
-_EXTENSIONS = [
-    b"",
-    b"",
-    b"",
-    b";a",
-    b";a=b",
-    b';a="b;c"',
-    b";a=b;c=d",
-    b';a="\\""',
-    b";",
-    b";=",
-    b" ;a",
-    b"; a",
-    b";a =",
-]
-_LINE_ENDS = [b"\r\n", b"\r\n", b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\r\r\n", b""]
-_SIZES = [
-    b"1",
-    b"2",
-    b"3",
-    b"03",
-    b"a",
-    b"A",
-    b"10",
-    b"0",
-    b"00",
-    b"",
-    b"g",
-    b"-1",
-    b"+1",
-    b" 1",
-    b"1 ",
-    b"0x1",
-    b"f" * 16,
-]
+_EXTENSIONS = [*[b""] * 3, b";a", b";a=b", b';a="b;c"', b";a=b;c=d", b';a="\\""', b";", b";=", b" ;a", b"; a", b";a ="]
+_LINE_ENDS = [*[b"\r\n"] * 5, b"\n", b"\r", b"\r\r\n", b""]
+_SIZES = [b"1", b"2", b"3", b"03", b"a", b"A", b"10", b"0", b"00", b"", b"g", b"-1", b"+1", b" 1", b"1 ", b"f" * 16]
 _TRAILERS = [b"", b"A: b\r\n", b"A:\r\n", b": b\r\n", b"A b\r\n", b"A : b\r\n", b"A: b\n", b"Content-Length: 1\r\n"]
 _PIECES = st.one_of(
     st.builds(
@@ -131,7 +99,7 @@ CUTS = st.lists(st.integers(1, 40), max_size=40)
 @pytest.mark.slow
 @given(data=BODIES, sizes=CUTS)
 @example(data=b"1\r\na\r\n0\r\nA: b\r\n\r\n", sizes=[])
-@settings(deadline=None, max_examples=6 * settings().max_examples, derandomize=True)
+@settings(max_examples=6 * settings().max_examples, derandomize=True)
 def test_nothing_is_read_otherwise_than_llhttp_reads_it(data, sizes):
     """What is refused here, llhttp may take. What is taken, it takes, too: the same body, not a byte more or less. The
     exception is whitespace around extensions, which llhttp refuses."""
@@ -148,7 +116,7 @@ def test_nothing_is_read_otherwise_than_llhttp_reads_it(data, sizes):
 
 @pytest.mark.slow
 @given(data=BODIES, sizes=CUTS)
-@settings(deadline=None, max_examples=600, derandomize=True)
+@settings(max_examples=6 * settings().max_examples, derandomize=True)
 def test_how_the_bytes_are_divided_makes_no_difference(data, sizes):
     whole = read(data, [], max_bytes=100, max_framing_bytes=40)
     assert read(data, sizes, max_bytes=100, max_framing_bytes=40) == whole
@@ -159,7 +127,6 @@ def test_how_the_bytes_are_divided_makes_no_difference(data, sizes):
     "data",
     [
         chunks(b"hello"),
-        chunks(*[b"x"] * 50),
         chunks(b"\r\n\r\n" * 50, b"0\r\n\r\n"),
         chunks(b"x" * 70_000, b"y"),
         b"00005\r\nhello\r\n000\r\n\r\n",
@@ -203,10 +170,9 @@ def test_a_body_is_refused_by_the_first_size_that_is_too_much(sizes):
     assert read(b"ffffffffffffffff\r\n", sizes)[:2] == ("refused", PayloadTooLarge)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[], [1000] * 4000])
 @pytest.mark.parametrize("size_line", [b"1\r\n", b"000000000001\r\n", b"1;a=b\r\n"])
-def test_framing_may_be_a_mebibyte_more_than_the_body(size_line, sizes):
+def test_framing_may_be_a_mebibyte_more_than_the_body(size_line):
+    sizes = [1000] * 4000
     num_surplus_bytes = len(size_line) + 2 - 1
     num_allowed = FREE_FRAMING_BYTES // num_surplus_bytes
     chunk = size_line + b"x\r\n"
@@ -215,14 +181,6 @@ def test_framing_may_be_a_mebibyte_more_than_the_body(size_line, sizes):
     refused = read(chunk * (num_allowed + 3) + b"0\r\n\r\n", sizes)
     assert refused[:2] == ("refused", BadRequest)
     assert "larger chunks" in str(refused[2])
-
-
-def test_chunks_of_five_bytes_may_go_on_for_ever():
-    data = b"5\r\nhello\r\n" * 400_000
-    body = ChunkedBody(MANY, 32_768)
-    for at in range(0, len(data), 100_000):
-        assert read_on(body, data[at : at + 100_000]) == 100_000
-    assert body.num_bytes == 2_000_000
 
 
 @pytest.mark.parametrize(
@@ -250,23 +208,6 @@ def test_a_read_takes_no_more_than_is_enough_for_a_turn_of_the_loop(unit: bytes,
     assert num_reads >= num_units * num_steps // STEPS_PER_READ
 
 
-def test_what_lacks_bytes_has_no_more():
-    body = ChunkedBody(MANY, 1000)
-    assert body.read(b"1;a\r\nx\r\n5", 0) == 8
-    assert not body.has_more
-
-
-def test_a_flood_of_framing_is_cut_long_before_its_end():
-    """Of a body as long as may be, in chunks of a byte, would come six times as much."""
-    flood, num_fed = b"1\r\nx\r\n" * 10_000, 0
-    body = ChunkedBody(64 * 2**20, 32_768)
-    with pytest.raises(BadRequest):  # noqa: PT012
-        while num_fed < 64 * 2**20:
-            read_on(body, flood)
-            num_fed += len(flood)
-    assert num_fed < 2 * 2**20
-
-
 @pytest.mark.parametrize("start", [b"5;ext=", b'5;ext="', b"0\r\nA: ", b"5\r\nhello\r\n5;a="])
 def test_a_line_that_does_not_end_is_refused_at_the_limit(start):
     assert read(start + b"a" * 900, [], max_framing_bytes=1000)[0] == "unfinished"
@@ -274,22 +215,11 @@ def test_a_line_that_does_not_end_is_refused_at_the_limit(start):
         assert read(start + b"a" * 1100, sizes, max_framing_bytes=1000)[:2] == ("refused", HeadersTooLarge)
 
 
-def test_what_cannot_become_a_line_is_refused_by_its_first_bytes():
-    for start in (
-        b"z",
-        b"-",
-        b"\n",
-        b"5\n",
-        b"5\r5",
-        b"5 5",
-        b"5 \rx",
-        b"0\r\n:",
-        b"0\r\nA b",
-        b"1\r\nxy",
-        b"1\r\nx\ry",
-    ):
-        assert read(start, [])[:2] == ("refused", BadRequest), start
-        assert read(start, [1] * 10)[:2] == ("refused", BadRequest), start
+@pytest.mark.parametrize(
+    "start", [b"z", b"-", b"\n", b"5\n", b"5\r5", b"5 5", b"5 \rx", b"0\r\n:", b"0\r\nA b", b"1\r\nxy", b"1\r\nx\ry"]
+)
+def test_what_cannot_become_a_line_is_refused_by_its_first_bytes(start):
+    assert read(start, [])[:2] == read(start, [1] * 10)[:2] == ("refused", BadRequest)
 
 
 @pytest.mark.parametrize("sizes", [[], [5], [2, 3], [1] * 9, [2, 3, 4], [4, 5]])

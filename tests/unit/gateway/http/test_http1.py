@@ -1,4 +1,4 @@
-"""`vecd.gateway.http.http1`, driven by bytes alone."""
+"""`vecd.gateway.http.reader`, driven by bytes alone."""
 
 import itertools
 import tracemalloc
@@ -8,9 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vecd.gateway.http import http1
-from vecd.gateway.http.http1 import HeadReceived, ReadState, RequestReader, RequestReceived, _Message, encode_response
-from vecd.gateway.types.errors import (
+from vecd.gateway.errors import (
     ApiError,
     BadRequest,
     HeadersTooLarge,
@@ -19,7 +17,9 @@ from vecd.gateway.types.errors import (
     PayloadTooLarge,
     UnsupportedEncoding,
 )
-from vecd.gateway.types.messages import Coding, HttpRequest, Limits, Response
+from vecd.gateway.http import reader as http1
+from vecd.gateway.http.reader import HeadReceived, ReadState, RequestReader, RequestReceived, encode_response
+from vecd.gateway.request import Coding, HttpRequest, Limits, Response
 
 LIMITS = Limits(max_body_bytes=1000)
 HOST = b"Host: x\r\n"
@@ -99,7 +99,6 @@ def test_a_request_with_a_body():
     ("target", "path", "query"),
     [
         (b"/", "/", b""),
-        (b"/a/b", "/a/b", b""),
         (b"//v1//embeddings/", "//v1//embeddings/", b""),
         (b"/a?b=1&c=%20", "/a", b"b=1&c=%20"),
         (b"/a?", "/a", b""),
@@ -172,9 +171,7 @@ def test_other_requests_are_named_here_each_differently(own_id):
         (b"1.1", b"upgrade", True),
         (b"1.2", b"", True),
         (b"1.0", b"", False),
-        (b"1.0", b"Keep-Alive", True),
         (b"1.0", b"x ,\tkeep-alive", True),
-        (b"1.0", b"close, keep-alive", False),
         (b"1.0", b"keep-alive, close", False),
         (b"1.0", b"keep-alive\r\nConnection: Close", False),
     ],
@@ -184,30 +181,17 @@ def test_keep_alive(version, connection, keep_alive):
     assert (request.http_minor, request.keep_alive) == (min(1, int(version[-1:])), keep_alive)
 
 
-def test_http_1_0_needs_no_host():
-    assert read_one(get(line=b"GET / HTTP/1.0", host=b"")).headers == {}
-
-
 def test_a_chunked_body_is_put_together():
     assert read_one(chunked(b"he", b"l", b"lo\r\n\r\n")).body == b"hello\r\n\r\n"
     assert read_one(chunked()).body == b""
     assert read_one(post(b"Transfer-Encoding: Chunked", body=b"2;a=b\r\nhi\r\n0;c\r\n\r\n")).body == b"hi"
 
 
-@pytest.mark.parametrize("value", [b"chunked\t", b"\tchunked \t ", b"CHUNKED\t"])
-def test_whitespace_around_a_transfer_coding_is_no_part_of_it(value):
-    assert read_one(post(b"Transfer-Encoding:" + value, body=CHUNKS)).body == b"hello"
-
-
-def test_trailers_are_dropped():
-    request = read_one(chunked(b"hello", trailers=b"Authorization: Bearer x\r\nX-Request-Id: y\r\n"))
-    assert request.body == b"hello"
-    assert request.headers == {"host": "x", "transfer-encoding": "chunked"}
-
-
 def test_nothing_of_a_request_leaks_into_the_next():
     first = chunked(b"a", trailers=b"Connection: close, upgrade\r\nUpgrade: x\r\nX-Trailer: y\r\n")
-    (_, second) = read(first + post(b"Content-Length: 1", body=b"b"))
+    (one, second) = read(first + post(b"Content-Length: 1", body=b"b"))
+    assert isinstance(one, HttpRequest)
+    assert one.headers == {"host": "x", "transfer-encoding": "chunked"}, "trailers are dropped"
     assert isinstance(second, HttpRequest)
     assert second.headers == {"host": "x", "content-length": "1"}
     assert second.body == b"b"
@@ -277,7 +261,6 @@ def test_expect_without_a_body_means_nothing():
 H2C = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
 
 
-@pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize(
     ("framing", "sent", "body"),
     [
@@ -287,18 +270,12 @@ H2C = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings
         ((), b"", b""),
     ],
 )
-def test_an_offer_of_h2c_is_ignored_and_the_body_kept(size, framing, sent, body):
-    data = post(*H2C, *framing, body=sent) + get(line=b"GET /next HTTP/1.1")
-    (first, second) = read(*(data[at : at + size] for at in range(0, len(data), size)))
+def test_an_offer_of_h2c_is_ignored_and_the_body_kept(framing, sent, body):
+    (first, second) = read(post(*H2C, *framing, body=sent) + get(line=b"GET /next HTTP/1.1"))
     assert isinstance(first, HttpRequest)
     assert (first.body, first.method, first.path, first.keep_alive) == (body, "POST", "/v1/embeddings", True)
     assert isinstance(second, HttpRequest)
     assert second.path == "/next"
-
-
-def test_the_limits_hold_for_a_request_with_an_offer_of_h2c():
-    error = refusal_of(post(*H2C, b"Transfer-Encoding: chunked", body=b"3e9\r\n" + b"x" * 1001 + b"\r\n0"))
-    assert isinstance(error, PayloadTooLarge)
 
 
 # --- events and states --------------------------------------------------------------------------------------------
@@ -307,12 +284,8 @@ def test_the_limits_hold_for_a_request_with_an_offer_of_h2c():
 @pytest.mark.parametrize(
     ("headers", "coding"),
     [
-        ((), None),
         ((b"Content-Encoding: identity",), None),
-        ((b"Content-Encoding: GZIP",), Coding.GZIP),
-        ((b"Content-Encoding: x-gzip",), Coding.GZIP),
         ((b"Content-Encoding: identity, deflate",), Coding.DEFLATE),
-        ((b"Content-Encoding: zstd",), Coding.ZSTD),
     ],
 )
 def test_a_coded_body_is_left_as_it_was_sent(headers, coding):
@@ -325,28 +298,20 @@ def test_a_coded_body_is_left_as_it_was_sent(headers, coding):
 
 def test_the_head_is_told_once_and_only_if_the_body_is_outstanding():
     reader = RequestReader(LIMITS)
-    reader.feed(post(b"Content-Length: 3", body=b"a"))
-    event = reader.next_event()
-    assert isinstance(event, HeadReceived)
-    assert event.request.path == "/v1/embeddings"
-    assert event.request.body == b""
-    assert reader.next_event() is None
-    reader.feed(b"b")
-    assert reader.next_event() is None
-    reader.feed(b"c" + get() + post(b"Content-Length: 1", body=b"d"))
-    complete = [reader.next_event() for _ in range(4)]
-    assert [type(event) for event in complete] == [RequestReceived, RequestReceived, RequestReceived, type(None)]
-    assert complete[0] == RequestReceived(event.request)
-    assert event.request.body == b"abc"
-
-
-def test_the_head_is_told_again_for_the_next_request():
-    reader = RequestReader(LIMITS)
     for _ in range(2):
-        reader.feed(post(b"Content-Length: 1"))
-        assert isinstance(reader.next_event(), HeadReceived)
-        reader.feed(b"x")
-        assert isinstance(reader.next_event(), RequestReceived)
+        reader.feed(post(b"Content-Length: 3", body=b"a"))
+        event = reader.next_event()
+        assert isinstance(event, HeadReceived)
+        assert event.request.path == "/v1/embeddings"
+        assert event.request.body == b""
+        assert reader.next_event() is None
+        reader.feed(b"b")
+        assert reader.next_event() is None
+        reader.feed(b"c" + get() + post(b"Content-Length: 1", body=b"d"))
+        complete = [reader.next_event() for _ in range(4)]
+        assert [type(event) for event in complete] == [RequestReceived, RequestReceived, RequestReceived, type(None)]
+        assert complete[0] == RequestReceived(event.request)
+        assert event.request.body == b"abc"
 
 
 def test_states():
@@ -380,16 +345,10 @@ def test_a_request_is_read_only_when_asked_for():
     assert reader.num_waiting_bytes == len(get()) + 4
 
 
-def test_requests_before_a_bad_one_come_first():
-    taken = read(get() + post(b"Content-Length: 2", body=b"hi") + b"garbage\r\n\r\n" + get())
-    assert [type(item) for item in taken] == [HttpRequest, HttpRequest, BadRequest]
-
-
 def test_a_reader_that_has_refused_is_closed():
     reader = RequestReader(LIMITS)
-    reader.feed(b"garbage\r\n\r\n")
-    with pytest.raises(BadRequest):
-        reader.next_event()
+    reader.feed(get() + post(b"Content-Length: 2", body=b"hi") + b"garbage\r\n\r\n" + get())
+    assert [type(item) for item in take_all(reader)] == [HttpRequest, HttpRequest, BadRequest]
     assert reader.state is ReadState.CLOSED
     reader.feed(get())
     assert reader.next_event() is None
@@ -431,11 +390,6 @@ def test_target_limit():
     assert "target" in error.message
     assert "20" in error.message
     assert isinstance(refusal_of(b"GET /", *[b"a"] * 23, limits=limits), HeadersTooLarge)
-
-
-def test_default_target_limit_is_8_kib():
-    assert read_one(get(line=b"GET /" + b"a" * 8191 + b" HTTP/1.1"))
-    assert isinstance(refusal_of(get(line=b"GET /" + b"a" * 8192 + b" HTTP/1.1")), HeadersTooLarge)
 
 
 def test_head_limit_is_exact():
@@ -501,42 +455,11 @@ def test_body_limit_by_content_length_before_any_of_it_comes():
     assert "1000" in error.message
 
 
-def test_body_limit_of_chunks_as_they_come():
-    assert read_one(chunked(b"x" * 999, b"y")).body == b"x" * 999 + b"y"
-    for pieces in ([chunked(b"x" * 999, b"yy")], [chunked(b"x" * 2000)[:1600]]):
-        error = refusal_of(*pieces)
-        assert isinstance(error, PayloadTooLarge)
-        assert "1000" in error.message
-
-
-@pytest.mark.parametrize(
-    ("start", "unit"),
-    [
-        (b"5;ext=", b"a"),
-        (b'5;ext="', b"a"),
-        (b"5\r\nhello\r\n0\r\nTrailer: ", b"a"),
-        (b"0\r\nX", b"a"),
-        (b"0\r\n", b"A: b\r\n"),
-    ],
-)
-def test_chunk_extensions_and_trailers_are_limited(start, unit):
-    reader = RequestReader(LIMITS)
-    reader.feed(post(TE, body=start))
-    num_fed_bytes = 0
-    with pytest.raises(HeadersTooLarge, match="trailers: longer than the 32768"):  # noqa: PT012
-        while num_fed_bytes < 1_000_000:
-            assert not isinstance(reader.next_event(), RequestReceived)
-            reader.feed(unit * 500)
-            num_fed_bytes += 500 * len(unit)
-    assert 32_000 < num_fed_bytes < 40_000
-
-
-def test_the_space_between_chunks_is_not_limited_as_a_whole():
-    data = post(b"Transfer-Encoding: chunked") + b"1;extension=long\r\na\r\n" * 900 + b"0\r\n\r\n"
-    pieces = [data[at : at + 10] for at in range(0, len(data), 10)]
-    (request,) = read(*pieces, limits=Limits(max_body_bytes=1000, max_head_bytes=100))
-    assert isinstance(request, HttpRequest)
-    assert request.body == b"a" * 900
+def test_trailers_are_limited_in_all():
+    error = refusal_of(post(TE, body=b"0\r\n"), *[b"A: b\r\n"] * 5462)
+    assert isinstance(error, HeadersTooLarge)
+    assert "trailers: longer than the 32768" in error.message
+    assert read(post(TE, body=b"0\r\n"), *[b"A: b\r\n"] * 5460) == []
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -564,6 +487,7 @@ REFUSED = {
     "TE obfuscated by a tab": (post(b"Transfer-Encoding\t: chunked", body=CHUNKS), BadRequest),
     "TE obfuscated by a vertical tab": (post(b"Transfer-Encoding: \x0bchunked", body=CHUNKS), BadRequest),
     "h2c with TE gzip": (post(*H2C, b"Transfer-Encoding: gzip", body=CHUNKS), NotImplementedByServer),
+    "h2c with a body over the limit": (post(*H2C, TE, body=b"3e9\r\n" + b"x" * 1001 + b"\r\n0"), PayloadTooLarge),
     "h2c with CL and TE": (post(*H2C, CL, TE, body=CHUNKS), BadRequest),
     "bare LF": (b"GET / HTTP/1.1\nHost: x\n\n" + get(), BadRequest),
     "bare LF after a header": (b"GET / HTTP/1.1\r\nHost: x\nA: b\r\n\r\n", BadRequest),
@@ -584,13 +508,8 @@ REFUSED = {
     "HTTP/0.9": (b"GET /\r\n\r\n", HttpVersionNotSupported),
     "HTTP/2.0": (get(line=b"GET / HTTP/2.0"), HttpVersionNotSupported),
     "RTSP/1.0": (get(line=b"GET / RTSP/1.0"), BadRequest),
-    "RTSP/1.1": (get(line=b"GET / RTSP/1.1"), BadRequest),
-    "RTSP/2.0": (get(line=b"GET / RTSP/2.0"), BadRequest),
     "ICE/1.1": (get(line=b"SOURCE / ICE/1.1"), BadRequest),
-    "DESCRIBE of RTSP": (get(line=b"DESCRIBE rtsp://x/a RTSP/1.0"), BadRequest),
     "a method and a protocol that are unknown": (get(line=b"EMBED / SIP/2.0"), BadRequest),
-    "no protocol": (get(line=b"GET / 1.1"), BadRequest),
-    "HTTP/3.0": (get(line=b"GET / HTTP/3.0"), HttpVersionNotSupported),
     "preface of HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", HttpVersionNotSupported),
     "HTTP/1.10": (get(line=b"GET / HTTP/1.10"), BadRequest),
     "HTTP/11": (get(line=b"GET / HTTP/11"), BadRequest),
@@ -630,22 +549,7 @@ REFUSED = {
     },
     **{
         f"chunk size {size!r}": (post(TE, body=size + b"\r\nhello\r\n0\r\n\r\n"), BadRequest)
-        for size in (
-            b"",
-            b"0x5",
-            b"-5",
-            b"+5",
-            b" 5",
-            b"5 ",
-            b"5g",
-            b"g",
-            b"5,",
-            b"f" * 17,
-            b"\n5",
-            b"5;a ",
-            b"5 a",
-            b"5; ",
-        )
+        for size in (b"", b"0x5", b"-5", b"+5", b" 5", b"5 ", b"5g", b"5,", b"f" * 17, b"\n5", b"5;a ", b"5 a", b"5; ")
     },
 }
 
@@ -661,7 +565,7 @@ def test_malicious_and_broken_requests_are_refused(name):
 
 def test_llhttp_is_never_followed_beyond_the_end_of_a_request():
     """Were the end of a head ever seen elsewhere than llhttp sees it, what it takes for a second request is refused."""
-    message = _Message(LIMITS)
+    message = http1.IncomingRequest(LIMITS)
     end = message.parse_line(get(), 0)
     with pytest.raises(BadRequest, match="does not end where"):
         message.parse_head(get()[end:] + get())
@@ -674,10 +578,11 @@ READ_AS_ONE_REQUEST = {
     "an identity Content-Encoding": post(b"Content-Encoding: Identity", CL, body=b"hello"),
     "chunk size with zeros before it": post(TE, body=b"0005\r\nhello\r\n000\r\n\r\n"),
     "a body on a GET": get(CL) + b"hello",
+    "no Host on HTTP/1.0": get(line=b"GET / HTTP/1.0", host=b""),
+    "whitespace around the transfer coding": post(b"Transfer-Encoding:\tchunked \t ", body=CHUNKS),
     "absolute-form with another host": get(line=b"GET http://other/ HTTP/1.1"),
     "an empty Host": get(host=b"Host:\r\n"),
     "HTTP/1.2": get(line=b"GET / HTTP/1.2"),
-    "HTTP/1.9": get(line=b"GET / HTTP/1.9"),
     "an Upgrade that is not asked for": post(b"Upgrade: h2c", CL, body=b"hello"),
 }
 """Odd, but with one meaning only, whoever reads it."""
@@ -714,10 +619,6 @@ def test_messages_name_the_field_and_the_value():
     assert "Host" in refusal_of(get(host=b"")).message
 
 
-def test_messages_do_not_quote_at_length():
-    assert len(refusal_of(post(b"Content-Encoding: " + b"x" * 5000, CL)).message) < 200
-
-
 @pytest.mark.parametrize(
     "body",
     [b"secret\r\n\r\n", b"5\r\nsecret\r\n0\r\n\r\n", b"6;secret\nsecret", b"6\r\nsecret\r\n0\r\nsecret secret\r\n\r\n"],
@@ -748,22 +649,16 @@ CORPUS = [
 
 
 @given(data=st.sampled_from(CORPUS), cuts=st.sets(st.integers(1, 300)))
-@settings(deadline=None, max_examples=4 * settings().max_examples)
+@settings(max_examples=4 * settings().max_examples)
 def test_how_the_bytes_are_divided_makes_no_difference(data, cuts):
     bounds = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     pieces = [data[start:stop] for start, stop in itertools.pairwise(bounds)]
     assert comparable(read(*pieces)) == comparable(read(data))
 
 
-@pytest.mark.parametrize("index", range(len(CORPUS)))
-def test_byte_by_byte_makes_no_difference(index):
-    data = CORPUS[index]
-    assert comparable(read(*(data[at : at + 1] for at in range(len(data))))) == comparable(read(data))
-
-
 @given(pieces=st.lists(st.binary(max_size=200), max_size=20))
 @example(pieces=[b"\r\n\r\n"])
-@settings(deadline=None, max_examples=3 * settings().max_examples)
+@settings(max_examples=3 * settings().max_examples)
 def test_random_bytes_never_raise_anything_but_an_api_error(pieces):
     assert all(isinstance(item, HttpRequest | ApiError) for item in read(*pieces))
 
@@ -774,7 +669,7 @@ def test_random_bytes_never_raise_anything_but_an_api_error(pieces):
     edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 3), st.binary(max_size=4)), min_size=1, max_size=4),
     cut=st.integers(0, 400),
 )
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=10 * settings().max_examples)
 def test_damaged_requests_never_raise_anything_but_an_api_error(data, edits, cut):
     for at, num_removed, inserted in edits:
         data = data[:at] + inserted + data[at + num_removed :]
@@ -809,41 +704,20 @@ def test_the_connection_header(keep_alive, http_minor, connection):
     assert connection is None or b"\r\nconnection: " + connection + b"\r\n" in head
 
 
-def test_an_answer_to_head_has_the_length_and_no_body():
-    sent = encode(Response(200, b"12345", content_type="text/plain"), head_only=True)
-    assert sent.endswith(b"\r\n\r\n")
-    assert b"content-length: 5\r\n" in sent
-    assert b"content-type: text/plain\r\n" in sent
-
-
-@pytest.mark.parametrize("status", [204, 304])
-def test_statuses_without_a_body_have_no_length_either(status):
-    sent = encode(Response(status, b"never sent"))
-    assert b"content-" not in sent
-    assert sent.endswith(b"\r\n\r\n")
-
-
-def test_an_empty_body_has_a_length():
-    assert b"content-length: 0\r\n" in encode(Response(404))
-
-
-def test_a_large_body_is_not_copied():
-    body = b"x" * 1_000_000
-    pieces = encode_response(Response(200, body), request_id="a", keep_alive=True)
-    assert pieces[1] is body
-    assert b"content-length: 1000000\r\n" in pieces[0]
-
-
 def test_a_body_may_come_in_pieces():
     response = Response(200, [b"ab", memoryview(b"cd"), b"", b"e"])
     assert encode(response).endswith(b"\r\ncontent-length: 5\r\n\r\nabcde")
     assert response.num_body_bytes == 5
     assert encode(response, head_only=True).endswith(b"\r\ncontent-length: 5\r\n\r\n")
-    assert encode(Response(204, [b"never sent"])).endswith(b"x-request-id: id-1\r\n\r\n")
+    for status in (204, 304):
+        assert encode(Response(status, [b"never sent"])).endswith(b"x-request-id: id-1\r\n\r\n")
+        assert encode(Response(status, b"never sent")).endswith(b"x-request-id: id-1\r\n\r\n")
     assert encode(Response(200, [])).endswith(b"\r\ncontent-length: 0\r\n\r\n")
 
 
 def test_small_pieces_are_sent_as_one_and_large_ones_are_not_copied():
+    whole = b"x" * 1_000_000
+    assert encode_response(Response(200, whole), request_id="a", keep_alive=True)[1] is whole
     assert len(encode_response(Response(200, [b"x"] * 1000), request_id="a", keep_alive=True)) == 1
     body: list[bytes | memoryview] = [b"x" * 30_000, memoryview(b"y" * 30_000)]
     head, *pieces = encode_response(Response(200, body), request_id="a", keep_alive=True)
@@ -866,11 +740,6 @@ def test_no_value_can_split_an_answer(place, evil):
             request_id = evil
     with pytest.raises(ValueError):  # noqa: PT011
         encode(response, request_id=request_id)
-
-
-def test_an_unknown_status_is_our_bug():
-    with pytest.raises(KeyError):
-        encode(Response(299))
 
 
 def test_changed_limits_hold_from_the_next_request_on():
@@ -911,25 +780,30 @@ BEHIND = [
 
 @pytest.mark.parametrize("first", REPEATABLE)
 def test_a_request_is_read_as_on_a_connection_of_its_own(first):
-    for second in BEHIND:
-        expected = comparable(read(first)) + comparable(read(second))
+    for second in (first, *BEHIND):
+        alone = comparable(read(second))
+        expected = comparable(read(first)) + alone
         assert comparable(read(first, second)) == expected
         assert comparable(read(first + second)) == expected
         assert comparable(read(first, *(second[at : at + 7] for at in range(0, len(second), 7)))) == expected
+        reader = RequestReader(LIMITS)
+        reader.feed(first)
+        take_all(reader)
+        if (whole := reader.read_whole(second)) is not None:
+            assert comparable([whole]) == alone
+            assert (reader.state, reader.num_waiting_bytes) == (ReadState.IDLE, 0)
+            reader.feed(second)
+            assert comparable(take_all(reader)) == alone
 
 
-def test_a_repeated_head_is_not_parsed_again(monkeypatch):
-    reader = RequestReader(LIMITS)
-    reader.feed(REPEATABLE[0])
-    (first,) = take_all(reader)
-    monkeypatch.setattr(http1, "_Message", None)
-    reader.feed(post(b"Content-Length: 2", body=b"hi"))
-    (second,) = take_all(reader)
+def test_a_repeated_head_has_a_length_and_an_id_of_its_own():
+    (first, second, third) = read(REPEATABLE[0], post(b"Content-Length: 2", body=b"hi"), REPEATABLE[0])
     assert isinstance(first, HttpRequest)
     assert isinstance(second, HttpRequest)
+    assert isinstance(third, HttpRequest)
     assert (second.body, second.headers["content-length"]) == (b"hi", "2")
     assert (first.body, first.headers["content-length"]) == (b"hello", "5")
-    assert first.request_id != second.request_id
+    assert len({each.request_id for each in (first, second, third)}) == 3
 
 
 def test_a_repeated_head_is_held_to_changed_limits():
@@ -940,21 +814,6 @@ def test_a_repeated_head_is_held_to_changed_limits():
     reader.feed(REPEATABLE[1])
     (error,) = take_all(reader)
     assert isinstance(error, HeadersTooLarge)
-
-
-@pytest.mark.parametrize("first", REPEATABLE)
-def test_a_whole_request_is_read_as_if_it_was_fed(first):
-    for second in (first, *BEHIND):
-        reader = RequestReader(LIMITS)
-        reader.feed(first)
-        take_all(reader)
-        request = reader.read_whole(second)
-        if request is None:
-            continue
-        assert comparable([request]) == comparable(read(second))
-        assert (reader.state, reader.num_waiting_bytes) == (ReadState.IDLE, 0)
-        reader.feed(second)
-        assert comparable(take_all(reader)) == comparable(read(second))
 
 
 @pytest.mark.parametrize(("index", "is_whole"), list(enumerate([True] * 4 + [False] * 3)))

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import pytest
 
-from vecd.gateway.encoding.pending import PendingResult
-from vecd.gateway.scheduling.cost_model import CostModel
+from vecd.gateway.encoding.result import PendingResult
+from vecd.gateway.request import Priority, TokenizedInput
+from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.policy import BatchingPolicy, Unqueued
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.gateway.types.request import Priority, TokenizedInput
 
-NUM_QUEUES = 250
+NUM_QUEUES = 120
 NOTHING = Unqueued()
 
 

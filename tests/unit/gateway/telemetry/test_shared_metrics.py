@@ -1,16 +1,20 @@
 import time
+from typing import Any
 
 import pytest
 
-from vecd.gateway.telemetry.shared_metrics import GONE, SharedMetrics
+from vecd.gateway.request import Durations, HttpRequest, RequestTimeline
+from vecd.gateway.telemetry.measures import GONE, FinishedRequests, SharedMetrics
 from vecd.shm.shared_metrics import (
     NUM_BATCHES,
+    SERVICES_PER_MODEL,
     STATUSES,
     BatchCell,
     Counter,
     Gauge,
     Histogram,
     ServiceKey,
+    SharedMetricsSpec,
     WorkerCell,
     WorkerKey,
     clear_gauges,
@@ -18,24 +22,12 @@ from vecd.shm.shared_metrics import (
 from vecd.shm.wire import Incarnation
 
 
-def test_what_gateways_count_is_added_up_for_each_of_them(shared_metrics_of_all):
-    shared_metrics_of_all[0].add(Counter.TOKENS, 30)
-    shared_metrics_of_all[1].add(Counter.TOKENS, 12)
-    shared_metrics_of_all[1].add(Counter.BATCHES)
-    shared_metrics_of_all[0].set(Gauge.QUEUED_TOKENS, 5)
-    shared_metrics_of_all[1].set(Gauge.QUEUED_TOKENS, 6)
-    for shared_metrics in shared_metrics_of_all:
-        assert shared_metrics.total(Counter.TOKENS) == 42
-        assert shared_metrics.total(Counter.BATCHES) == 1
-        assert shared_metrics.total(Gauge.QUEUED_TOKENS) == 11
-
-
-def test_a_new_life_counts_on_and_has_nothing_yet(shared_metrics_of_all, board_fd, board_spec):
+def test_a_new_life_counts_on_and_has_nothing_yet(shared_metrics_of_all, metrics_fd, metrics_spec):
     shared_metrics_of_all[0].add(Counter.TOKENS, 30)
     shared_metrics_of_all[0].add_answer(1, 200)
     shared_metrics_of_all[0].set(Gauge.CONNECTIONS, 5)
     shared_metrics_of_all[0].observe(Histogram.LOOP_LAG, 0.1)
-    successor = SharedMetrics.mapped(board_fd, board_spec, 0)
+    successor = SharedMetrics.mapped(metrics_fd, metrics_spec, 0)
     successor.add(Counter.TOKENS, 1)
     successor.add_answer(1, 200)
     assert shared_metrics_of_all[1].total(Counter.TOKENS) == 31
@@ -55,15 +47,6 @@ def test_a_value_is_counted_in_the_first_bucket_that_is_large_enough(shared_metr
 
 
 # --- answers ---------------------------------------------------------------------------------------------------
-
-
-def test_answers_are_counted_by_endpoint_and_status_over_all_gateways(shared_metrics_of_all):
-    shared_metrics_of_all[0].add_answer(1, 200)
-    shared_metrics_of_all[0].add_answer(1, 429)
-    shared_metrics_of_all[1].add_answer(1, 200)
-    shared_metrics_of_all[1].add_answer(0, 404)
-    for shared_metrics in shared_metrics_of_all:
-        assert shared_metrics.answers() == {(1, 200): 2, (1, 429): 1, (0, 404): 1}
 
 
 @pytest.mark.parametrize(("status", "counted"), [(418, 400), (201, 400), (499, GONE), (511, 500), (599, 500)])
@@ -105,38 +88,6 @@ def up(shared_metrics: SharedMetrics, worker: int, life: int) -> None:
 def do_batch(shared_metrics: SharedMetrics, number: int, worker: int, num_tokens: int = 10) -> None:
     shared_metrics.batch_sent(number, worker, 2, num_tokens, 100)
     shared_metrics.batch_done(number, worker, 2, num_tokens, 500, 1)
-
-
-def test_batches_are_counted_by_worker_and_by_life(shared_metrics_of_all):
-    for shared_metrics in shared_metrics_of_all:
-        up(shared_metrics, 0, 1)
-        up(shared_metrics, 1, 1)
-        do_batch(shared_metrics, 1, 0)
-        do_batch(shared_metrics, 2, 1)
-    for shared_metrics in shared_metrics_of_all:
-        up(shared_metrics, 0, 2)
-    up(shared_metrics_of_all[0], 0, 2)  # told again, as after its own death
-    do_batch(shared_metrics_of_all[0], 3, 0)
-    of_all_lives = [shared_metrics_of_all[1].worker_total(worker, WorkerCell.BATCHES) for worker in range(2)]
-    assert of_all_lives == [3, 2]
-    batches_of = shared_metrics_of_all[1].worker_batches_in
-    assert (batches_of(life_of(0, 2)), batches_of(life_of(1, 1))) == (1, 2)
-    assert batches_of(life_of(0, 1)) == 0, "nobody asks for a life that is over"
-
-
-def test_a_batch_is_counted_for_its_worker_and_for_all(shared_metrics_of_all):
-    up(shared_metrics_of_all[0], 1, 1)
-    shared_metrics_of_all[0].batch_sent(1, 1, 5, 600, 2400)
-    shared_metrics_of_all[0].batch_done(1, 1, 5, 600, 7000, 24)
-    shared_metrics = shared_metrics_of_all[1]
-    assert [shared_metrics.total(c) for c in (Counter.BATCHES, Counter.SEQUENCES, Counter.TOKENS)] == [1, 5, 600]
-    assert [shared_metrics.total(c) for c in (Counter.COMPUTE_US, Counter.PADDING_TOKENS)] == [7000, 24]
-    cells = (WorkerCell.BATCHES, WorkerCell.SEQUENCES, WorkerCell.TOKENS, WorkerCell.COMPUTE_US)
-    assert [shared_metrics.worker_total(1, cell) for cell in cells] == [1, 5, 600, 7000]
-    assert [shared_metrics.worker_total(0, cell) for cell in cells] == [0, 0, 0, 0]
-    assert shared_metrics.histogram(Histogram.BATCH_FILL)[1] == pytest.approx(0.25)
-    assert shared_metrics.histogram(Histogram.BATCH_TOKENS)[1] == 600
-    assert shared_metrics.histogram(Histogram.BATCH_SEQUENCES)[1] == 5
 
 
 def test_a_worker_is_known_from_its_first_life_on_and_its_life_is_the_newest_anybody_heard_of(shared_metrics_of_all):
@@ -195,34 +146,220 @@ def test_so_many_are_remembered_and_no_more(shared_metrics_of_all):
     assert [number for _, number in numbers(shared_metrics_of_all[1])] == list(range(2 * NUM_BATCHES, 3 * NUM_BATCHES))
 
 
-def test_batches_of_a_gateway_s_former_life_are_forgotten(shared_metrics_of_all, board_fd, board_spec):
+def test_batches_of_a_gateway_s_former_life_are_forgotten(shared_metrics_of_all, metrics_fd, metrics_spec):
     shared_metrics_of_all[0].batch_sent(1, 0, 2, 20, 100)
     shared_metrics_of_all[1].batch_sent(1, 0, 2, 20, 100)
-    successor = SharedMetrics.mapped(board_fd, board_spec, 0)
+    successor = SharedMetrics.mapped(metrics_fd, metrics_spec, 0)
     assert numbers(shared_metrics_of_all[1]) == [(1, 1)]
     successor.batch_sent(1, 0, 2, 20, 100)
     assert numbers(shared_metrics_of_all[1]) == [(1, 1), (0, 1)]
 
 
 def test_batches_of_a_dead_gateway_that_has_no_successor_yet_are_not_under_way(
-    shared_metrics_of_all, board_fd, board_spec
+    shared_metrics_of_all, metrics_fd, metrics_spec
 ):
     shared_metrics_of_all[0].batch_sent(1, 0, 2, 20, 100)
-    clear_gauges(board_fd, board_spec, 0)
+    clear_gauges(metrics_fd, metrics_spec, 0)
     assert numbers(shared_metrics_of_all[1]) == []
 
 
 # --- gauges ----------------------------------------------------------------------------------------------------
 
 
-def test_polled_gauges_are_asked_for_when_published(shared_metrics_of_all):
-    waiting = [1, 2, 3]
-    shared_metrics_of_all[0].poll({Gauge.QUEUED_SEQUENCES: lambda: len(waiting)})
-    assert shared_metrics_of_all[1].total(Gauge.QUEUED_SEQUENCES) == 0
-    shared_metrics_of_all[0].publish()
-    assert shared_metrics_of_all[1].total(Gauge.QUEUED_SEQUENCES) == 3
-
-
 def test_a_gateway_cannot_write_to_another_s_row(shared_metrics_of_all):
     with pytest.raises(TypeError, match="read-only"):
         shared_metrics_of_all[0].sections[1].counters[0] = 1
+
+
+# --- workers, while a gateway has more than one service, as in a reload ------------------------------------------
+
+SPEC = SharedMetricsSpec(num_gateways=2, num_workers=2)
+FIRST, REFUSED, NEXT = ServiceKey(1), ServiceKey(2), ServiceKey(3)
+
+
+class Gateway:
+    """One gateway's part of a server's shared metrics."""
+
+    def __init__(self, memory: bytearray, index: int, service: ServiceKey) -> None:
+        self.metrics = SharedMetrics(memoryview(memory).cast("q"), SPEC, index)
+        self.places: dict[ServiceKey, int] = {}
+        self.open(service)
+        self.metrics.activate_service(service)
+
+    def open(self, service: ServiceKey) -> None:
+        self.places[service] = self.metrics.open_service(service)
+
+    def up(self, service: ServiceKey, worker: int, life: int) -> None:
+        self.metrics.worker_up(life_of(worker, life, service))
+
+    def do_batches(self, service: ServiceKey, worker: int, num: int = 1) -> None:
+        for _ in range(num):
+            number = self.metrics.next_batch_number()
+            self.metrics.batch_sent(number, worker, 1, 10, 100)
+            self.metrics.batch_done(number, worker, 1, 10, 500, 0, self.places[service])
+
+
+@pytest.fixture
+def memory() -> bytearray:
+    return bytearray(SPEC.nbytes)
+
+
+@pytest.fixture
+def gateways(memory: bytearray) -> list[Gateway]:
+    """Two that have served with worker 0."""
+    made = [Gateway(memory, index, FIRST) for index in range(2)]
+    for gateway in made:
+        gateway.up(FIRST, 0, 1)
+        gateway.do_batches(FIRST, 0, 3)
+    return made
+
+
+def test_a_service_that_is_discarded_changes_nothing_of_the_one_that_serves(gateways: list[Gateway]):
+    for gateway in gateways:
+        gateway.open(REFUSED)
+        gateway.up(REFUSED, 0, 2)
+        gateway.do_batches(FIRST, 0)
+    for gateway in gateways:
+        gateway.metrics.close_service(REFUSED)
+        gateway.do_batches(FIRST, 0)
+    for gateway in gateways:
+        assert gateway.metrics.worker_life(0) == 1
+        assert gateway.metrics.worker_batches_in(life_of(0, 1, FIRST)) == 2 * 5
+        assert gateway.metrics.worker_batches_in(life_of(0, 2, REFUSED)) == 0
+
+
+def test_an_active_service_s_lives_count_and_those_of_the_one_before_no_more(gateways: list[Gateway]):
+    for gateway in gateways:
+        gateway.open(NEXT)
+        gateway.up(NEXT, 0, 2)
+        gateway.up(NEXT, 1, 1)
+    assert gateways[0].metrics.known_workers() == [0]
+    for gateway in gateways:
+        gateway.metrics.activate_service(NEXT)
+        gateway.up(FIRST, 0, 3)
+        gateway.do_batches(NEXT, 0)
+    metrics = gateways[1].metrics
+    assert metrics.known_workers() == [0, 1]
+    assert metrics.worker_life(0) == 2
+    assert metrics.worker_batches_in(life_of(0, 2, NEXT)) == 2
+    assert metrics.worker_total(0, WorkerCell.BATCHES) == 2 * 4, "over all services"
+    gateways[0].metrics.close_service(FIRST)
+    gateways[0].up(NEXT, 0, 4)
+    assert metrics.worker_life(0) == 4
+
+
+def test_a_place_is_cleared_before_another_service_has_it(gateways: list[Gateway]):
+    gateway = gateways[0]
+    gateway.open(REFUSED)
+    gateway.up(REFUSED, 0, 2)
+    gateway.up(REFUSED, 1, 7)
+    gateway.do_batches(REFUSED, 1)
+    gateway.metrics.close_service(REFUSED)
+    gateway.open(NEXT)
+    gateway.up(NEXT, 0, 2)
+    gateway.metrics.activate_service(NEXT)
+    assert gateway.metrics.known_workers() == [0]
+    assert gateway.metrics.worker_batches_in(life_of(0, 2, NEXT)) == 0
+    assert gateway.metrics.worker_batches_in(life_of(1, 7, NEXT)) == 0
+
+
+def test_a_gateway_s_next_life_counts_on_in_the_services_that_it_has_again(gateways: list[Gateway], memory: bytearray):
+    gateways[0].open(NEXT)
+    gateways[0].up(NEXT, 0, 2)
+    gateways[0].do_batches(NEXT, 0, 2)
+    successor = Gateway(memory, 0, NEXT)
+    successor.up(NEXT, 0, 2)
+    successor.do_batches(NEXT, 0)
+    assert gateways[1].metrics.worker_batches_in(life_of(0, 2, NEXT)) == 3
+    assert gateways[1].metrics.worker_batches_in(life_of(0, 1, FIRST)) == 2 * 3
+
+
+def test_there_is_no_place_for_one_service_more(gateways: list[Gateway]):
+    for generation in range(2, SERVICES_PER_MODEL + 1):
+        gateways[0].open(ServiceKey(generation))
+    with pytest.raises(ValueError, match="at most 2 services"):
+        gateways[0].open(ServiceKey(99))
+
+
+def request(**noted: Any) -> HttpRequest:
+    made = HttpRequest("POST", "/v1/embeddings", b"", {}, 1, True, "id")
+    for name, value in noted.items():
+        setattr(made.timeline, name, value)
+    return made
+
+
+# --- a request that is over --------------------------------------------------------------------------------------
+
+EMBEDDED = {
+    "endpoint": 3,
+    "num_inputs": 2,
+    "num_tokens": 7,
+    "arrived_at": 10.0,
+    "parsed_at": 10.001,
+    "entered_at": 10.003,
+    "tokenized_at": 10.007,
+    "sent_at": 10.015,
+    "done_at": 10.031,
+}
+
+
+def record_of(**noted: Any) -> RequestTimeline:
+    return request(**{**EMBEDDED, **noted}).timeline
+
+
+def test_where_the_time_went():
+    durations = record_of().durations(10.063)
+    assert durations == pytest.approx(Durations(0.001, 0.004, 0.010, 0.016, 0.032, 0.063))
+    assert sum(durations[:-1]) == pytest.approx(durations.total_s)
+
+
+def test_what_was_computed_while_the_rest_was_tokenized_waited_for_nothing():
+    durations = record_of(sent_at=10.004).durations(10.063)
+    assert durations.queue_s == pytest.approx(0.002), "at the door alone"
+    assert durations.compute_s == pytest.approx(0.027)
+
+
+def test_an_answered_embedding_request_is_counted_with_its_stages():
+    shared_metrics = SharedMetrics.private()
+    FinishedRequests(shared_metrics).on_finished(200, request(**EMBEDDED))
+    assert shared_metrics.answers() == {(3, 200): 1}
+    assert shared_metrics.total(Counter.INPUTS) == 2
+    assert shared_metrics.total(Counter.INPUT_TOKENS) == 7
+    counts, sum_s = shared_metrics.histogram(Histogram.COMPUTE)
+    assert sum(counts) == 1
+    assert sum_s == pytest.approx(0.016)
+    assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "noted"), [(200, {"endpoint": 1}), (429, {"num_inputs": 2}), (503, EMBEDDED), (GONE, EMBEDDED)]
+)
+def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
+    shared_metrics = SharedMetrics.private()
+    FinishedRequests(shared_metrics).on_finished(status, request(**noted))
+    assert shared_metrics.answers() == {(noted.get("endpoint", 0), status): 1}
+    assert shared_metrics.total(Counter.INPUTS) == 0
+    assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 0
+
+
+def test_a_request_that_was_not_understood_goes_nowhere():
+    shared_metrics = SharedMetrics.private()
+    finished = FinishedRequests(shared_metrics)
+    finished.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
+    finished.on_finished(400, None)
+    assert shared_metrics.answers() == {(0, 400): 1}
+
+
+def test_a_listener_that_fails_harms_neither_the_request_nor_the_next_listener(caplog):
+    """What raised here would have the connection write a second answer behind the first."""
+
+    def fail(*told: object) -> None:
+        raise ValueError("what a " + "caller sent")
+
+    shared_metrics, heard = SharedMetrics.private(), []
+    finished = FinishedRequests(shared_metrics)
+    finished.listeners += [fail, lambda *told: heard.append(told)]
+    finished.on_finished(200, request())
+    assert len(heard) == 1
+    assert "ValueError" in caplog.text
+    assert "what a caller sent" not in caplog.text

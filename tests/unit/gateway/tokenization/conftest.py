@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
 
+from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.shm.card import ModelCard, read_card
+from vecd.model.card import ModelCard, read_card
 
 
 @pytest.fixture
@@ -35,3 +37,12 @@ def make_tokenizer() -> Iterator[Callable[..., Tokenizer]]:
     yield make
     for tokenizer in made:
         tokenizer.threads.close()
+
+
+@pytest.fixture
+def small_pieces() -> Iterator[None]:
+    """Texts of any length are tokenized in several pieces."""
+    with mock.patch.multiple(
+        text_tokens, PIECE_CHARS=40, LEAST_PIECE_CHARS=5, SEARCH_CHARS=20, CHARS_PER_EXPECTED_TOKEN=2
+    ):
+        yield

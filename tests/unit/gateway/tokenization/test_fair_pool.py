@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from vecd.gateway.tokenization import fair_pool as threads_module
 from vecd.gateway.tokenization.fair_pool import Threads
 
 DEADLINE_S = 20.0
@@ -37,11 +36,12 @@ async def test_steps_run_in_a_thread_and_return_their_result(threads: Threads):
     assert await threads.run(counted("a", [], 0)) == "a"
 
 
-async def test_works_take_turns(monkeypatch, threads: Threads):
-    monkeypatch.setattr(threads_module, "_TURN_S", 0.0)  # a turn is one step
+async def test_works_take_turns():
+    threads = Threads(1, turn_s=0.0)  # a turn is one step
     seen: list[str] = []
     assert await asyncio.gather(*(threads.run(counted(name, seen)) for name in "ab")) == ["a", "b"]
     assert seen == ["a", "b", "a", "b", "a", "b"]
+    threads.close()
 
 
 async def test_what_a_step_raises_is_raised(threads: Threads):
@@ -107,10 +107,15 @@ async def test_a_cancelled_turn_is_not_taken(threads: Threads):
 
 async def test_who_waits_when_the_threads_end_is_cancelled():
     threads = Threads(1)
-    go_on = threading.Event()
-    busy = asyncio.ensure_future(threads.call(lambda: go_on.wait(DEADLINE_S)))
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        has_begun.set()
+        return go_on.wait(DEADLINE_S)
+
+    busy = asyncio.ensure_future(threads.call(wait))
     waiting = asyncio.ensure_future(threads.call(threading.current_thread))
-    await asyncio.sleep(0)
+    await asyncio.to_thread(has_begun.wait, DEADLINE_S)
     threading.Timer(0.05, go_on.set).start()
     threads.close()
     async with asyncio.timeout(DEADLINE_S):

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 import tokenizers
 
-from vecd.gateway.tokenization import known_words
-from vecd.gateway.tokenization.known_words import KnownWords
 from vecd.gateway.tokenization.split_points import cut_pattern
+from vecd.gateway.tokenization.text_tokens import KnownWords
 
 TEXTS = (
     "",
@@ -78,14 +77,6 @@ def test_one_new_word_is_learned_from_a_text(tokenizer):
     assert words.find(" two") is None
 
 
-def test_a_long_text_is_not_looked_up(tokenizer):
-    words, _ = make(tokenizer)
-    words.learn("a")
-    words.learn(" a")
-    assert words.find("a" + 999 * " a") is not None
-    assert words.find("a" + 1000 * " a") is None
-
-
 def test_a_long_word_is_not_remembered(tokenizer):
     words, library = make(tokenizer)
     for _ in range(3):
@@ -93,9 +84,8 @@ def test_a_long_word_is_not_remembered(tokenizer):
     assert library.seen == ["x" * 25] * 3
 
 
-def test_so_many_are_remembered_and_no_more(monkeypatch):
-    monkeypatch.setattr(known_words, "_MAX_WORDS", 3)
-    words = KnownWords(re.compile(" "), lambda texts: [[len(text)] for text in texts])
+def test_so_many_are_remembered_and_no_more():
+    words = KnownWords(re.compile(" "), lambda texts: [[len(text)] for text in texts], max_words=3)
     for number in range(20):
         assert ids_of(words, f"w{number}") == [len(f"w{number}")]
-        assert len(words._ids_of) <= 3
+        assert sum(words.find(f"w{each}") is not None for each in range(20)) <= 3

@@ -1,41 +1,28 @@
 """Offsets of tokens are the library's for the whole text, also where the text is tokenized in pieces."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings
 
 from tests.support import tiny_tokenizers
-from vecd.gateway.tokenization import text_tokens
+from tests.support.tokenizing import texts_of
+from vecd.gateway.request import Overflow, Role, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
-from vecd.shm.heads import TokenHead
+from vecd.model.steps import TokenHead
 
 KINDS = tiny_tokenizers.KINDS
 WORDS = ["a", "Fox", "1234.5", "中文", "NAÏVE", "İx", "😀", "ﬁ", "e\u0301", "[SEP]", "<mask>", "\n", ","]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40),
-)
+texts = texts_of(WORDS, min_size=1)
 WANTED = Tokenizing(wants_offsets=True)
 
 
 @pytest.fixture
 def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
     return lambda library, max_tokens=16, **changes: make_tokenizer(card_of(library, **changes), max_tokens)
-
-
-@pytest.fixture
-def small_pieces() -> Iterator[None]:
-    with mock.patch.multiple(
-        text_tokens, _PIECE_CHARS=40, _LEAST_PIECE_CHARS=5, _SEARCH_CHARS=20, _CHARS_PER_EXPECTED_TOKEN=2
-    ):
-        yield
 
 
 def tokenize(tokenizer: Tokenizer, text: str, how: Tokenizing = WANTED) -> TokenizedInput:
@@ -45,6 +32,7 @@ def tokenize(tokenizer: Tokenizer, text: str, how: Tokenizing = WANTED) -> Token
     [item] = asyncio.run(main())
     [plain] = list(tokenizer.tokenize_now([text], how._replace(wants_offsets=False)) or [item])
     assert item[:6] == plain[:6]
+    assert not how.wants_offsets or plain is item or plain.offsets is None
     return item
 
 
@@ -71,7 +59,7 @@ def test_offsets_are_the_library_s(kind, make):
     short = make(library, 12)
     num_special = library.num_special_tokens_to_add(False)
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=40)
     @given(texts)
     @example(" ".join(WORDS) * 10)
     def check(text: str) -> None:
@@ -129,14 +117,9 @@ def test_offsets_of_the_end_and_of_chunks(make):
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_markers_and_expansions_are_nowhere(make, monkeypatch, is_plain):
-    monkeypatch.setattr("vecd.gateway.tokenization.tokenizer._is_template_plain", lambda *_: is_plain)
+    monkeypatch.setattr("vecd.gateway.tokenization.tokenizer.is_template_plain", lambda *_: is_plain)
     head = TokenHead((), query_marker=100, query_tokens=8, expansion_id=4)
     ours = make(tiny_tokenizers.bert(), 16, tokens=head)
     how = WANTED._replace(role=Role.QUERY)
     assert rows(tokenize(ours, "a b", how)) == [(-1, -1)] * 2 + [(0, 1), (2, 3)] + [(-1, -1)] * 4
     assert rows(tokenize(ours, "a " * 20, how)) == [(-1, -1)] * 2 + [(2 * n, 2 * n + 1) for n in range(5)] + [(-1, -1)]
-
-
-def test_without_the_wish_there_are_none(make):
-    ours = make(tiny_tokenizers.bert())
-    assert tokenize(ours, "a", Tokenizing()).offsets is None

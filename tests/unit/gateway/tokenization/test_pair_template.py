@@ -1,19 +1,20 @@
 """Pairs in the template of an LLM reranker have the tokens of the whole text."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
-from tests.support.tokenizing import ids_of, tokenize
+from tests.support.tokenizing import WORDS, common_end, ids_of, library_calls, texts_of, tokenize
+from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.request import Overflow, Pair, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import Overflow, Pair, Tokenizing
-from vecd.shm.heads import PairTemplate, ScoreHead
+from vecd.model.steps import PairTemplate, ScoreHead
 
 QWEN = PairTemplate(
     "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: ",
@@ -31,25 +32,7 @@ KINDS = {
         None,
     ),
 }
-WORDS = [
-    "a",
-    "fox",
-    "1234.5",
-    "中文",
-    "naïve",
-    "😀",
-    "{instruction}",
-    "{document}",
-    "<|im_end|>",
-    "<bos>",
-    "\n",
-    ",",
-    "x:",
-]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
-)
+texts = texts_of([*WORDS, "{instruction}", "{document}", "<bos>", "x:"])
 
 
 @pytest.fixture
@@ -73,23 +56,16 @@ def whole_ids(library: tokenizers.Tokenizer, template: PairTemplate, pair: Pair,
     return found
 
 
-def common_end(library: tokenizers.Tokenizer, template: PairTemplate) -> list[int]:
-    """As sentence-transformers finds the end that it puts back: in two renderings."""
-    first, second = (whole_ids(library, template, Pair("0", filler)) for filler in ("0", "1 2 3 4"))
-    num = next(n for n in range(len(first)) if first[len(first) - n - 1] != second[len(second) - n - 1])
-    return first[len(first) - num :]
-
-
-@pytest.mark.parametrize("max_tokens", [64, 130, 2000])
+@pytest.mark.parametrize("max_tokens", [64, 130])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tokens):
     make_library, template, _ = KINDS[kind]
     library = make_library()
     ours = make(library, template, max_tokens)
-    end = common_end(library, template)
+    end = common_end(lambda document: whole_ids(library, template, Pair("0", document)))
     assert len(end) < max_tokens
 
-    @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=15)
     @given(texts, st.lists(texts, min_size=1, max_size=3))
     @example("fox " * 100, ["a", ""])
     @example("fox\n", ["\n\na " * 100, "\n"])
@@ -112,18 +88,11 @@ def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tok
     check()
 
 
-def test_the_common_beginning_is_tokenized_once(make, monkeypatch):
+def test_the_common_beginning_is_tokenized_once(make):
     ours = make(tiny_tokenizers.qwen(), QWEN)
-    num_chars: list[int] = []
-    plain = ours._texts.ids
-
-    def spy(given: list[str]) -> list[list[int]]:
-        num_chars.append(sum(map(len, given)))
-        return plain(given)
-
-    monkeypatch.setattr(ours._texts, "ids", spy)
-    tokenize(ours, [Pair("what is a fox " * 20, f"document {n}") for n in range(500)])
-    assert sum(num_chars) < 500 * 50
+    with library_calls(ours) as calls:
+        tokenize(ours, [Pair("what is a fox " * 20, f"document {n}") for n in range(500)])
+    assert sum(len(text) for call in calls for text in call.args[0]) < 500 * 50
 
 
 @pytest.mark.parametrize("kind", ["qwen", "gemma"])
@@ -164,8 +133,12 @@ def test_an_instruction_counts_for_every_text_that_it_is_tokenized_with(make, ki
     pairs = [Pair(f"query {index}", "document") for index in range(25)]
     assert ours.tokenize_now(pairs) is not None
     long = Tokenizing(instruction="x " * 2000)
+
+    async def lengths() -> list[int]:
+        return [len(run) async for run in ours.tokenize(pairs, long)]
+
     assert ours.tokenize_now(pairs, long) is None
-    assert [len(run) for run in ours._runs(pairs, long)] == [4, 4, 4, 4, 4, 4, 1]
+    assert asyncio.run(lengths()) == [4, 4, 4, 4, 4, 4, 1]
 
 
 def test_limits_of_the_texts(make):
@@ -204,6 +177,13 @@ def test_a_document_cut_on_the_left_keeps_its_end_and_the_template(make):
     assert (item.num_tokens, item.is_truncated) == (num_tokens, True)
     assert ids_of(item)[-10:] == whole_ids(library, QWEN, Pair("a", "b c d"))[-10:]
     assert ids_of(item)[:20] == whole_ids(library, QWEN, Pair("a", "b c d"))[:20]
+
+
+def test_a_document_cut_on_the_left_to_its_own_limit_keeps_its_end(make):
+    library = tiny_tokenizers.qwen()
+    how = Tokenizing(overflow=Overflow.TRUNCATE_LEFT, max_document_tokens=2)
+    [item] = tokenize(make(library, QWEN), [Pair("a", "b " * 9 + "c d")], how)
+    assert (ids_of(item), item.is_truncated) == (whole_ids(library, QWEN, Pair("a", " c d")), True)
 
 
 def test_a_limit_without_room_for_the_template_s_end_is_refused(make):

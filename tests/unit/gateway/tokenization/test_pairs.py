@@ -1,44 +1,23 @@
 """Sequences of pairs are those of the library, which transformers and sentence-transformers call."""
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
-from tests.support.tokenizing import ids_of, tokenize
+from tests.support.tokenizing import WORDS, ids_of, library_calls, texts_of, tokenize
+from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.request import Overflow, Pair, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization import text_tokens
-from vecd.gateway.tokenization.pairs import pair_frame_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import Overflow, Pair, TokenizedInput, Tokenizing
 
 KINDS = {**tiny_tokenizers.KINDS, "repeating": tiny_tokenizers.repeating}
-WORDS = [
-    "a",
-    "fox",
-    "Hello",
-    "1234.5",
-    "中文",
-    "naïve",
-    "😀",
-    "[SEP]",
-    "<mask>",
-    "</s>",
-    "<|im_end|>",
-    " ",
-    "\n",
-    ",",
-    "!",
-]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
-)
+texts = texts_of([*WORDS, "Hello", "[SEP]", "<mask>", "</s>", " ", "!"])
 
 
 @pytest.fixture(params=KINDS)
@@ -65,13 +44,13 @@ def assert_as_library(library: tokenizers.Tokenizer, pair: Pair, item: Tokenized
         assert types(item) == encoding.type_ids
 
 
-@pytest.mark.parametrize("max_tokens", [5, 8, 9, 16, 64])
+@pytest.mark.parametrize("max_tokens", [5, *(pytest.param(num, marks=pytest.mark.full) for num in (8, 16)), 9, 64])
 def test_a_pair_is_what_the_library_makes_of_it(library, make, max_tokens):
     whole = tokenizers.Tokenizer.from_str(library.to_str())
     ours = make(library, max_tokens)
     library.enable_truncation(max_tokens)
 
-    @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=15)
     @given(texts, st.lists(texts, min_size=1, max_size=4))
     @example("a", [""])
     @example("", ["a b"])
@@ -87,10 +66,10 @@ def test_a_pair_is_what_the_library_makes_of_it(library, make, max_tokens):
     check()
 
 
-@pytest.mark.parametrize("max_tokens", [6, 9, 16])
-@pytest.mark.parametrize("piece_chars", [40, text_tokens._PIECE_CHARS])
+@pytest.mark.parametrize("max_tokens", [6, pytest.param(9, marks=pytest.mark.full), 16])
+@pytest.mark.parametrize("piece_chars", [40, text_tokens.PIECE_CHARS])
 def test_a_pair_cut_on_the_left_keeps_both_ends(library, make, max_tokens, piece_chars):
-    sizes = {"_PIECE_CHARS": piece_chars, "_LEAST_PIECE_CHARS": 5, "_CHARS_PER_EXPECTED_TOKEN": 2}
+    sizes = {"PIECE_CHARS": piece_chars, "LEAST_PIECE_CHARS": 5, "CHARS_PER_EXPECTED_TOKEN": 2}
     ours = make(library, max_tokens)
     whole = tokenizers.Tokenizer.from_str(library.to_str())
     library.enable_truncation(max_tokens, direction="left")
@@ -102,31 +81,13 @@ def test_a_pair_cut_on_the_left_keeps_both_ends(library, make, max_tokens, piece
             assert_as_library(library, pair, item, len(whole.encode(*pair)))
 
 
-def test_frames_are_learnt_from_the_template():
-    assert pair_frame_of(tiny_tokenizers.bert()) == ([2], [3], [3], 1)
-    assert pair_frame_of(tiny_tokenizers.roberta()) == ([0], [1, 1], [1], None)
-    assert pair_frame_of(tiny_tokenizers.qwen()) == ([], [], [], 0)
-    assert pair_frame_of(tiny_tokenizers.repeating()) is None
-
-
-def test_each_query_is_tokenized_once(make, monkeypatch):
-    ours = make(tiny_tokenizers.bert(), 64)
-    seen: list[str] = []
-    plain = ours._texts.first_steps
-
-    def spy(given: list[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
-        seen.extend(given)
-        return plain(given, prompt, num)
-
-    monkeypatch.setattr(ours._texts, "first_steps", spy)
-    pairs = [Pair("the lazy query", f"document {n} " * 20) for n in range(200)]
-
-    async def main() -> list[int]:
-        return [len(run) async for run in ours.tokenize(pairs)]
-
-    assert len(asyncio.run(main())) > 3  # runs
-    assert seen.count("the lazy query") == 1
-    assert len(seen) == 201
+def test_each_query_is_tokenized_once(make):
+    """Though the pairs are several runs."""
+    ours, query = make(tiny_tokenizers.bert(), 64), "the lazy query " * 150
+    with library_calls(ours) as calls:
+        tokenize(ours, [Pair(query, f"document {n} " * 20) for n in range(200)])
+    assert len(calls) > 3
+    assert [text for call in calls for text in call.args[0]].count(query) == 1
 
 
 def test_long_queries_are_not_tokenized_all_at_once(make):
@@ -141,19 +102,12 @@ def test_long_queries_are_not_tokenized_all_at_once(make):
     assert asyncio.run(lengths([Pair(long[0], "a")] * 40)) == [1, 39]
 
 
-def test_of_a_long_document_only_the_beginning_is_tokenized(make, monkeypatch):
+def test_of_a_long_document_only_the_beginning_is_tokenized(make):
     ours = make(tiny_tokenizers.bert(), 64)
-    num_chars: list[int] = []
-    plain = ours._texts.ids
-
-    def spy(given: list[str]) -> list[list[int]]:
-        num_chars.append(sum(map(len, given)))
-        return plain(given)
-
-    monkeypatch.setattr(ours._texts, "ids", spy)
-    [item] = tokenize(ours, [Pair("a fox", "b " * 500_000)])
+    with library_calls(ours) as calls:
+        [item] = tokenize(ours, [Pair("a fox", "b " * 500_000)])
     assert (item.num_tokens, item.is_truncated) == (64, True)
-    assert sum(num_chars) < 2000
+    assert sum(len(text) for call in calls for text in call.args[0]) < 2000
 
 
 @pytest.mark.parametrize("kind", ["bert", "repeating"])
@@ -242,17 +196,13 @@ def test_special_tokens_in_texts_are_characters_where_they_are_to_be(make):
     assert ids_of(as_text) == literal.encode(*pair).ids != ids_of(as_special)
 
 
-def test_without_special_tokens_a_pair_is_its_texts(make):
-    library = tiny_tokenizers.bert()
-    [item] = tokenize(make(library, 64), [Pair("a b", "c")], Tokenizing(add_special_tokens=False))
-    assert ids_of(item) == library.encode("a b", "c", add_special_tokens=False).ids
-    assert item.border == 2
-
-
-def test_a_prompt_is_put_before_the_query(make):
+def test_without_special_tokens_a_pair_is_its_texts_and_a_prompt_is_put_before_the_query(make):
     library = tiny_tokenizers.bert()
     [item] = tokenize(make(library, 64), [Pair("a", "b")], Tokenizing(prompt="fox: "))
     assert ids_of(item) == library.encode("fox: a", "b").ids
+    [item] = tokenize(make(library, 64), [Pair("a b", "c")], Tokenizing(add_special_tokens=False))
+    assert ids_of(item) == library.encode("a b", "c", add_special_tokens=False).ids
+    assert item.border == 2
 
 
 def test_estimates_count_the_query_with_every_document(make):

@@ -1,6 +1,5 @@
 """Queries and documents of models for late interaction are as PyLate and sentence-transformers make them."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,12 +7,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.support import tiny_tokenizers
+from tests.support import tiny_tokenizers, tokenizing
 from tests.support.tokenizing import ids_of
+from vecd.gateway.errors import InputTooLong
+from vecd.gateway.request import Overflow, Role, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.errors import InputTooLong
-from vecd.gateway.types.request import Overflow, Role, TokenizedInput, Tokenizing
-from vecd.shm.heads import TokenHead
+from vecd.model.steps import TokenHead
 
 MASK, QUERY_MARKER, DOCUMENT_MARKER = 4, 100, 101
 HEAD = TokenHead(
@@ -37,13 +36,8 @@ def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
     return make_one
 
 
-def tokenize(tokenizer: Tokenizer, text: str, how: Tokenizing) -> TokenizedInput:
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in tokenizer.tokenize([text], how) for item in run]
-
-    [item] = asyncio.run(main())
-    for _ in range(2):  # known words are not remembered past their role
-        assert tokenizer.tokenize_now([text], how) in (None, [item])
+def tokenize(tokenizer: Tokenizer, text: str | list[int], how: Tokenizing) -> TokenizedInput:
+    [item] = tokenizing.tokenize(tokenizer, [text], how)
     return item
 
 
@@ -117,7 +111,7 @@ def test_limits_of_the_role_are_those_of_errors_and_chunks(make):
 
 
 def test_a_template_that_is_no_frame_has_the_marker_too(make, monkeypatch):
-    monkeypatch.setattr("vecd.gateway.tokenization.tokenizer._is_template_plain", lambda *_: False)
+    monkeypatch.setattr("vecd.gateway.tokenization.tokenizer.is_template_plain", lambda *_: False)
     ours = make(HEAD)
     for num_words in (1, 13, 14, 100):
         assert ids_of(tokenize(ours, "a " * num_words, QUERY)) == pylate(
@@ -128,23 +122,11 @@ def test_a_template_that_is_no_frame_has_the_marker_too(make, monkeypatch):
 def test_a_model_without_forms_of_its_own_has_no_roles(make):
     ours = make(TokenHead(()))
     assert tokenize(ours, "a b", QUERY) == tokenize(make(None), "a b", QUERY)
-    assert not ours._roles
-
-
-def test_known_words_are_filled_up_too(make, monkeypatch):
-    ours = make(HEAD)
-    once = tokenize(ours, "a b", QUERY)
-    monkeypatch.setattr(ours, "_take_run", None)
-    assert ours.tokenize_now(["a b"], QUERY) == [once]
-    assert ids_of(ours.tokenize_now(["a b"], DOCUMENT)[0]) == pylate("a b", 24, DOCUMENT_MARKER, is_padded=False)
+    assert not ours.roles
 
 
 def test_the_model_s_own_ids_are_taken_as_they_are(make):
-    async def main() -> list[TokenizedInput]:
-        return [item async for run in ours.tokenize([[2, 50, 3]], QUERY) for item in run]
-
-    ours = make(HEAD)
-    [item] = asyncio.run(main())
+    item = tokenize(make(HEAD), [2, 50, 3], QUERY)
     assert (ids_of(item), item.border) == ([2, 50, 3], 0)
 
 

@@ -1,13 +1,12 @@
 """Pieces of a text have the tokens of the text: compared with the library on whole texts, for every kind of tokenizer
 that vecd cuts for, and for those that it must not."""
 
-import asyncio
 import io
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,41 +17,31 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2 as spm
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.support import tiny_tokenizers
 from tests.support.described import Collected
+from tests.support.tokenizing import library_calls, tokenize
+from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.request import Overflow, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization import split_points as text_cuts
-from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.split_points import cut_pattern
+from vecd.gateway.tokenization.text_tokens import exhaust
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import Overflow, TokenizedInput, Tokenizing
-from vecd.shm.card import read_card
+from vecd.model.card import read_card
 
 IS_LONG = bool(os.environ.get("VECD_SOAK"))
 NUM_EXAMPLES = 2000 if IS_LONG else 40
 pytestmark = pytest.mark.timeout(3600 if IS_LONG else 240)
-LLAMA = text_cuts._LLAMA
-CORPUS = [
-    "Hello world, the quick brown fox jumps over the lazy dog. It's 1234.5 o'clock; isn't it?",
-    "中文漢字，日本語のテキスト、한국어 텍스트! привет мир? naïve café ½ ＡＢＣ foo bar foo-bar",
-    "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9 [ ] < > ( ) / + = . , ! ? ' \" \n \t",
-]
-
-
-def trained(model: Any, trainer: Any, normalizer: Any, pre_tokenizer: Any) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+LLAMA = text_cuts.LLAMA
 
 
 def wordpiece(normalizer: Any = None, pre_tokenizer: Any = None) -> tokenizers.Tokenizer:
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    tokenizer = trained(
+    tokenizer = tiny_tokenizers.trained(
         models.WordPiece(unk_token="[UNK]"),
         trainer,
         normalizer or normalizers.BertNormalizer(),
@@ -63,12 +52,8 @@ def wordpiece(normalizer: Any = None, pre_tokenizer: Any = None) -> tokenizers.T
 
 
 def byte_pairs(normalizer: Any = None, pre_tokenizer: Any = None) -> tokenizers.Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>", "<mask>"], initial_alphabet=alphabet, show_progress=False
-    )
     pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = trained(models.BPE(), trainer, normalizer, pre_tokenizer)
+    tokenizer = tiny_tokenizers.byte_pairs(["<s>", "</s>", "<mask>"], pre_tokenizer, normalizer)
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0))
     return tokenizer
 
@@ -78,7 +63,11 @@ def charsmap() -> bytes:
     """sentencepiece's NFKC, as its model files have it."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 20), model_writer=model, vocab_size=120, hard_vocab_limit=False, minloglevel=2
+        sentence_iterator=iter(tiny_tokenizers.CORPUS * 20),
+        model_writer=model,
+        vocab_size=120,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     proto = spm.ModelProto.FromString(model.getvalue())  # type: ignore[attr-defined]
     return bytes(proto.normalizer_spec.precompiled_charsmap)
@@ -90,7 +79,8 @@ def unigram(normalizer: Any = None, pre_tokenizer: Any = None) -> tokenizers.Tok
     pre_tokenizer = pre_tokenizer or pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     )
-    tokenizer = trained(models.Unigram(), trainer, normalizer or normalizers.Precompiled(charsmap()), pre_tokenizer)
+    normalizer = normalizer or normalizers.Precompiled(charsmap())
+    tokenizer = tiny_tokenizers.trained(models.Unigram(), trainer, normalizer, pre_tokenizer)
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -206,14 +196,6 @@ def library(request: pytest.FixtureRequest, minilm_folder: Path) -> tokenizers.T
     return tokenizers.Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
 
 
-def exhaust(steps: Generator[None, None, Any]) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
-
-
 def plain_ids(library: tokenizers.Tokenizer, text: str) -> list[int]:
     return list(library.encode(text, add_special_tokens=False).ids)
 
@@ -225,7 +207,7 @@ def test_pieces_have_the_tokens_of_the_whole(library):
     pattern = cut_pattern(library)
     assert pattern is not None
 
-    @settings(deadline=None, max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=NUM_EXAMPLES)
     @given(texts)
     @example(" ".join(PARTS))
     @example("hello=\u0338")
@@ -239,46 +221,6 @@ def test_pieces_have_the_tokens_of_the_whole(library):
         assert [token_id for piece in pieces for token_id in plain_ids(library, piece)] == whole
 
     check()
-
-
-@pytest.fixture(scope="module")
-def small_pieces() -> Iterator[None]:
-    with mock.patch.multiple(
-        text_tokens, _PIECE_CHARS=40, _LEAST_PIECE_CHARS=5, _SEARCH_CHARS=20, _CHARS_PER_EXPECTED_TOKEN=2
-    ):
-        yield
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize(("max_tokens", "prompt"), [(3, "query: "), (8, ""), (30, "query: ")])
-def test_truncated_texts_are_what_the_library_truncates(library, minilm_folder, tmp_path, max_tokens, prompt):
-    library.no_padding()
-    library.no_truncation()
-    library.save(str(tmp_path / "tokenizer.json"))
-    card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt=prompt)
-    ours = Tokenizer(card, max_tokens, "auto")
-    assert ours._texts.cuts is not None
-    truncating = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    truncating.enable_truncation(max_tokens)
-
-    @settings(deadline=None, max_examples=max(15, NUM_EXAMPLES // 4), suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(texts, min_size=1, max_size=4))
-    def check(given_texts: list[str]) -> None:
-        run = exhaust(ours._take_run(given_texts, range(len(given_texts)), Tokenizing()))
-        for text, item in zip(given_texts, run, strict=True):
-            seen = text[: ours.max_chars]
-            assert np.frombuffer(item.token_ids, "<i4").tolist() == truncating.encode(prompt + seen).ids
-            num_all = len(library.encode(prompt + seen).ids)
-            assert (item.num_tokens, item.is_truncated) == (
-                min(num_all, max_tokens),
-                num_all > max_tokens or seen != text,
-            )
-
-    try:
-        check()
-    finally:
-        ours.threads.close()
 
 
 FRAMELESS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -305,6 +247,10 @@ def with_template(tokenizer: tokenizers.Tokenizer, template: str) -> tokenizers.
 NOT_COMPARED = {"dropout", "a pattern that is removed"}
 """Tokens by chance; no tokens of words at all."""
 KINDS = {**CUT, **{name: make for name, make in UNCUT.items() if name not in NOT_COMPARED}, **FRAMELESS}
+DESCRIBED = list(KINDS)[1::4]
+"""Of each family some."""
+USUAL = {"WordPiece", "byte pairs, added blanks", "unigram", "nothing cuts", "unigram, no frame", "two on each side"}
+"""The others are for a long run."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +297,13 @@ class Slow:
         return [[*prefix, *before, *part, *suffix] for part in parts]
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "the bundled model's"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in KINDS),
+        "the bundled model's",
+    ],
+)
 def kind(request: pytest.FixtureRequest, minilm_folder: Path) -> tokenizers.Tokenizer:
     if request.param in KINDS:
         return KINDS[request.param]()
@@ -360,7 +312,7 @@ def kind(request: pytest.FixtureRequest, minilm_folder: Path) -> tokenizers.Toke
 
 def outcome(ours: Tokenizer, given_texts: list[str], how: Tokenizing) -> list[TokenizedInput] | BadRequest:
     try:
-        tokenized: list[TokenizedInput] = exhaust(ours._take_run(given_texts, range(len(given_texts)), how))
+        tokenized: list[TokenizedInput] = exhaust(ours.take_run(given_texts, range(len(given_texts)), how))
     except BadRequest as error:
         return error
     return tokenized
@@ -372,14 +324,12 @@ def id_lists(item: TokenizedInput) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_pieces")
-def test_what_is_too_long_becomes_what_was_asked_for(kind, minilm_folder, tmp_path):
+def test_what_is_too_long_becomes_what_was_asked_for(kind, card_of, make_tokenizer):
     slow = Slow.of(kind)
-    kind.save(str(tmp_path / "tokenizer.json"))
-    card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt="")
-    with mock.patch("vecd.gateway.tokenization.tokenizer._MANY_TOKENS", 25):
-        ours = Tokenizer(card, 24, "auto", overflow=Overflow.CHUNK)
+    with mock.patch("vecd.gateway.tokenization.tokenizer.MANY_TOKENS", 25):
+        ours = make_tokenizer(card_of(kind, prompt=""), 24, overflow=Overflow.CHUNK)
 
-    @settings(deadline=None, max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=NUM_EXAMPLES)
     @given(
         st.lists(texts, min_size=1, max_size=3),
         st.builds(
@@ -421,21 +371,16 @@ def test_what_is_too_long_becomes_what_was_asked_for(kind, minilm_folder, tmp_pa
                 common = item.chunks[0].num_tokens - item.chunks[0].weight
                 assert all(chunk.num_tokens - chunk.weight == common >= frame for chunk in item.chunks)
 
-    try:
-        check()
-    finally:
-        ours.threads.close()
+    check()
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_described_tokens_are_the_library_s(kind, minilm_folder, tmp_path):
+@pytest.mark.parametrize("kind", DESCRIBED, indirect=True)
+def test_described_tokens_are_the_library_s(kind, card_of, make_tokenizer):
     """Ids, words of the vocabulary, and offsets, of a text tokenized whole."""
-    slow = Slow.of(kind)
-    kind.save(str(tmp_path / "tokenizer.json"))
-    card = replace(read_card(minilm_folder), tokenizer_file=str(tmp_path / "tokenizer.json"), prompt="not this one")
-    ours = Tokenizer(card, 24, "auto")
+    slow, ours = Slow.of(kind), make_tokenizer(card_of(kind, prompt="not this one"), 24)
 
-    @settings(deadline=None, max_examples=NUM_EXAMPLES // 2, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=NUM_EXAMPLES // 2)
     @given(texts, st.sampled_from(["", "é: "]), st.booleans())
     def check(text: str, prompt: str, add_special_tokens: bool) -> None:
         collected = Collected()
@@ -456,10 +401,7 @@ def test_described_tokens_are_the_library_s(kind, minilm_folder, tmp_path):
             assert encoded[token.start : token.stop].decode() == (prompt + text)[start:stop]
             assert token.start == len((prompt + text)[:start].encode())
 
-    try:
-        check()
-    finally:
-        ours.threads.close()
+    check()
 
 
 @pytest.mark.parametrize("name", UNCUT)
@@ -471,15 +413,12 @@ def test_where_no_cut_is_known_there_is_none(name):
     ("name", "before", "never"),
     [
         ("WordPiece", " \n!，中", "a"),
-        ("WordPiece, ideographs in words", " \n!，", "中a"),
         ("WordPiece, words added", " ,(中", "-)!a"),
         ("WordPiece, added words with blanks", "!,", " \t中a"),
         ("byte pairs", " ,。", "\n中a-"),
-        ("byte pairs, a space first", " ", ",。\n"),
         ("byte pairs, added blanks", " ,", "!\n"),
         ("byte pairs, an added word with a blank", ",", " "),
         ("byte pairs, spaces replaced before they are looked for", ",。", " "),
-        ("unigram", " \n", ",。中"),
         ("unigram, Metaspace alone", " ", "\n,"),
     ],
 )
@@ -492,16 +431,15 @@ def test_it_is_cut_before(name, before, never):
 
 def test_a_tokenizer_that_is_not_what_it_seems_is_not_cut(monkeypatch):
     """The probes find out: here, that a mark does not end a word."""
-    monkeypatch.setattr(text_cuts, "_cut_before", lambda stages: {" ", "\n", ","})
+    monkeypatch.setattr(text_cuts, "cut_before", lambda stages: {" ", "\n", ","})
     assert cut_pattern(unigram()) is None
 
 
 @pytest.mark.slow
 def test_letters_and_digits_are_that_and_nothing_more():
-    for char in map(chr, range(0x110000)):
-        if re.match(f"[{text_cuts.WORD}]", char):
-            assert unicodedata.category(char)[0] in "LN"
-            assert not unicodedata.combining(char)
+    found = re.findall(f"[{text_cuts.WORD}]", "".join(map(chr, range(0x110000))))
+    assert {unicodedata.category(char)[0] for char in found} == {"L", "N"}
+    assert not any(map(unicodedata.combining, found))
 
 
 def test_no_character_that_is_cut_before_becomes_another_with_what_is_behind_it():
@@ -509,28 +447,14 @@ def test_no_character_that_is_cut_before_becomes_another_with_what_is_behind_it(
     decomposed = (unicodedata.decomposition(char).split() for char in map(chr, range(0x110000)))
     firsts = {chr(int(parts[0], 16)) for parts in decomposed if len(parts) == 2 and not parts[0].startswith("<")}
     assert {"<", "=", ">", "e"} <= firsts
-    assert not firsts.intersection(text_cuts._SPACES + text_cuts.MARKS + text_cuts._ASCII_PUNCTUATION)
-    assert not [char for char in firsts if re.match(f"[{text_cuts._IDEOGRAPHS}]", char)]
+    assert not firsts.intersection(text_cuts.SPACES + text_cuts.MARKS + text_cuts.ASCII_PUNCTUATION)
+    assert not [char for char in firsts if re.match(f"[{text_cuts.IDEOGRAPHS}]", char)]
 
 
-def test_of_a_long_text_no_more_is_tokenized_than_it_takes(minilm_folder):
-    tokenizer = Tokenizer(read_card(minilm_folder), 256, "auto")
-    seen: list[int] = []
-    plain = tokenizer._texts.ids
-
-    def counted(texts: list[str]) -> list[list[int]]:
-        seen.extend(map(len, texts))
-        return plain(texts)
-
-    async def tokenize(text: str) -> list[Any]:
-        return [item async for run in tokenizer.tokenize([text]) for item in run]
-
-    try:
-        with mock.patch.object(tokenizer._texts, "ids", counted):
-            for text in ("漢字" * 30_000, "the quick brown fox " * 3000, "?!" * 30_000, "word, " * 10_000):
-                seen.clear()
-                [item] = asyncio.run(tokenize(text))
-                assert (item.num_tokens, item.is_truncated) == (256, True)
-                assert sum(seen) <= 256 * 8
-    finally:
-        tokenizer.threads.close()
+@pytest.mark.parametrize("text", ["漢字" * 30_000, "the quick brown fox " * 3000, "?!" * 30_000])
+def test_of_a_long_text_no_more_is_tokenized_than_it_takes(text, minilm_folder, make_tokenizer):
+    tokenizer = make_tokenizer(read_card(minilm_folder), 256)
+    with library_calls(tokenizer) as calls:
+        [item] = tokenize(tokenizer, [text])
+    assert (item.num_tokens, item.is_truncated) == (256, True)
+    assert sum(len(part) for call in calls for part in call.args[0]) <= 256 * 8

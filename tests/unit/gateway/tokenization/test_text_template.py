@@ -2,23 +2,23 @@
 
 import re
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings
 
 from tests.support import tiny_tokenizers
 from tests.support.described import Collected
-from tests.support.tokenizing import ids_of, tokenize
+from tests.support.tokenizing import WORDS, common_end, ids_of, texts_of, tokenize
+from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.request import LateChunking, Overflow, Role, Source, TokenIds, Tokenizing
 from vecd.gateway.tokenization.late_chunks import find_chunks
+from vecd.gateway.tokenization.text_tokens import exhaust
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.gateway.types.errors import BadRequest, InputTooLong
-from vecd.gateway.types.request import LateChunking, Overflow, Role, Source, TokenIds, Tokenizing
-from vecd.shm.card import ModelError
-from vecd.shm.heads import TextTemplate, TokenHead
+from vecd.model.card import ModelError
+from vecd.model.steps import TextTemplate, TokenHead
 
 END = "<|im_end|>\n<|im_start|>assistant\n"
 QWEN = TextTemplate(
@@ -33,11 +33,7 @@ KINDS = {
     "gemma": (tiny_tokenizers.gemma, GEMMA),
     "bert": (tiny_tokenizers.bert, BERT),
 }
-WORDS = ["a", "fox", "1234.5", "中文", "naïve", "😀", "{instruction}", "<|im_end|>", "<bos>", "[SEP]", "\n", ",", "x:"]
-texts = st.one_of(
-    st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
-)
+texts = texts_of([*WORDS, "{instruction}", "<bos>", "[SEP]", "x:"])
 
 
 @pytest.fixture
@@ -61,29 +57,14 @@ def whole_ids(library: tokenizers.Tokenizer, template: TextTemplate, text: str, 
     return found
 
 
-def exhaust(steps: Generator[None, None, Any]) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
-
-
-def common_end(library: tokenizers.Tokenizer, template: TextTemplate, prompt: str) -> list[int]:
-    """As sentence-transformers finds the end that it puts back: in two renderings."""
-    first, second = (whole_ids(library, template, filler, prompt) for filler in ("0", "1 2 3 4"))
-    num = next(n for n in range(len(first)) if first[len(first) - n - 1] != second[len(second) - n - 1])
-    return first[len(first) - num :]
-
-
 @pytest.mark.parametrize("prompt", ["", " Find\n"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, prompt, make):
     make_library, template = KINDS[kind]
     library, ours = make_library(), make(kind, 64)
-    end = common_end(library, template, prompt)
+    end = common_end(lambda text: whole_ids(library, template, text, prompt))
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=25)
     @given(texts)
     @example("fox " * 100)
     @example("\n \nfox\n\n")
@@ -106,7 +87,7 @@ def test_queries_have_a_prompt_and_a_limit_of_their_own(make):
     query, document = tokenize(ours, ["a b c d", "e f g h"], Tokenizing(num_queries=1, max_document_tokens=3))
     assert ids_of(query) == whole_ids(library, QWEN, "a b c d", "Find")
     assert document.num_tokens == len(whole_ids(library, QWEN, "")) + 3
-    end = common_end(library, QWEN, "Find")
+    end = common_end(lambda text: whole_ids(library, QWEN, text, "Find"))
     [query] = tokenize(ours, ["1" * 100], Tokenizing(role=Role.QUERY))
     assert ids_of(query) == [*whole_ids(library, QWEN, "1" * 100, "Find")[: 70 - len(end)], *end]
 

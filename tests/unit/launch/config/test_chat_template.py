@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from vecd.gateway.types.config import ChatTemplateSpec
-from vecd.launch.config.chat_template import read_chat_template
+from vecd.gateway.config import ChatTemplateSpec
+from vecd.launch.config.templates import read_chat_template
 
 
 def write(folder: Path, name: str, **fields: Any) -> None:

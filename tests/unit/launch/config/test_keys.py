@@ -1,28 +1,19 @@
-import json
 import os
 import re
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from vecd.gateway.admission.principals import Principals
-from vecd.gateway.types.config import SCOPES, ApiKey
-from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.base.failures import ConfigurationError
+from vecd.gateway.config import SCOPES, ApiKey
+from vecd.gateway.scheduling.keys import Principals
 from vecd.launch.config import keys as keys_module
 from vecd.launch.config.keys import load_keys, main
 from vecd.launch.config.models import load_models
 from vecd.launch.config.settings import load_settings
 
 KEY = "0123456789abcdef"
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("VECD_")]:
-        monkeypatch.delenv(name)
 
 
 def digest(key: str) -> str:
@@ -53,10 +44,6 @@ def from_file(text: str, mode: int = 0o600) -> tuple[ApiKey, ...]:
 def problems_of_file(text: str, mode: int = 0o600) -> list[str]:
     path = keys_file(text, mode)
     return [problem.removeprefix(f"{path}: ") for problem in problems("--keys-file", path)]
-
-
-def test_without_settings_there_are_none():
-    assert load() == ()
 
 
 def test_one_key_may_do_everything_and_be_of_any_length():
@@ -162,78 +149,52 @@ def test_duplicates_are_refused_wherever_they_stand():
     ]
 
 
-@pytest.mark.parametrize("text", ["", "keys = []", "# nothing yet"])
-def test_a_file_without_keys_does_not_open_the_server(text):
-    [problem] = problems_of_file(text)
-    assert problem.startswith("has no keys")
+ENTRY = f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n'
 
 
-@pytest.mark.parametrize("text", ["[keys]\nname = 'a'", "keys = 1", "keys = [1]"])
-def test_keys_that_are_no_entries(text):
-    assert problems_of_file(text) == ["keys: must be tables, each beginning with [[keys]]"]
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "has no keys"),
+        ("keys = []", "has no keys"),
+        ("[keys]\nname = 'a'", "keys: must be tables, each beginning with [[keys]]"),
+        ("keys = [1]", "keys: must be tables, each beginning with [[keys]]"),
+        (f"x = 1{'0' * 5000}", "is not valid TOML"),  # more digits than Python reads
+        (f"x = {'[' * 100_000}", "is not valid TOML"),
+        ("x = 2026-02-30", "is not valid TOML"),
+        (f"{ENTRY}tokens_per_s = 1{'0' * 400}", "entry 1: tokens_per_s: must be a"),
+        (f"{ENTRY}max_requests = 1_000_000_001", "entry 1: max_requests: must be a"),
+        (ENTRY.replace('"a"', f'"{"n" * 65}"'), "entry 1: name: must have 1 to 64"),
+    ],
+)
+def test_a_file_is_refused_in_one_line(text, problem):
+    [told] = problems_of_file(text)
+    assert told.startswith(problem)
+
+
+@pytest.mark.parametrize("limits", ["tokens_per_s = 1e12\nmax_requests = 1_000_000_000", "tokens_per_s = 0.001"])
+def test_limits_and_names_at_their_bounds(limits):
+    [key] = from_file(ENTRY.replace('"a"', f'"{"n" * 64}"') + limits)
+    [principal] = Principals([key], num_gateways=64).with_keys
+    with principal.reserve(10):
+        pass
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
+    """A pipe is not waited for, and a file of too many bytes is not read."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert problems("--keys-file", str(path)) == [f"{path}: cannot be read: It is not a regular file"]
+    with (tmp_path / "large.toml").open("wb") as file:
+        file.truncate(2**40)
+    [problem] = problems("--keys-file", str(tmp_path / "large.toml"))
+    assert "has more than 8388608 bytes" in problem
     assert problems("--keys-file", "nowhere.toml") == [
         f"{tmp_path / 'nowhere.toml'}: cannot be read: No such file or directory"
     ]
     assert problems("--keys-file", str(tmp_path)) == [f"{tmp_path}: cannot be read: Is a directory"]
     Path("keys.toml").write_bytes(b'name = "\xff"')
     assert problems("--keys-file", "keys.toml") == [f"{tmp_path / 'keys.toml'}: is not UTF-8"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"x = 1{'0' * 5000}",  # more digits than Python reads
-        f"x = {'[' * 100_000}",
-        f"{'[a.' * 3}",
-        "x = 2026-02-30",
-    ],
-)
-def test_a_file_that_no_parser_takes(text):
-    [problem] = problems_of_file(text)
-    assert problem.startswith("is not valid TOML")
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [
-        f"tokens_per_s = 1{'0' * 400}",
-        "tokens_per_s = 1e13",
-        "tokens_per_s = 1e-4",
-        "tokens_per_s = inf",
-        "max_requests = 1_000_000_001",
-        f"max_requests = 1{'0' * 400}",
-    ],
-)
-def test_limits_have_bounds(limit):
-    [problem] = problems_of_file(f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n{limit}\n')
-    assert problem.startswith(f"entry 1: {limit.split()[0]}: must be a")
-
-
-@pytest.mark.parametrize("limits", ["tokens_per_s = 1e12\nmax_requests = 1_000_000_000", "tokens_per_s = 0.001"])
-def test_limits_at_their_bounds(limits):
-    [key] = from_file(f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n{limits}\n')
-    [principal] = Principals([key], num_gateways=64).with_keys
-    with principal.reserve(10):
-        pass
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert problems("--keys-file", str(tmp_path / "pipe")) == [
-        f"{tmp_path / 'pipe'}: cannot be read: It is not a regular file"
-    ]
-    assert problems("--keys-file", "/dev/zero") == ["/dev/zero: cannot be read: It is not a regular file"]
-
-
-def test_a_file_of_too_many_bytes_is_not_read(tmp_path):
-    path = tmp_path / "large.toml"
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    [problem] = problems("--keys-file", str(path))
-    assert "has more than 8388608 bytes" in problem
 
 
 def test_there_are_at_most_10_000_keys(monkeypatch):
@@ -247,12 +208,6 @@ def test_there_are_at_most_10_000_keys(monkeypatch):
     assert problems("--keys-file", path, "--api-key", "k") == ["there are 4 keys, at most 3 may be"]
 
 
-def test_a_name_has_at_most_64_characters():
-    entry = '[[keys]]\nname = "{}"\nsha256 = "' + digest(KEY) + '"\n'
-    assert len(from_file(entry.format("n" * 64))) == 1
-    assert len(problems_of_file(entry.format("n" * 65))) == 1
-
-
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
 def test_keys_that_others_may_read_are_refused_but_not_their_digests(mode):
     [problem] = problems_of_file(f'[[keys]]\nname = "a"\nkey = "{KEY}"\n', mode)
@@ -260,8 +215,9 @@ def test_keys_that_others_may_read_are_refused_but_not_their_digests(mode):
     assert len(from_file(f'[[keys]]\nname = "a"\nsha256 = "{digest(KEY)}"\n', mode)) == 1
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
 def test_an_admin_listener_that_others_may_reach_needs_a_key(host):
+    assert load("--admin-port", "0") == load("--admin-port", "0", "--admin-host", "::1") == ()
     flags = ["--admin-port", "0", "--admin-host", host]
     [problem] = problems(*flags)
     assert problem.startswith(f"--admin-host: {host} may be reached from other machines")
@@ -271,25 +227,20 @@ def test_an_admin_listener_that_others_may_reach_needs_a_key(host):
     assert len(load(*flags, "--keys-file", path)) == 1
 
 
-@pytest.mark.parametrize("flags", [["--admin-port", "0"], ["--admin-port", "0", "--admin-host", "::1"]])
-def test_an_admin_listener_of_this_machine_needs_none(flags):
-    assert load(*flags) == ()
-
-
 SECRET = "s3cret-s3cret-s3cret"
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        f'[[keys]]\nname = "a"\nkey = "{SECRET}\n',
         f'[[keys]]\nname = "a"\nkey = {SECRET}\n',
-        f"[[keys]]\n{SECRET} = 1\n{SECRET} = 2\n",
-        f'[[keys]]\nname = "a"\n{SECRET} = "a"\n',
         f'{SECRET} = "a"\n',
+        f'[[keys]]\nname = "a"\n{SECRET} = "a"\n',
+        f'[[keys]]\nname = "a"\nsha256 = "{SECRET}"\n',
+        f'[[keys]]\nname = "a"\nkey = "{SECRET}\n',
+        f"[[keys]]\n{SECRET} = 1\n{SECRET} = 2\n",
         f'[[keys]]\nname = "{SECRET} {SECRET}"\nkey = " {SECRET}"\n',
         f'[[keys]]\nname = "a"\nkey = "{SECRET}"\n[[keys]]\nname = "b"\nkey = "{SECRET}"\n',
-        f'[[keys]]\nname = "a"\nsha256 = "{SECRET}"\n',
         f'[[keys]]\nname = "a"\nkey = "{SECRET}"\nscopes = ["{SECRET}"]\nmax_priority = "{SECRET}"\n',
     ],
 )
@@ -304,11 +255,11 @@ def test_no_message_about_a_file_shows_a_key(text):
     [
         (SECRET, "entry 1: must be NAME=KEY"),
         (f"{SECRET}==", "entry 1: key: has 1 characters"),
+        ("a=s3cret", "entry 1: key: has 6 characters, at least 16"),
+        (f"a={SECRET},a={SECRET}x", "entry 2: name: is the same as that of --api-keys: entry 1"),
         (f"a={SECRET},", "entry 2: must be NAME=KEY"),
         (f"a={SECRET},{SECRET} ={SECRET}", "entry 2: name: must have"),
         (f"a={SECRET},b={SECRET}", "entry 2: key: is the same as that of --api-keys: entry 1"),
-        (f"a={SECRET},a={SECRET}x", "entry 2: name: is the same as that of --api-keys: entry 1"),
-        ("a=s3cret", "entry 1: key: has 6 characters, at least 16"),
     ],
 )
 def test_no_message_about_a_list_shows_a_key(text, says):
@@ -358,10 +309,8 @@ def test_a_key_has_models_by_their_names_and_aliases(listed, models):
     ("argv", "name"),
     [
         ((), "all-MiniLM-L6-v2"),
-        (("/models/one",), "one"),
         (("org/name",), "org/name"),
         (("/models/one", "--served-model-name", "two", "--model-aliases", "x,two-b"), "two"),
-        (("two=/models/one", "--model-aliases", "two-b"), "two"),
     ],
 )
 def test_a_key_has_the_only_model_by_its_name(argv, name):
@@ -385,9 +334,3 @@ def test_a_model_that_is_not_configured_is_a_problem():
     ]
     [problem] = problems("/models/one", "--keys-file", keys_file(f'{MODELS}["two"]'))
     assert "there are one" in problem
-
-
-def test_models_come_to_a_gateway_as_they_are():
-    for models in (None, ("a", "b")):
-        key = ApiKey("a", digest(KEY), models=models)
-        assert ApiKey.from_json(json.loads(json.dumps(asdict(key)))) == key

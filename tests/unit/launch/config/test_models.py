@@ -1,25 +1,20 @@
-"""Which models a configuration has, what is refused, and the plans of several."""
+"""Which models a configuration has, what is refused, the plans of several, and their numbers."""
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vecd.launch.base.exit_codes import EXIT_BAD_CONFIGURATION, ConfigurationError
+from vecd.base.failures import EXIT_BAD_CONFIGURATION, ConfigurationError
+from vecd.gateway.config import GatewayConfig
 from vecd.launch.check.command import main as check
-from vecd.launch.config.models import ModelEntry, load_models
-from vecd.launch.config.plan import make_plan, make_plans
+from vecd.launch.config.models import ModelEntry, load_models, numbered
+from vecd.launch.config.plan import Plan, make_plans
 from vecd.launch.config.settings import load_settings
-from vecd.shm.card import ModelError
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("VECD_")]:
-        monkeypatch.delenv(name)
+from vecd.model.card import ModelError
 
 
 def load(*argv: str, toml: str = "") -> tuple[ModelEntry, ...]:
@@ -54,9 +49,6 @@ def test_one_model_is_as_it_was() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["org/a", "B=b", "--port", "1"],
-        ["--port", "1", "org/a", "B=b"],
-        ["org/a", "--port", "1", "B=b"],
         ["--no-ui", "org/a", "--port=1", "B=b", "--strict-model"],
     ],
 )
@@ -99,13 +91,6 @@ def test_what_no_path_has_is_refused() -> None:
         assert problem.endswith("must not have a NUL character (given: 'a\\x00b')")
 
 
-def test_one_model_with_a_name() -> None:
-    [entry] = load("B=org/m", "--model-aliases", "c")
-    assert (entry.name, entry.settings.model, entry.settings.served_model_name) == ("B", "org/m", "B")
-    assert entry.aliases == ("c",)
-    assert entry.settings.unknown_model is None
-
-
 def test_the_file_and_the_environment_name_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named(load(toml='model = "org/a"')) == [("", "org/a")]
     assert named(load(toml='model = ["org/a", "B=b"]')) == [("org/a", "org/a"), ("B", "b")]
@@ -118,23 +103,11 @@ def test_the_file_and_the_environment_name_models(monkeypatch: pytest.MonkeyPatc
     ("argv", "toml", "told"),
     [
         (["a", "b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for the only model, if"),
-        (["a", "b", "--model-aliases", "n"], "", "--model-aliases: 'n' given, which is for the only model, if it"),
-        (["B=b", "--served-model-name", "n"], "", "--served-model-name: 'n' given, which is for the only model, if"),
-        (["--model-aliases", "n"], "[models.a]\nsource = 'x'", "--model-aliases: 'n' given"),
         ([], "[models.a]\nsource = 'x'\n[models.a]\nsource = 'y'", "c.toml: cannot be read: Cannot declare"),
-        (["x" * 1_000_000 + "=a", "b"], "", "MODEL 'xxxxxxxxxx"),
         (["B="], "", "MODEL 'B=': has no model after the name"),
         (["a", "A"], "", "MODEL 'A': the name 'A' is that of MODEL 'a', too"),
-        (["x=a", "X=b"], "", "MODEL 'X=b': the name 'X' is that of MODEL 'x=a', too"),
         (["x=a"], "[models.x]\nsource = 'b'", "c.toml: [models.x]: the name 'x' is that of MODEL 'x=a', too"),
-        (["a/../b=c"], "", "MODEL 'a/../b=c': the name 'a/../b' must begin with a letter"),
-        (["a/=c"], "", "MODEL 'a/=c': the name 'a/' must begin with a letter"),
         (["a", "b", "--unknown-model", "any"], "", "--unknown-model: any given, but a name that is not configured can"),
-        (
-            ["a", "--strict-model", "--unknown-model", "any"],
-            "",
-            "--strict-model: means --unknown-model refuse, and any",
-        ),
         (["a", "--strict-model", "--unknown-model", "default"], "", "--strict-model: means --unknown-model refuse"),
     ],
 )
@@ -155,10 +128,7 @@ def test_a_list_of_models_is_of_names(toml: str) -> None:
         (["a"], ["any"]),
         (["a", "--strict-model"], ["refuse"]),
         (["a", "--unknown-model", "default"], ["default"]),
-        (["a", "--unknown-model", "refuse", "--strict-model"], ["refuse"]),
         (["a", "b"], ["default"] * 2),
-        (["a", "b", "--unknown-model", "refuse"], ["refuse"] * 2),
-        (["a", "b", "--strict-model"], ["refuse"] * 2),
     ],
 )
 def test_what_becomes_of_unknown_names(argv: list[str], policies: list[str], minilm_folder: Path) -> None:
@@ -205,14 +175,6 @@ def test_a_table_takes_precedence_over_the_server_s_settings(monkeypatch: pytest
     assert [entry.settings.max_tokens for entry in entries] == [50, 70, 70]
     assert [entry.settings.overflow for entry in entries] == ["chunk", "chunk", "truncate"]
     assert [entry.settings.dtype for entry in entries] == ["float32", "float32", "int8"]
-
-
-def test_arguments_come_before_tables() -> None:
-    assert [entry.name for entry in load("A=a", toml=TABLES)] == ["A", "embed", "org/rerank"]
-
-
-def test_a_table_without_a_source_is_the_bundled_model() -> None:
-    assert named(load(toml="[models.a]\nworkers = 1")) == [("a", "")]
 
 
 def test_every_problem_of_the_tables_is_told_at_once() -> None:
@@ -290,17 +252,6 @@ def test_a_key_in_a_table_is_never_shown(key: str) -> None:
     assert "s3cret" not in problem
 
 
-@pytest.mark.parametrize("toml", ["models = 3", "[[models]]\nname = 'a'"])
-def test_models_are_tables(toml: str) -> None:
-    assert problems(toml=toml) == ["c.toml: models: must be tables, each beginning with [models.NAME]"]
-
-
-def test_a_long_name_is_told_in_part() -> None:
-    [problem] = problems(toml=f'[models.{"a" * 1000}]\nsource = "x"')
-    assert problem.endswith("has 1000 characters, at most 128 may be")
-    assert len(problem) < 250
-
-
 @pytest.mark.parametrize("weight", ["-1", "true", "'1'", "inf", "nan", "1e9"])
 def test_a_weight_is_a_number(weight: str) -> None:
     [problem] = problems(toml=f"[models.a]\nweight = {weight}")
@@ -315,16 +266,6 @@ def test_vecd_check_takes_one_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_plan_of_one_model_is_as_it_was(minilm_folder: Path) -> None:
-    flags = [str(minilm_folder), "--device", "cpu", "--engine", "dummy", "--model-aliases", "a,b"]
-    [made], alone = make_plans(load(*flags)), make_plan(load_settings(flags))
-    same = replace(made.gateway, card=alone.gateway.card)  # which differs in the tokenizer's descriptor
-    assert same == alone.gateway
-    assert made.workers == alone.workers
-    made.close()
-    alone.close()
 
 
 def test_workers_are_numbered_over_all_models(minilm_folder: Path) -> None:
@@ -344,12 +285,6 @@ def test_workers_are_numbered_over_all_models(minilm_folder: Path) -> None:
     assert {config.num_gateways for config in configs} == {2}
     for made in plans:
         made.close()
-
-
-def test_one_table_is_a_model_of_any_name(minilm_folder: Path) -> None:
-    [made] = make_plans(load("--engine", "dummy", toml=f"[models.a]\nsource = '{minilm_folder}'"))
-    assert (made.gateway.model, made.gateway.unknown_model) == ("a", "any")
-    made.close()
 
 
 def num_open() -> int:
@@ -396,3 +331,65 @@ def test_the_vector_cache_is_for_the_models_with_dense_vectors(minilm_folder: Pa
         make_plans(load(*flags, "1000000", ranker, ranker.replace("b=", "c=")))
     with pytest.raises(ConfigurationError, match=r"^a: --vector-cache: 1000 bytes given, this model needs at least"):
         make_plans(load(*flags, "1000", dense, ranker))
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+Numbers = dict[str, tuple[int, int, int]]
+"""By model: its index, its first worker, and the number of its workers."""
+
+
+@pytest.fixture
+def renumbered(planned: Callable[..., Plan]) -> Callable[[dict[str, int], Numbers], Numbers]:
+    """The indices for models with so many workers, with room for 4 models and 10 workers."""
+    config = replace(planned().gateway, metrics_models=4, metrics_workers=10)
+
+    def one(model: str, index: int, first_worker: int, num_workers: int) -> GatewayConfig:
+        return replace(config, model=model, model_index=index, first_worker=first_worker, num_workers=num_workers)
+
+    def number(new: dict[str, int], served: Numbers) -> Numbers:
+        before = {model: one(model, *numbers) for model, numbers in served.items()}
+        fresh = [replace(one(model, 0, 0, num), metrics_models=1, metrics_workers=2) for model, num in new.items()]
+        after = numbered(fresh, before)
+        assert [config.model for config in after] == list(new)
+        assert {(config.metrics_models, config.metrics_workers) for config in after} == {(4, 10)}
+        return {config.model: (config.model_index, config.first_worker, config.num_workers) for config in after}
+
+    return number
+
+
+@pytest.mark.parametrize(
+    ("new", "served", "expected"),
+    [
+        ({"a": 2}, {"a": (0, 0, 2)}, {"a": (0, 0, 2)}),
+        ({"b": 9}, {"a": (0, 0, 8)}, {"b": (0, 0, 9)}),  # the only model has got another name
+        ({"a": 2, "b": 1}, {"a": (0, 0, 2), "b": (1, 2, 3)}, {"a": (0, 0, 2), "b": (1, 2, 1)}),
+        ({"b": 1}, {"a": (0, 0, 2), "b": (1, 2, 3)}, {"b": (1, 2, 1)}),
+        # Grown where it is, and into what is free after the others.
+        ({"a": 2, "b": 8}, {"a": (0, 0, 2), "b": (1, 2, 3)}, {"a": (0, 0, 2), "b": (1, 2, 8)}),
+        ({"a": 3, "b": 3}, {"a": (0, 0, 2), "b": (1, 2, 3)}, {"a": (0, 5, 3), "b": (1, 2, 3)}),
+        ({"a": 3, "b": 4}, {"a": (0, 0, 2), "b": (1, 2, 3)}, {"a": (0, 0, 3), "b": (1, 3, 4)}),
+        # New ones: before, between and after those that stay.
+        ({"c": 2, "a": 2}, {"a": (0, 0, 2)}, {"c": (1, 2, 2), "a": (0, 0, 2)}),
+        ({"a": 2, "b": 2, "c": 1}, {"a": (0, 0, 2), "b": (2, 3, 2)}, {"a": (0, 0, 2), "b": (2, 3, 2), "c": (3, 2, 1)}),
+        ({"b": 2, "c": 3}, {"a": (0, 0, 2), "b": (3, 2, 2)}, {"b": (3, 2, 2), "c": (0, 4, 3)}),
+        ({"b": 2, "c": 2}, {"a": (0, 0, 2), "b": (1, 2, 2)}, {"b": (1, 2, 2), "c": (2, 0, 2)}),
+    ],
+)
+def test_what_stays_keeps_its_indices(new: dict[str, int], served: Numbers, expected: Numbers, renumbered) -> None:
+    assert renumbered(new, served) == expected
+
+
+@pytest.mark.parametrize(
+    ("new", "problem"),
+    [
+        ({"a": 11}, "workers: 11 given, at most 10 without a restart"),
+        ({"a": 2, "b": 2, "c": 7}, "workers of c: 7 given, at most 6 without a restart"),
+        (dict.fromkeys("abcde", 1), "models: 5 given, at most 4 without a restart"),
+    ],
+)
+def test_what_has_no_room_is_refused(new: dict[str, int], problem: str, renumbered) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        renumbered(new, {"a": (0, 0, 2), "b": (1, 2, 2)})
+    assert error.value.problems == [problem]

@@ -4,72 +4,77 @@ import errno
 import importlib.metadata
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vecd.launch.base.exit_codes import ConfigurationError
+from vecd.base.failures import ConfigurationError
 from vecd.launch.check.model import describe, purpose
 from vecd.launch.config import plan
-from vecd.launch.config.plan import make_plan, num_visible_gpus
+from vecd.launch.config.plan import Plan, check_otel, make_plan, num_visible_gpus, refuse_unknown
 from vecd.launch.config.settings import load_settings
-from vecd.shm.card import ModelError, read_card
-from vecd.shm.heads import SparseHead, TokenHead
-from vecd.shm.sealed_memory import original_of
+from vecd.model.card import ModelCard, ModelError, read_card
+from vecd.model.steps import SparseHead, TokenHead
+from vecd.shm.arena import original_of
+
+Make = Callable[..., Plan]
 
 
-def test_a_cache_of_dense_vectors_is_refused_for_a_model_without_them(
-    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = replace(read_card(minilm_folder), capabilities=("sparse",), sparse=SparseHead(()), dim=30522)
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
-    settings = load_settings([str(minilm_folder), "--vector-cache", "1000000000"])
+@pytest.fixture
+def make(minilm_folder: Path) -> Make:
+    """Makes a plan of the bundled model, for the processor, from further flags."""
+    return lambda *flags: make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
+
+
+@pytest.fixture
+def change_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets the card of every folder have these values."""
+
+    def change(**values: Any) -> None:
+        monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: replace(read_card(folder), **values))
+
+    return change
+
+
+def test_what_a_model_has_no_use_or_no_room_for_is_refused(make: Make, change_card: Callable[..., None]) -> None:
+    change_card(capabilities=("sparse",), sparse=SparseHead(()), dim=30522)
     with pytest.raises(ConfigurationError, match="--vector-cache: 1000000000 bytes given, which keep dense vectors"):
-        make_plan(settings, num_gateways=1)
+        make("--vector-cache", "1000000000")
+    change_card(max_tokens=10**30, token_dim=384, capabilities=("multi-vector",), tokens=TokenHead(()))
+    with pytest.raises(ModelError, match="rows of 384 floats are too many for a batch"):
+        make()
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "flags", "rows"),
     [
         (256, [], 512),  # a batch's sequences are the more
-        (512, [], 512),
         (1000, [], 1000),
-        (8192, [], 8192),
         (32768, [], 8192),  # a text of more tokens has no rows of them
         (8192, ["--max-tokens", "600"], 600),
-        (256, ["--max-batch-tokens", "100"], 256),
         (256, ["--max-batch-tokens", "100", "--max-tokens", "32"], 100),
     ],
 )
 def test_a_slot_has_a_row_for_each_token_of_a_text(
-    max_tokens: int, flags: list[str], rows: int, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int, flags: list[str], rows: int, make: Make, change_card: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(
-        plan, "read_card", lambda folder, kind, pooling: replace(read_card(folder), max_tokens=max_tokens)
-    )
-    made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags]))
+    change_card(max_tokens=max_tokens)
+    made = make(*flags)
     assert made.gateway.arena.rows_per_slot == rows
     assert {worker.arena for worker in made.workers} == {made.gateway.arena}
 
 
-def test_rows_that_no_machine_has_room_for_are_refused(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(
-        read_card(minilm_folder), max_tokens=10**30, token_dim=384, capabilities=("multi-vector",), tokens=TokenHead(())
-    )
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
-    with pytest.raises(ModelError, match="rows of 384 floats are too many for a batch"):
-        make_plan(load_settings([str(minilm_folder), "--device", "cpu"]), num_gateways=1)
-
-
-def test_fewer_rows_are_enough_for_a_model_without_late_chunks(
-    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = replace(read_card(minilm_folder), max_tokens=8192, pooling=("cls",))
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
-    assert make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena.rows_per_slot == 2048
+def test_fewer_rows_are_enough_for_a_model_without_late_chunks(make: Make, change_card: Callable[..., None]) -> None:
+    for changes, rows_per_slot in (({"pooling": ("cls",), "dim": 384}, 2048), ({"dim": 128}, 512)):
+        change_card(max_tokens=8192, **changes)
+        arena = make().gateway.arena
+        assert (arena.rows_per_slot, arena.dim) == (rows_per_slot, changes["dim"])
 
 
 @pytest.mark.parametrize(
@@ -82,67 +87,53 @@ def test_fewer_rows_are_enough_for_a_model_without_late_chunks(
     ],
 )
 def test_cores_are_leased_unless_the_number_of_threads_is_given(
-    flags: list[str], workers: tuple[int, int, int], minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], workers: tuple[int, int, int], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "usable_cores", lambda: 16)
-    made = make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags])).workers
+    made = make(*flags).workers
     assert (len(made), made[0].num_threads, made[0].max_threads) == workers
 
 
 def test_a_machine_of_more_threads_than_there_may_be_workers_gets_the_most(
-    minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "usable_cores", lambda: 2000)
-    assert len(make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).workers) == 1024
-    with pytest.raises(ConfigurationError, match=r"--workers: .*1025.*1024|--workers: .*1024.*1025"):
-        load_settings([str(minilm_folder), "--workers", "1025"])
+    assert len(make().workers) == 1024
 
 
 def test_nothing_is_leased_on_a_gpu(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "usable_cores", lambda: 16)
-    monkeypatch.setattr(plan, "_devices", lambda wanted: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(plan, "devices_for", lambda wanted: ["cuda:0", "cuda:1"])
     made = make_plan(load_settings([str(minilm_folder)])).workers
     assert [(worker.num_threads, worker.max_threads) for worker in made] == [(1, 1)] * 2
 
 
-def test_a_limit_of_what_is_split_needs_a_server_that_splits(minilm_folder: Path) -> None:
-    flags = [str(minilm_folder), "--device", "cpu", "--max-embed-len", "10000"]
-    assert make_plan(load_settings([*flags, "--overflow", "chunk"])).gateway.max_embed_len == 10_000
-    with pytest.raises(ConfigurationError, match="--max-embed-len: given without --overflow chunk"):
-        make_plan(load_settings(flags))
+def test_what_other_flags_need(make: Make) -> None:
+    assert make("--max-embed-len", "10000", "--overflow", "chunk").gateway.max_embed_len == 10_000
+    slow = make("--dummy-ms-per-text", "2.5", "--engine", "dummy", "--workers", "1")
+    assert [worker.dummy_ms_per_text for worker in slow.workers] == [2.5]
+    assert make("--engine", "lean").workers[0].engine == "lean"
+    worker = make("--engine", "lean", "--dtype", "int8").workers[0]
+    assert (worker.engine, worker.dtype) == ("lean", "int8")
 
 
-def test_the_dummy_engine_alone_can_be_slowed_down(minilm_folder: Path) -> None:
-    flags = [str(minilm_folder), "--device", "cpu", "--dummy-ms-per-text", "2.5"]
-    made = make_plan(load_settings([*flags, "--engine", "dummy", "--workers", "1"]))
-    assert [worker.dummy_ms_per_text for worker in made.workers] == [2.5]
-    with pytest.raises(ConfigurationError, match=r"--dummy-ms-per-text: 2\.5 given without --engine dummy"):
-        make_plan(load_settings(flags))
-
-
-@pytest.mark.parametrize(("flags", "shared"), [([], "tenant"), (["--share-computed", "all"], "all")])
-def test_computed_rows_stay_within_a_tenant_unless_all_share_them(
-    flags: list[str], shared: str, minilm_folder: Path
-) -> None:
-    assert make_plan(load_settings([str(minilm_folder), "--device", "cpu", *flags])).gateway.share_computed == shared
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
-def test_the_lean_engine_computes_float32_and_int8(dtype: str, minilm_folder: Path) -> None:
-    flags = [str(minilm_folder), "--device", "cpu", "--engine", "lean"]
-    assert make_plan(load_settings(flags)).workers[0].engine == "lean"
-    if dtype == "int8":
-        worker = make_plan(load_settings([*flags, "--dtype", dtype])).workers[0]
-        assert (worker.engine, worker.dtype) == ("lean", "int8")
-        return
-    with pytest.raises(ConfigurationError, match="lean given, which needs --device cpu and --dtype auto, float32 or"):
-        make_plan(load_settings([*flags, "--dtype", dtype]))
-
-
-@pytest.mark.parametrize("flags", [["--engine", "fused"], ["--engine", "packed"], ["--engine", "padded"]])
-def test_int8_needs_an_engine_that_has_it(flags: list[str], minilm_folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="int8 given, which needs --device cpu and --engine auto or lean"):
-        make_plan(load_settings([str(minilm_folder), "--device", "cpu", "--dtype", "int8", *flags]))
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--max-embed-len 10000", "--max-embed-len: given without --overflow chunk"),
+        ("--dummy-ms-per-text 2.5", r"--dummy-ms-per-text: 2\.5 given without --engine dummy"),
+        ("--engine lean --dtype bfloat16", "lean given, which needs --device cpu and --dtype auto, float32 or"),
+        ("--engine fused --dtype int8", "int8 given, which needs --device cpu and --engine auto or lean"),
+        (
+            "--quantization-ranges /nowhere",
+            "^--quantization-ranges: /nowhere: cannot be read: No such file",
+        ),
+        ("--quantization-ranges /tmp", "^--quantization-ranges: /tmp: cannot be read: is not a regular file$"),
+    ],
+)
+def test_flags_that_do_not_go_together_or_lead_nowhere(flags: str, problem: str, make: Make) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        make(*flags.split())
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
@@ -164,33 +155,14 @@ def test_an_export_is_computed_on_the_processor(
     assert (model.num_parameters, model.weights_bytes) == (0, 1000)
 
 
-def test_what_has_no_room_in_a_row_needs_none(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(read_card(minilm_folder), max_tokens=8192, dim=128)
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
-    arena = make_plan(load_settings([str(minilm_folder), "--device", "cpu"])).gateway.arena
-    assert (arena.rows_per_slot, arena.dim) == (512, 128)
-
-
-@pytest.mark.parametrize(("name", "why"), [("none.npy", "No such file or directory"), (".", "is not a regular file")])
-def test_ranges_that_cannot_be_read_are_a_bad_configuration(
-    name: str, why: str, minilm_folder: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / name
-    with pytest.raises(ConfigurationError) as error:
-        make_plan(load_settings([str(minilm_folder), "--device", "cpu", "--quantization-ranges", str(path)]))
-    assert error.value.problems == [f"--quantization-ranges: {path}: cannot be read: {why}"]
-
-
 @pytest.mark.parametrize(
     ("files", "visible", "count"),
     [
-        ([], None, 0),
         ([], "0", 0),  # as images of CUDA set it, on a machine without a GPU
         (["nvme0", "nvidiactl"], None, 0),
         (["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], None, 2),
         (["nvidia0", "nvidia1"], "1", 1),
         (["nvidia0", "nvidia1"], "", 0),
-        (["nvidia0"], "-1", 0),
         (["nvidia0"], "MIG-1, MIG-2", 2),
         (["dxg"], "0", 1),
     ],
@@ -209,8 +181,6 @@ def test_visible_gpus_are_those_of_the_variable_where_there_is_any(
 @pytest.mark.parametrize(
     ("build", "num_gpus", "why"),
     [
-        ("2.13.0+cpu", 0, "no GPU is visible"),
-        ("2.13.0", 0, "no GPU is visible"),
         ("2.13.0+cu130", 0, "no GPU is visible"),
         ("2.13.0+cpu", 1, "the installed torch is a CPU build"),
     ],
@@ -226,14 +196,13 @@ def test_without_a_gpu_or_the_build_for_it_the_processor_is_used(
         make_plan(load_settings([str(minilm_folder), "--device", "cuda"]))
 
 
-@pytest.mark.parametrize("dev_has_gpu", [True, False])
 def test_static_embeddings_are_computed_on_the_processor(
-    dev_has_gpu: bool, minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"embeddings": np.zeros((30522, 4), np.float16)}, tmp_path / "model.safetensors")
     shutil.copy(minilm_folder / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "model2vec", "normalize": true}')
-    monkeypatch.setattr(plan, "num_visible_gpus", lambda: int(dev_has_gpu))
+    monkeypatch.setattr(plan, "num_visible_gpus", lambda: 1)
     made = make_plan(load_settings([str(tmp_path), "--workers", "2"]))
     assert {worker.device for worker in made.workers} == {"cpu"}
     assert (made.gateway.compute_type, made.gateway.card.is_static) == ("cpu", True)
@@ -290,7 +259,8 @@ def test_a_file_that_is_too_large_for_ranges_is_not_copied(tmp_path: Path) -> No
 def test_it_says_which_loaded_files_are_no_longer_what_they_were(
     minilm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shutil.copytree(minilm_folder, tmp_path / "model")
+    folder = shutil.copytree(minilm_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "model.safetensors").symlink_to(minilm_folder / "model.safetensors")
     (ranges := tmp_path / "ranges.npy").touch()
     made = make_plan(load_settings([str(folder), "--engine", "dummy", "--quantization-ranges", str(ranges)]))
     made.close()
@@ -313,3 +283,38 @@ def test_it_says_which_loaded_files_are_no_longer_what_they_were(
 
     monkeypatch.setattr(os, "stat", fail)
     assert made.changed_files() == "the model's folder is missing", "as on a mount that is stale"
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------
+
+MISSING = ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"]
+
+
+@pytest.mark.parametrize("name", [*MISSING, "opentelemetry.sdk", "opentelemetry.exporter"])
+def test_what_is_missing_is_told_before_anything_starts(name, monkeypatch):
+    for module in [module for module in sys.modules if module.startswith(name)]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigurationError, match=r"--otlp-endpoint: .*pip install 'vecd\[otel\]'"):
+        check_otel("http://localhost:4318")
+
+
+def card_of(model_type: str) -> ModelCard:
+    return ModelCard("/m", "/m", model_type, 8, 8, 10, 10, ("mean",), (), False, "")
+
+
+@pytest.mark.parametrize("model_type", ["new", "nosuch"])
+def test_what_it_does_not_name(model_type):
+    with pytest.raises(ModelError, match=rf"^/m/config\.json: transformers 5\..* has no architecture '{model_type}'"):
+        refuse_unknown(card_of(model_type))
+
+
+def test_another_layout_of_transformers_is_left_to_the_worker():
+    refuse_unknown(card_of("nosuch"), ["moved.py"])
+
+
+def test_every_name_is_among_them():
+    from transformers import CONFIG_MAPPING
+
+    for model_type in CONFIG_MAPPING:
+        refuse_unknown(card_of(model_type))

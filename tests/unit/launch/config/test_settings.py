@@ -2,28 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from vecd.launch.base.exit_codes import ConfigurationError
-from vecd.launch.config.settings import flag_table, load_settings
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    import os
-
-    for name in [name for name in os.environ if name.startswith("VECD_")]:
-        monkeypatch.delenv(name)
+from vecd.base.failures import ConfigurationError
+from vecd.launch.config.settings import RETIRED_FLAGS, flag_table, load_settings, read_memory_budget
 
 
 def problems(*argv: str) -> list[str]:
     with pytest.raises(ConfigurationError) as caught:
         load_settings(argv)
     return caught.value.problems
-
-
-def test_defaults():
-    settings = load_settings([])
-    assert (settings.host, settings.port, settings.workers, settings.model) == ("127.0.0.1", 8000, "auto", "")
 
 
 def test_flag_over_environment_over_dotenv_over_file_over_default(monkeypatch, tmp_path):
@@ -60,26 +46,46 @@ def test_every_problem_is_told_at_once_with_its_source_and_value(monkeypatch, tm
         assert part in told
 
 
-def test_a_flag_without_its_value_hides_no_other_problem():
-    told = problems("--workers", "0", "--port")
-    assert any("--port: expected one argument" in line for line in told)
-    assert any(line.startswith("--workers:") for line in told)
-
-
-def test_a_key_is_never_shown(monkeypatch):
+def test_a_key_is_never_shown_and_never_empty(monkeypatch, tmp_path):
     monkeypatch.setenv("VECD_API_KEY", "s3cret")
     assert "s3cret" not in repr(load_settings([]))
-    monkeypatch.setenv("VECD_API_KEY", "  ")
-    assert problems() == ["VECD_API_KEY: must not be blank"]
-
-
-def test_an_empty_key_does_not_mean_none(monkeypatch, tmp_path):
-    assert problems("--api-key=") == ["--api-key: must not be blank"]
-    monkeypatch.setenv("VECD_API_KEY", "")
-    assert problems() == ["VECD_API_KEY: is empty; give it a key, or remove it"]
+    for value, problem in (("  ", "must not be blank"), ("", "is empty; give it a key, or remove it")):
+        monkeypatch.setenv("VECD_API_KEY", value)
+        assert problems() == [f"VECD_API_KEY: {problem}"]
     monkeypatch.delenv("VECD_API_KEY")
     (tmp_path / ".env").write_text("VECD_API_KEY=\n")
     assert problems() == [".env: VECD_API_KEY: is empty; give it a key, or remove it"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--workers 1025", "--workers: must be 'auto', or a whole number of at most 1024 (given: '1025')"),
+        ("--max-inputs 1.5", "--max-inputs: must be a whole number (given: '1.5')"),
+        ("--max-wait 0", "--max-wait: must be greater than 0 (given: '0')"),
+        ("--device tpu", "--device: must be 'auto', 'cpu' or 'cuda' (given: 'tpu')"),
+        ("--api-key=", "--api-key: must not be blank"),
+        ("--ready-fd 999", "--ready-fd: is not an open file descriptor (given: '999')"),
+        ("--port", "--port: expected one argument"),
+        ("--model org/m", "unrecognized arguments: --model; --model: MODEL is positional: vecd serve MODEL"),
+        (
+            "--model-id=org/m",
+            "unrecognized arguments: --model-id=org/m; --model-id: MODEL is positional: vecd serve MODEL",
+        ),
+        ("--wrokers 2", "unrecognized arguments: --wrokers; --wrokers: did you mean --workers?"),
+        ("--cors-origins *,https://a.example", "no other beside it"),
+        ("--trusted-proxies 10.0.0.1,proxy.local,10.0.0.1/8", "--trusted-proxies: 'proxy.local' is not a proxy: an"),
+        ("--otlp-endpoint localhost:4318", "is not the URL of a collector"),
+        ("--otlp-endpoint http://localhost:70000", "is not the URL of a collector"),
+        ("--otlp-endpoint http://me:secret@localhost:4318", "must not have a password in it"),
+        ("--config missing.toml", "missing.toml"),
+    ],
+)
+def test_a_problem_is_a_sentence(argv, problem):
+    [told] = problems(*argv.split())
+    assert problem in told
+    assert "secret" not in told
+    assert len(problems("--gateways", "0", *argv.split())) == 2, "it hides no other problem"
 
 
 def test_a_misspelt_line_of_dotenv_is_told(tmp_path):
@@ -88,55 +94,33 @@ def test_a_misspelt_line_of_dotenv_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "hint"),
+    ("flag", "names"),
     [
-        (["--model", "org/m"], "--model: MODEL is positional: vecd serve MODEL"),
-        (["--model-id=org/m"], "--model-id: MODEL is positional: vecd serve MODEL"),
-        (["--wrokers", "2"], "--wrokers: did you mean --workers?"),
-        (["--max-request", "2"], "--max-request: did you mean --max-requests?"),
-        (["--tls-certificate=a"], "--tls-certificate: did you mean --tls-cert?"),
-    ],
-)
-def test_a_flag_that_there_is_not_is_told_which_there_is(argv, hint):
-    [problem] = problems(*argv)
-    assert problem.startswith(f"unrecognized arguments: {argv[0]}")
-    assert problem.endswith(f"; {hint}")
-
-
-def test_what_is_like_no_setting_gets_no_guess(monkeypatch):
-    monkeypatch.setenv("VECD_FOO", "1")
-    assert problems("--zzzz") == ["unrecognized arguments: --zzzz", "VECD_FOO: there is no such setting"]
-
-
-def test_a_line_of_the_file_is_told_which_setting_there_is(tmp_path):
-    (tmp_path / "c.toml").write_text("wrokers = 1\nno-such-thing = 1\n")
-    assert sorted(problems("--config", "c.toml")) == [
-        "c.toml: no_such_thing: there is no such setting",
-        "c.toml: wrokers: there is no such setting; did you mean workers?",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "must"),
-    [
-        (["--workers", "0"], "--workers: must be 'auto', or a whole number of at least 1 (given: '0')"),
-        (["--workers", "2000"], "--workers: must be 'auto', or a whole number of at most 1024 (given: '2000')"),
-        (["--workers", "two"], "--workers: must be 'auto', or a whole number (given: 'two')"),
-        (
-            ["--max-batch-tokens", "0"],
-            "--max-batch-tokens: must be 'auto', or a whole number of at least 1 (given: '0')",
+        *(
+            ("--cors-origins", names)
+            for names in (
+                "", "*", "http://localhost:3000, app://obsidian.md,null", "http://[::1]:8080",
+                "HTTPS://A.example:443", "http://127.0.0.1,", "https://xn--bcher-kva.example",
+            )
         ),
-        (["--gateways", "0"], "--gateways: must be 'auto', or a whole number of at least 1 (given: '0')"),
-        (["--gateways", "1.5"], "--gateways: must be 'auto', or a whole number (given: '1.5')"),
-        (["--max-inputs", "0"], "--max-inputs: must be a whole number of at least 1 (given: '0')"),
-        (["--max-inputs", "1.5"], "--max-inputs: must be a whole number (given: '1.5')"),
-        (["--max-wait", "0"], "--max-wait: must be greater than 0 (given: '0')"),
-        (["--max-wait", "x"], "--max-wait: must be a number (given: 'x')"),
-        (["--device", "tpu"], "--device: must be 'auto', 'cpu' or 'cuda' (given: 'tpu')"),
+        *(("--trusted-proxies", names) for names in ("", "10.0.0.0/8, unix,2001:db8::/32", "::1")),
+        *(("--otlp-endpoint", url) for url in ("https://collector.example/otlp", "http://[::1]:4318/v1/traces")),
     ],
-)
-def test_a_problem_is_a_sentence(argv, must):
-    assert problems(*argv) == [must]
+)  # fmt: skip
+def test_lists_of_names_and_addresses(flag, names):
+    assert getattr(load_settings([flag, names]), flag[2:].replace("-", "_")) == names
+
+
+@pytest.mark.parametrize("words", RETIRED_FLAGS)
+def test_what_was_retired_says_what_serves(words, monkeypatch):
+    flag, _, value = words.partition(" ")
+    [given] = problems(*words.split())
+    monkeypatch.setenv(f"VECD_{flag[2:].replace('-', '_').upper()}", value or "1")
+    [in_environment] = problems()
+    assert given.startswith(f"{flag}: must be" if value else f"unrecognized arguments: {flag}")
+    instead = RETIRED_FLAGS[words]
+    assert given.endswith(f"(given: {value!r}); {instead}" if value else f"; {flag}: {instead}")
+    assert in_environment.endswith(f"(given: {value!r}); {instead}" if value else f"; {instead}")
 
 
 def test_lines_of_dotenv_that_cannot_be_parsed_are_named_once_and_not_quoted(tmp_path, capfd):
@@ -174,7 +158,6 @@ def test_a_dotenv_that_is_no_text_is_told(tmp_path):
     ("flags", "ignored", "used"),
     [
         (["--uds", "/s", "--port", "81"], "--port", "--uds"),
-        (["--uds", "/s", "--host", "::1"], "--host", "--uds"),
         (["--admin-uds", "/s", "--admin-port", "81"], "--admin-port", "--admin-uds"),
     ],
 )
@@ -191,21 +174,6 @@ def test_a_port_beside_a_unix_socket_is_told_as_it_was_set(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_descriptor_that_is_not_open_is_told():
-    assert problems("--ready-fd", "999") == ["--ready-fd: is not an open file descriptor (given: '999')"]
-
-
-@pytest.mark.parametrize(
-    "origins",
-    [
-        "", "*", "null", "https://a.example", "http://localhost:3000, app://obsidian.md,null", "http://[::1]:8080",
-        "chrome-extension://abcdefgh", "HTTPS://A.example:443", "http://127.0.0.1,", "https://xn--bcher-kva.example",
-    ],
-)  # fmt: skip
-def test_origins(origins):
-    assert load_settings(["--cors-origins", origins]).cors_origins == origins
-
-
 @pytest.mark.parametrize(
     "origin",
     [
@@ -220,30 +188,11 @@ def test_what_is_no_origin_is_told(origin):
     assert f"{origin!r} is not an origin" in problem
 
 
-def test_every_origin_and_another_one_contradict_each_other():
-    [problem] = problems("--cors-origins", "*,https://a.example")
-    assert "no other beside it" in problem
-
-
-@pytest.mark.parametrize("names", ["", "10.0.0.1", "10.0.0.0/8, unix,2001:db8::/32", "::1"])
-def test_proxies_are_addresses_networks_and_unix(names):
-    assert load_settings(["--trusted-proxies", names]).trusted_proxies == names
-
-
-def test_a_name_that_is_no_proxy_is_one_problem_that_names_it():
-    [problem] = problems("--trusted-proxies", "10.0.0.1,proxy.local,10.0.0.1/8")
-    assert problem.startswith("--trusted-proxies: 'proxy.local' is not a proxy: an address as 10.0.0.2")
-
-
 def test_kubernetes_service_links_are_not_settings(monkeypatch):
     monkeypatch.setenv("VECD_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("VECD_PORT_8000_TCP", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("VECD_SERVICE_HOST", "10.0.0.1")
     assert load_settings([]).port == 8000
-
-
-def test_an_unreadable_file_is_a_problem():
-    assert "missing.toml" in problems("--config", "missing.toml")[0]
 
 
 def test_help_names_every_flag(capsys):
@@ -257,3 +206,57 @@ def test_help_names_every_flag(capsys):
 
 def test_the_operator_s_page_has_the_table_of_flags():
     assert flag_table() in (Path(__file__).parents[4] / "docs" / "operating.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("500 mb", 500_000_000),
+        ("2Gi", 2 << 30),
+        ("1.5kib", 1536),
+        ("80%", 800),
+        ("0.01 %", 1),
+    ],
+)
+def test_a_memory_budget_is_bytes_or_a_share(text: str, nbytes: int) -> None:
+    assert read_memory_budget(text, 1000) == nbytes
+
+
+@pytest.mark.parametrize("text", ["0", "0.1", "-5%", "101%", "%", "GiB", "2G", "1e9", "nan", "²", "1,5GiB", "1" * 19])
+def test_what_is_no_memory_budget(text: str) -> None:
+    [problem] = problems(f"--memory-budget={text}")
+    assert problem.startswith("--memory-budget: must be above 0: bytes, as 2GiB or 500MB, or a share")
+    assert problem.endswith(f"(given: {text!r})")
+
+
+@pytest.mark.parametrize(("line", "budget"), [("2000000000", "2000000000"), ('"80%"', "80%")])
+def test_a_memory_budget_may_be_a_number_in_a_file(line: str, budget: str, tmp_path: Path) -> None:
+    path = tmp_path / "vecd.toml"
+    path.write_text(f"memory-budget = {line}\n")
+    assert load_settings(["--config", str(path)]).memory_budget == budget
+
+
+def test_a_memory_budget_may_not_be_a_truth_value(tmp_path: Path) -> None:
+    path = tmp_path / "vecd.toml"
+    path.write_text("memory-budget = true\n")
+    with pytest.raises(ConfigurationError, match="memory_budget: must be a valid string"):
+        load_settings(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected"),
+    [
+        (["--cache-dir", "/tmp/c"], {"CACHE_DIRECTORY": "/var/cache/vecd"}, "/tmp/c"),
+        ([], {"CACHE_DIRECTORY": "/var/cache/vecd"}, "/var/cache/vecd"),
+        ([], {"CACHE_DIRECTORY": "/var/cache/a:/var/cache/b"}, "/var/cache/a"),
+        ([], {"XDG_CACHE_HOME": "/home/u/.c"}, "/home/u/.c/vecd"),
+        ([], {"XDG_CACHE_HOME": "relative"}, str(Path.home() / ".cache" / "vecd")),
+    ],
+)
+def test_the_cache_folder_is_named_by_flag_then_service_then_user(flags, environ, expected, monkeypatch):
+    for name in ("CACHE_DIRECTORY", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings(flags).cache_folder == Path(expected)

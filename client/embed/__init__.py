@@ -1,0 +1,1 @@
+"""`vecd embed`: files in, rows out."""

@@ -1,0 +1,137 @@
+"""`vecd embed`: rows of files in, vectors out, each exactly once, even if the run is killed meanwhile.
+
+Owns the order of things: flags, the server, one output or a folder of them, and the exit code. Talks only HTTP. Called
+as `vecd embed` or `python -m vecd.client.embed.command`.
+
+Exit codes: 0 OUT is complete, or all outputs are; 1 the run ended before, and can be resumed, or OUT lacks vectors of
+rows and --on-bad-row was not given; 2 nothing was begun: flags, inputs or an unfinished run do not fit; 130 and 143
+interrupted, and can be resumed.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, closing
+from typing import Any
+
+import uvloop
+
+from vecd.base.status_line import StatusLine
+from vecd.base.target import parse_target
+from vecd.client.embed.files import OutputFiles, beside_final
+from vecd.client.embed.inputs import check_readable, file_key, find_inputs
+from vecd.client.embed.options import USUAL_PACE, EmbedError, EmbedOptions, Pace, RunEnded, parse_options
+from vecd.client.embed.outputs import OneOutput, OutputFolder
+from vecd.client.embed.run import until_interrupted
+from vecd.client.embed.service import EmbeddingService
+from vecd.client.local_server import NotStarted, local_server
+
+EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
+EXIT_BAD_ROWS = EXIT_ENDED
+
+
+def main(argv: list[str] | None = None, pace: Pace = USUAL_PACE) -> int:
+    _open_standard_streams()
+    options = parse_options(sys.argv[1:] if argv is None else argv, pace)
+    line = StatusLine("vecd embed", plain_s=pace.plain_s)
+    if options.quiet:
+        line.silence()
+    try:
+        return (_embed_one if options.output_dir is None else _embed_many)(options, line)
+    except EmbedError as error:
+        line.say(str(error))
+        return EXIT_NOT_BEGUN
+    except (RunEnded, OSError) as error:  # an output cannot be looked for, created or finished
+        line.say(_describe(error))
+        return EXIT_ENDED
+    except KeyboardInterrupt:  # before or after the run, or a second one
+        line.say("interrupted")
+        return 128 + signal.SIGINT
+
+
+def _open_standard_streams() -> None:
+    """Open those that are closed: another file would get the number of one, and be read or written instead."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _describe(error: Exception) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+
+
+def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
+    inputs = find_inputs(options.files, options.format)
+    replaced = {file_key(str(path)) for path in (options.path, *beside_final(options.path))}
+    for each in inputs:
+        if file_key(each.path) in replaced:
+            raise EmbedError(f"{each.name} is input and output")
+    check_readable(inputs, options)
+    with closing(OutputFiles(options)) as files:
+        output = OneOutput(options, inputs, files)
+        if not output.is_complete:
+            number, error = _run(options, line, lambda service: output.embed(service, line))
+            if number or error is not None:
+                num_rows = output.commit.position.row
+                done = (
+                    f"{num_rows:,} rows are done, the same command goes on behind them"
+                    if num_rows
+                    else "no row is done"
+                )
+                line.say(f"{'interrupted' if error is None else _describe(error)}; {done}")
+                return 128 + number if number else EXIT_ENDED
+        how = output.finish()
+        output.forget()
+        line.say(f"{options.path}: {how}")
+        if not (rejected := output.describe_rejected(str(options.path))):
+            return EXIT_OK
+        line.say(rejected)
+        return EXIT_OK if options.accepts_bad_rows else EXIT_BAD_ROWS
+
+
+def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
+    folder = OutputFolder(options, line)
+    number, error = 0, None
+    if left := folder.find_left():
+        number, error = _run(options, line, lambda service: folder.run(service, left))
+    if number or error is not None:
+        line.say("interrupted" if error is None else _describe(error))
+    folder.tell_end()
+    if number:
+        return 128 + number
+    return EXIT_OK if folder.is_complete else EXIT_ENDED
+
+
+def _run(
+    options: EmbedOptions, line: StatusLine, work: Callable[[EmbeddingService], Coroutine[Any, Any, None]]
+) -> tuple[int, Exception | None]:
+    """Await `work` with the server of the run. Returns the signal that has interrupted it, or 0, and why else it has
+    ended before its time. Raises EmbedError."""
+    number, error = 0, None
+    with ExitStack() as stack:
+        if options.target is not None:
+            service = EmbeddingService(options.target, options)
+        else:
+            arguments = [*([options.model] if options.model else []), *options.serve_flags]
+            serving = local_server(arguments, lambda text: line.show(lambda: text), shared=options.shares_server)
+            try:
+                url, why_gone = stack.enter_context(serving)
+            except NotStarted as failed:
+                raise EmbedError(str(failed)) from failed
+            service = EmbeddingService(parse_target(url), options, why_gone)
+
+        async def with_service() -> None:
+            with closing(service):
+                await work(service)
+
+        try:
+            number = uvloop.run(until_interrupted(with_service()))
+        except (RunEnded, OSError) as ended:
+            error = ended
+    line.clear()
+    return number, error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

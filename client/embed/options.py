@@ -1,0 +1,359 @@
+"""The flags of `vecd embed`, and what they mean together."""
+
+# ruff: noqa: RUF009 (a flag is a dataclasses.field)
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from vecd.base.flags import TlsOptions, flag, number, parse, whole
+from vecd.base.programs import not_installed
+from vecd.base.target import Target
+
+STDIN = "-"
+INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
+OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
+_VECTORS = ("dense", "sparse", "multi-vector")
+RESULTS = (*_VECTORS, "scores", "labels")
+_COLUMNS = {
+    "dense": ("embedding",),
+    "sparse": ("indices", "values"),
+    "multi-vector": ("embeddings",),
+    "scores": ("score",),
+    "labels": ("label", "score", "scores", "entities"),
+}
+"""By results, the columns that an output may have for them."""
+_REQUEST_FIELDS = ("overflow", "dimensions", "input_type", "prompt_name", "prompt")
+_SERVED_HERE = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
+_MAX_DIGITS = 9
+_seconds = number("seconds", 86_400)
+_rows = partial(flag, group="rows")
+_server = partial(flag, group="server")
+_vectors = partial(flag, group="vectors")
+_many = partial(flag, group="many outputs")
+_run = partial(flag, group="run")
+_results = partial(flag, group="results")
+
+
+def _names(value: str) -> tuple[str, ...]:
+    names = tuple(value.split(","))
+    if not all(names):
+        raise ValueError(f"{value!r} has an empty name")
+    return names
+
+
+def _result_names(value: str) -> tuple[str, ...]:
+    """In the order of `RESULTS`, so that the same results are the same run."""
+    names = _names(value)
+    for name in names:
+        if name not in RESULTS:
+            raise ValueError(f"{name!r} is none of {', '.join(RESULTS)}")
+    return tuple(name for name in RESULTS if name in names)
+
+
+class ShardNumber(NamedTuple):
+    run: int
+    """Of the runs that share them, from 0."""
+    num_runs: int
+
+
+_ALL = ShardNumber(0, 1)
+
+
+class Pace(NamedTuple):
+    first_commit_s: float = 0.25
+    commit_s: float = 0.5
+    """Between the beginnings of commits: doubled from the first on, up to this. A killed run repeats about as much."""
+    first_pause_s: float = 0.2
+    """Before a request is repeated; later each time."""
+    first_response_s: float = 2.0
+    """Without a response for this long, requests count as waiting: until the first response of all."""
+    only_node_s: float = 15.0
+    """Of nothing but responses of another identity: then there is one server, and it has another model."""
+    plain_s: float = 10.0
+    """Between lines of progress in a log."""
+
+
+USUAL_PACE = Pace()
+
+
+def _shard(value: str) -> ShardNumber:
+    run, slash, num_runs = value.partition("/")
+    parts = [run, num_runs]
+    if not slash or not all(part.isascii() and part.isdecimal() and len(part) <= _MAX_DIGITS for part in parts):
+        raise ValueError(f"{value!r} is not I/N, as 0/40")
+    if int(run) >= int(num_runs):
+        raise ValueError(f"{value!r} is out of range: I is from 0 to N-1")
+    return ShardNumber(int(run), int(num_runs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(TlsOptions):
+    """Immutable. Raises ValueError when flags do not go together, or the output cannot be there."""
+
+    files: Sequence[str] = flag(
+        ".txt .jsonl .csv .tsv, each also with .gz; .parquet; -: standard input. With --output-dir also folders, globs "
+        "and URLs",
+        default=(),
+        names=("files",),
+        nargs="*",
+        metavar="INPUT",
+    )
+    out: Path | None = flag(
+        "one output for all inputs: .npy, .jsonl or .parquet", read=Path, names=("-o", "--output"), metavar="OUT"
+    )
+    output_dir: str | None = _many(
+        "one output for each input, in this folder or place of an object store", metavar="DIR"
+    )
+    manifest: str | None = _many(
+        "a file that names the inputs: a path or URL a line, and behind a tab the name of its output", metavar="FILE"
+    )
+    shard: ShardNumber = _many(
+        "of N runs that share the inputs, this is the one with the number I, from 0: every N-th input",
+        default=_ALL,
+        read=_shard,
+        metavar="I/N",
+    )
+    work_dir: Path | None = _many(
+        "for copies of remote inputs, and for unfinished remote outputs (the user's cache folder)",
+        read=Path,
+        metavar="DIR",
+    )
+    format: str | None = _rows("of the inputs, instead of what their suffixes say (-: txt)", choices=INPUT_FORMATS)
+    field: str = _rows("the field with the text, in formats that have fields (text)", default="text", metavar="NAME")
+    pair_with: str | None = _rows(
+        "the field with the second text of each row, for scores and labels of pairs: the document, if --field is the "
+        "query",
+        metavar="NAME",
+    )
+    keep: tuple[str, ...] = _rows(
+        "fields to copy to the output, beside the results", default=(), read=_names, metavar="NAME,…"
+    )
+    on_bad_row: str = _rows(
+        "a row without a text, or refused by the server. blank: NaN or null stands in its place; skip: it is left out; "
+        "both: listed in OUT.rejected.jsonl. fail: it ends the run (blank, and exit code 1)",
+        default="",
+        choices=("blank", "skip", "fail"),
+    )
+    max_row_bytes: int = _rows("a longer row is a bad one (16 MiB)", default=1 << 24, read=whole(1 << 30), metavar="N")
+    output_format: str = _rows("instead of what the suffix of OUT says", default="", choices=OUTPUT_FORMATS)
+    url: str | None = _server(
+        "of a running server, http://host:port, https://host:port or unix:/path; without it, one is started for the run"
+    )
+    model: str | None = _server("folder or hub id of the model of the server that is started (the bundled one)")
+    share_server: bool = _server(
+        "the server that is started is one for all runs of this user on this host with the same flags, and ends after "
+        "the last of them (the default with --output-dir)",
+        default=False,
+    )
+    no_share_server: bool = _server(
+        "the server that is started is for this run alone (the default with -o)", default=False
+    )
+    api_key: str | None = _server(
+        "sent as a bearer token; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
+    )
+    priority: str = _server("beside other callers (bulk)", default="bulk", choices=("interactive", "normal", "bulk"))
+    timeout: float = _server("longest wait for one answer (300)", default=300.0, read=_seconds, metavar="S")
+    retry_for: float = _server(
+        "how long to wait for a server that is away or serves no request (600)",
+        default=600.0,
+        read=_seconds,
+        metavar="S",
+    )
+    concurrency: int | None = _server("requests under way (about a second of work)", read=whole(1024), metavar="N")
+    batch_texts: int = _server("most rows in a request (256)", default=256, read=whole(100_000), metavar="N")
+    batch_chars: int = _server("about as many characters (131,072)", default=1 << 17, read=whole(1 << 30), metavar="N")
+    results: tuple[str, ...] = _results(
+        "what is written: dense, sparse or multi-vector, or several of them; scores of pairs; labels of texts, pairs "
+        "or parts of texts (what the model is for)",
+        default=(),
+        read=_result_names,
+        metavar="KIND,…",
+    )
+    raw_scores: bool = _results("scores are the model's own numbers, without an activation", default=False)
+    all_scores: bool = _results("of labels: the scores of all labels, not of the best one alone", default=False)
+    dtype: str = _vectors("of the vectors (float32)", default="float32", choices=("float32", "float16"))
+    dimensions: int | None = _vectors("the first N; of models made for it", read=whole(1 << 20), metavar="N")
+    overflow: str | None = _vectors(
+        "text longer than the model takes; error: a bad row (the server's default)",
+        choices=("error", "truncate", "truncate_left", "chunk"),
+    )
+    input_type: str | None = _vectors(
+        "purpose of the texts, as query or document: chooses the model's prompt", metavar="TYPE"
+    )
+    prompt_name: str | None = _vectors("the model's prompt of that name", metavar="NAME")
+    prompt: str | None = _vectors("put before every text", metavar="TEXT")
+    restart: bool = _run("begin anew: replace OUT, and what an unfinished run has left", default=False)
+    quiet: bool = _run("no progress; errors and the last line are written all the same", default=False)
+    serve_flags: tuple[str, ...] = ()
+    """Behind `--`, for `vecd serve`."""
+    pace: Pace = USUAL_PACE
+
+    def __post_init__(self) -> None:
+        self._check_server()
+        self._check_output()
+        if self.keep and self.output_format == "npy":
+            raise ValueError("--keep: .npy holds vectors and nothing else; .jsonl and .parquet hold fields, too")
+        self.check_results(self.results)
+        uses_parquet = "parquet" in (self.format, self.output_format) or any(
+            path.endswith((".parquet", ".pq")) for path in self.files
+        )
+        if uses_parquet and find_spec("pyarrow") is None:
+            raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
+
+    def _check_server(self) -> None:
+        self.check_server(self.url, self.model, self.serve_flags, _SERVED_HERE)
+        if self.share_server and (self.no_share_server or self.url is not None):
+            other = "--no-share-server" if self.no_share_server else "--url"
+            raise ValueError(f"--share-server and {other} exclude each other")
+
+    def _check_output(self) -> None:
+        """Side effects: sets `output_format`."""
+        if (self.out is None) == (self.output_dir is None):
+            raise ValueError(
+                "say where to: either -o OUT, one output for all inputs, or --output-dir DIR, one for each"
+            )
+        if self.output_dir is not None:
+            object.__setattr__(self, "output_format", self.output_format or "npy")
+            if not self.files and self.manifest is None:
+                raise ValueError("no input is named, and no --manifest")
+            if STDIN in self.files:
+                raise ValueError("standard input, -, has no name for its output: take -o")
+            return
+        assert self.out is not None
+        for name in ("manifest", "work_dir", "shard"):
+            if getattr(self, name) not in (None, _ALL):
+                raise ValueError(f"--{name.replace('_', '-')} is for many outputs: take --output-dir instead of -o")
+        if not self.output_format:
+            object.__setattr__(self, "output_format", self.out.suffix[1:].lower())
+        if self.output_format not in OUTPUT_FORMATS:
+            raise ValueError(
+                f"-o: {self.out} has none of the suffixes .{', .'.join(OUTPUT_FORMATS)}: say --output-format"
+            )
+        if not self.out.absolute().parent.is_dir():
+            raise ValueError(f"-o: {self.out} is in no folder that exists")
+        if self.out.is_dir():
+            raise ValueError(f"-o: {self.out} is a folder")
+
+    def of_output(self, source: str, out: Path) -> Self:
+        return replace(self, files=[source], out=out, output_dir=None, manifest=None, work_dir=None, shard=_ALL)
+
+    @property
+    def accepts_bad_rows(self) -> bool:
+        return bool(self.on_bad_row)
+
+    @property
+    def bad_rows(self) -> str:
+        return self.on_bad_row or "blank"
+
+    @property
+    def path(self) -> Path:
+        assert self.out is not None
+        return self.out
+
+    @property
+    def shares_server(self) -> bool:
+        return self.share_server or (self.output_dir is not None and not self.no_share_server)
+
+    @cached_property
+    def target(self) -> Target | None:
+        return None if self.url is None else self.read_target(self.url)
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        return (self.field,) if self.pair_with is None else (self.field, self.pair_with)
+
+    def check_results(self, results: Sequence[str], *, is_of_tokens: bool = False) -> None:
+        """Raises ValueError when the flags do not go with these results; with none, when they go with no results.
+        `is_of_tokens`: labels are those of parts of a text."""
+        columns = [column for name in results or ("dense",) for column in _COLUMNS[name]]
+        for name in self.keep:
+            if name == "row" or name in columns or self.keep.count(name) > 1:
+                raise ValueError(f"--keep: {name!r} would stand twice in the output")
+        if not results:
+            return
+        what = " and ".join(results)
+        are_vectors = set(results) <= set(_VECTORS)
+        if len(results) > 1 and not are_vectors:
+            raise ValueError(f"--results: scores and labels stand alone, not {what}")
+        if self.output_format == "npy" and results != ("dense",):
+            raise ValueError(
+                f"-o: .npy holds a matrix of dense vectors, not {what}, whose rows differ in length or have several "
+                "fields: take .jsonl or .parquet"
+            )
+        if results == ("scores",) and self.pair_with is None:
+            raise ValueError("--results: scores are of pairs: name the field of the second text with --pair-with")
+        if self.pair_with is not None and (are_vectors or is_of_tokens):
+            raise ValueError(f"--pair-with: {'labels of parts' if is_of_tokens else what} are of one text, not of two")
+        if self.raw_scores and are_vectors:
+            raise ValueError(f"--raw-scores is for scores and labels, not for {what}")
+        if self.all_scores and (results != ("labels",) or is_of_tokens):
+            raise ValueError("--all-scores is for labels of texts and pairs")
+        if self.dtype != "float32" and not {"dense", "multi-vector"}.intersection(results):
+            raise ValueError(f"--dtype is for dense vectors and multi-vectors, not for {what}")
+        if self.dimensions is not None and results != ("dense",):
+            raise ValueError(f"--dimensions is for dense vectors, not for {what}")
+        if self.overflow == "chunk" and results != ("dense",):
+            raise ValueError(f"--overflow chunk makes a mean of dense vectors; there is none of {what}")
+        for name in () if are_vectors else ("input_type", "prompt_name", "prompt"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for vectors, not for {what}")
+
+    def request_fields(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in _REQUEST_FIELDS}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def journal_fields(self) -> dict[str, Any]:
+        """The flags that change rows or vectors. Never the key."""
+        names = ("format", "field", "keep", "max_row_bytes", "output_format", "dtype")
+        own = {name: value for name in ("pair_with", "raw_scores", "all_scores") if (value := getattr(self, name))}
+        fields = {name: getattr(self, name) for name in names}
+        return {**fields, "keep": list(self.keep), **own, **self.request_fields()}
+
+
+def parse_options(argv: Sequence[str], pace: Pace = USUAL_PACE) -> EmbedOptions:
+    """Flags behind the first `--` are for `vecd serve`."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return parse(
+        EmbedOptions,
+        argv[:place],
+        prog="vecd embed",
+        usage="vecd embed INPUT... (-o OUT | --output-dir DIR) [--flags] [-- flags of vecd serve]",
+        description="Embed the rows of files. The same command again resumes a run that was ended, or killed.",
+        serve_flags=tuple(argv[place + 1 :]),
+        pace=pace,
+    )
+
+
+# How `vecd embed` ends before its output is complete. Every message names the file or server that it is about.
+
+
+class EmbedError(Exception):
+    """Raised when an input, the output, the journal or the server of the run does not fit. Exit code 2."""
+
+
+class FieldMissing(EmbedError):
+    """Raised when an input has nowhere the field of the texts. Of a stream this is known at its header or its end."""
+
+
+class OutputLocked(EmbedError):
+    """Raised when another run is making the output."""
+
+
+class RunEnded(Exception):
+    """Raised when a run ends with rows left to do. The same command may resume it. Exit code 1."""
+
+
+class ServerLost(RunEnded):
+    """Raised when the server refuses, serves nothing, or serves another model. No other input would fare better."""
+
+
+class ModelChanged(ServerLost):
+    """Raised when the server has another model than at the beginning of the run: what is not committed is lost."""
+
+
+class OtherIdentity(ServerLost):
+    """Raised when no response comes that is of the identity that the run began with. What is written is right."""

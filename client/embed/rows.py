@@ -1,0 +1,316 @@
+"""Rows, and how they are read from lines: texts, JSON lines, CSV.
+
+Owns what a row is in each of these formats, and what is wrong with a bad one. Opens nothing.
+"""
+
+import csv
+import gzip
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import orjson
+
+from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing
+
+_BOM = b"\xef\xbb\xbf"
+_CHUNK_BYTES = 1 << 18
+_JSON_TYPES = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+
+ByteStream: TypeAlias = io.FileIO | gzip.GzipFile
+
+
+class InputRow(NamedTuple):
+    line: int
+    """Where it begins, from 1; in a parquet file, the number of the row."""
+    text: str | None
+    """None for a row that cannot be embedded."""
+    reason: str = ""
+    """Why it cannot. Never quotes the row."""
+    kept: tuple[Any, ...] = ()
+    """The values of --keep, None for fields that the row does not have; () for a row that has no fields."""
+    lacks: tuple[str, ...] = ()
+    """Of the fields of texts and those of --keep, those that a line of JSON does not have."""
+    second: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """One, or the two of a pair; none if the row cannot be embedded."""
+        if self.text is None:
+            return ()
+        return (self.text,) if self.second is None else (self.text, self.second)
+
+
+@dataclass(slots=True)
+class Position:
+    """A place between two rows of all inputs. A reader moves its own behind each row."""
+
+    input: int = 0
+    offset: int = 0
+    """Uncompressed bytes of the input, or rows of a parquet file."""
+    line: int = 0
+    """Lines of the input, or rows of a parquet file."""
+    row: int = 0
+    """Rows before it, in all inputs."""
+    digest: str = ""
+    """Digest of all texts before it, for inputs that cannot be opened at an offset."""
+
+
+def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = (), lacks: tuple[str, ...] = ()) -> InputRow:
+    """A row with the text `value` of the field `name`, or with what is wrong with it."""
+    if not isinstance(value, str):
+        kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
+        return InputRow(line, None, f"{name} is {kind}, not a text", kept, lacks)
+    if not value or value.isspace():
+        return InputRow(line, None, f"{name} is empty", kept, lacks)
+    return InputRow(line, value, "", kept, lacks)
+
+
+def make_pair(row: InputRow, value: Any, name: str) -> InputRow:
+    """`row` with the second text `value` of the field `name`, or with what is wrong with that."""
+    if row.text is None:
+        return row
+    second = make_row(row.line, value, name)
+    if second.text is None:
+        return row._replace(text=None, reason=second.reason)
+    return row._replace(second=second.text)
+
+
+def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
+    """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
+
+    Raises FieldMissing when the header of a CSV file lacks a field, or, at the end of JSON lines that were read from
+    the first one on, no line had a field of texts; EmbedError when the stream ends before `at`.
+    """
+    if format in ("csv", "tsv"):
+        yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")
+        return
+    parse = _parse_text if format == "txt" else _parse_json
+    first: InputRow | None = None
+    never_found = set(options.text_fields if format == "jsonl" and at.offset == 0 else ())
+    for raw in _lines_behind(at, stream, options.max_row_bytes):
+        if raw is None:
+            lacks = (*options.text_fields, *options.keep) if format == "jsonl" else ()
+            row: InputRow | None = InputRow(at.line, None, "the line is too long (--max-row-bytes)", lacks=lacks)
+        else:
+            row = parse(at.line, raw, options)
+        if row is not None:
+            first = first or row
+            never_found.intersection_update(row.lacks)
+            yield row
+    if first is not None and never_found:
+        name = options.field if options.field in never_found else next(iter(never_found))
+        flag = "--field" if name == options.field else "--pair-with"
+        raise FieldMissing(f"no row has a field {name!r} ({flag}); line {first.line}: {first.reason}")
+
+
+def split_lines(read: Callable[[int], bytes], max_bytes: int, at: Position) -> Iterator[bytes | None]:
+    """Lines without their line feed; None for one longer than `max_bytes`, which is not kept.
+
+    `read(n)` returns at most n bytes, and none at the end. The last line may lack its line feed. A byte order mark at
+    the beginning is removed. Side effects: moves `at` behind each line.
+    """
+    begun: list[bytes] = []
+    num_begun = 0
+
+    def complete(end: bytes, num_feeds: int) -> bytes | None:
+        nonlocal num_begun
+        num_bytes = num_begun + len(end)
+        line = b"".join((*begun, end)) if num_bytes <= max_bytes else None
+        if line is not None and at.offset == 0:
+            line = line.removeprefix(_BOM)
+        at.offset += num_bytes + num_feeds
+        at.line += 1
+        begun.clear()
+        num_begun = 0
+        return line
+
+    while chunk := read(_CHUNK_BYTES):
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield complete(end, 1)
+        num_begun += len(rest)
+        if num_begun <= max_bytes:
+            begun.append(rest)
+        else:  # the bytes of a line that is too long are counted, and dropped
+            begun.clear()
+    if num_begun:
+        yield complete(b"", 0)
+
+
+def _lines_behind(at: Position, stream: ByteStream, max_bytes: int) -> Iterator[bytes | None]:
+    # A compressed file is read up to there. A pipe, which cannot be moved, is at its beginning.
+    if at.offset and stream.seek(at.offset) != at.offset:
+        raise EmbedError(f"ends before byte {at.offset}, where it was left")
+    return split_lines(stream.read1 if isinstance(stream, gzip.GzipFile) else stream.read, max_bytes, at)
+
+
+def _parse_text(line: int, raw: bytes, _: EmbedOptions) -> InputRow:
+    try:
+        return make_row(line, raw.decode().removesuffix("\r"), "the line")
+    except UnicodeDecodeError as error:
+        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line")
+
+
+def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
+    """An object with the texts in their fields, or one text itself as a string; None for a blank line."""
+    if not raw or raw.isspace():
+        return None
+    names = (*options.text_fields, *options.keep)
+    try:
+        value = orjson.loads(raw)
+    except ValueError as error:
+        reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
+        return InputRow(line, None, f"not JSON: {reason}", lacks=names)
+    if not isinstance(value, dict) and options.pair_with is not None:
+        return InputRow(line, None, "the line is no object with the two texts of a pair", lacks=names)
+    if not isinstance(value, dict):
+        return make_row(line, value, "the line", lacks=() if isinstance(value, str) else names)
+    kept = tuple(value.get(key) for key in options.keep)
+    lacks = tuple(name for name in names if name not in value)
+    for name in options.text_fields:
+        if name not in value:
+            return InputRow(line, None, f'no field "{name}"', kept, lacks)
+    row = make_row(line, value[options.field], f'"{options.field}"', kept, lacks)
+    return row if options.pair_with is None else make_pair(row, value[options.pair_with], f'"{options.pair_with}"')
+
+
+def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:
+    """Every record below the header that is not blank is a row."""
+    begin = at.offset, at.line
+    at.offset = at.line = 0
+    records = _read_records(stream, options, at, delimiter)
+    _, header, wrong = next(records, (0, [], ""))
+    if not header:
+        raise EmbedError(f"its header is {wrong}" if wrong else "it has no header")
+    for name in (*options.text_fields, *options.keep):
+        if name not in header:
+            raise FieldMissing(f"its header has no field {name!r}, it has: {', '.join(header)[:500]}")
+    if begin[0]:
+        at.offset, at.line = begin
+        records = _read_records(stream, options, at, delimiter)
+    columns = [(name, header.index(name)) for name in options.text_fields]
+    kept_columns = [header.index(name) for name in options.keep]
+    for line, record, wrong in records:
+        kept = tuple(_utf8_or_none(record[index]) if index < len(record) else None for index in kept_columns)
+        if wrong:
+            yield InputRow(line, None, wrong, kept)
+        elif record and len(record) != len(header):
+            yield InputRow(line, None, f"{len(record)} fields, the header has {len(header)}", kept)
+        elif record:
+            yield _csv_row(line, [(name, _utf8_or_none(record[column])) for name, column in columns], kept)
+
+
+def _csv_row(line: int, texts: list[tuple[str, str | None]], kept: tuple[Any, ...]) -> InputRow:
+    """`texts`: by field; None for one that is not UTF-8."""
+    for name, text in texts:
+        if text is None:
+            return InputRow(line, None, f'"{name}" is not UTF-8', kept)
+    (name, text), *others = texts
+    row = make_row(line, text, f'"{name}"', kept)
+    for other, second in others:
+        row = make_pair(row, second, f'"{other}"')
+    return row
+
+
+def _read_records(
+    stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str
+) -> Iterator[tuple[int, list[str], str]]:
+    """The line at which each CSV record behind `at` begins, its fields, and what is wrong with it instead.
+
+    Quoted fields may contain line feeds. Bytes that are not UTF-8 are surrogates, which `_utf8_or_none` finds.
+    """
+    max_bytes = options.max_row_bytes
+    lines = _lines_behind(at, stream, max_bytes)
+    num_bytes, is_cut_off = 0, False
+    """Of the record that is being read."""
+
+    def decode() -> Iterator[str]:
+        nonlocal num_bytes, is_cut_off
+        for raw in lines:
+            if raw is None or num_bytes + len(raw) > max_bytes:
+                raise csv.Error("the record is too long (--max-row-bytes); is a quote never closed?")
+            num_bytes += len(raw) + 1
+            yield raw.decode(errors="surrogateescape") + "\n"
+        is_cut_off = num_bytes > 0  # the parser has requested one line more: the record has no end
+
+    csv.field_size_limit(max_bytes)
+    records = csv.reader(decode(), delimiter=delimiter)
+    while True:
+        line, num_bytes = at.line + 1, 0
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield line, [], f"not CSV: {error}"
+            records = csv.reader(decode(), delimiter=delimiter)
+        else:
+            yield (line, [], "not CSV: a quote is never closed") if is_cut_off else (line, record, "")
+
+
+def _utf8_or_none(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return None
+    return text
+
+
+# How fast the server embeds, as measured, and how much work it is therefore given. Work is counted in characters, as
+# tokens are not known before the response: a text costs those that the model reads, and a few for its own overhead.
+
+WORK_S = 1.0
+"""Seconds of the server's work that are under way, and that a kill loses. With a second of work, it never waits."""
+_NUM_SHARES = 3
+"""Requests that make up the work, if they may be so large. Smaller ones cost the server more, and end no sooner."""
+MIN_REQUESTS, MAX_REQUESTS = 2, 32
+_FIRST_COST = 3072.0
+"""Before anything is measured. A slow server (1,500 tokens a second) takes about a second for it."""
+_OVERHEAD_CHARS = 8
+_CHARS_PER_TOKEN = 5
+_WEIGHT = 0.3
+"""Of the newest measurement in the estimate."""
+_MAX_GROWTH = 2.0
+_MIN_TOOK_S = 1e-3
+
+
+class ThroughputEstimate:
+    def __init__(self, num_requests: int | None) -> None:
+        """`num_requests`: how many should be under way, if it is given."""
+        self.max_text_chars = float("inf")
+        """Characters of a text that cost something: what is behind them is cut off by the server."""
+        self._num_requests = num_requests
+        self._work = _FIRST_COST
+        self._under_way = 0.0
+
+    @property
+    def max_request_cost(self) -> float:
+        """How large the next request should be. May be read by any thread."""
+        return self._work / (self._num_requests or _NUM_SHARES)
+
+    def set_max_tokens(self, max_tokens: int) -> None:
+        self.max_text_chars = max_tokens * _CHARS_PER_TOKEN
+
+    def cost(self, text: str) -> float:
+        return min(len(text), self.max_text_chars) + _OVERHEAD_CHARS
+
+    def has_room(self, num_running: int, costs: Iterable[float]) -> bool:
+        """Whether another request may be under way. `costs`: of those that run, or wait for an earlier one."""
+        found = list(costs)
+        if self._num_requests is not None:
+            return num_running < self._num_requests and len(found) < self._num_requests + MIN_REQUESTS
+        return len(found) < MIN_REQUESTS or (num_running < MAX_REQUESTS and sum(found) < self._work)
+
+    def begin(self, cost: float) -> float:
+        """A request is sent. Returns all work that is under way, for `end`."""
+        self._under_way += cost
+        return self._under_way
+
+    def end(self, cost: float, work: float, took_s: float | None) -> None:
+        """It has been served in `took_s`, or not (None). The server has done the `work` of `begin` meanwhile."""
+        self._under_way -= cost
+        if took_s is not None:
+            measured = work / max(took_s, _MIN_TOOK_S) * WORK_S
+            self._work = min(self._work + _WEIGHT * (measured - self._work), _MAX_GROWTH * self._work)

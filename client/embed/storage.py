@@ -1,0 +1,411 @@
+"""Files of `vecd embed` in object stores and other file systems that fsspec reads and writes.
+
+Owns what a path of a place is, its listing, the copies from and to it, their time limits and repeats, and what is said
+of its errors. Imports fsspec when such a path is used, not before. Never writes a password or a query string into a
+message, and never leaves half an object under its final name.
+"""
+
+import errno
+import glob
+import inspect
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, TypeVar
+
+from vecd.base.programs import not_installed
+from vecd.client.embed.options import EmbedError, RunEnded
+
+STALL_S = 120.0
+"""A call of a store that moves no byte and lists no folder for this long is given up."""
+PAUSES_S = (1.0, 4.0)
+"""Before the second and the third try of what may succeed by itself."""
+PART_BYTES = 8 << 20
+"""Of an object that is stored in parts: each is progress."""
+_MAX_DETAIL_CHARS = 200
+
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos"}
+"""Where an object appears when the last of it has arrived. Elsewhere it is written under another name, and renamed."""
+_PACKAGES = {
+    "s3": ("s3fs",), "s3a": ("s3fs",), "gs": ("gcsfs",), "gcs": ("gcsfs",), "abfs": ("adlfs",), "abfss": ("adlfs",),
+    "az": ("adlfs",), "oci": ("ocifs",), "oss": ("ossfs",), "tos": ("tosfs",), "http": ("aiohttp", "requests"),
+    "https": ("aiohttp", "requests"), "sftp": ("paramiko",), "ssh": ("paramiko",), "smb": ("smbprotocol",),
+    "hdfs": ("pyarrow",), "webhdfs": ("requests",), "hf": ("huggingface_hub",),
+}  # fmt: skip
+"""That fsspec needs for a protocol."""
+_FATAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ImportError)
+_FATAL_ERRNOS = {
+    errno.EDQUOT, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*(?:::[a-z0-9]+)*)://")
+MAGIC = re.compile(r"[*?[]")
+_NO_INPUTS = (".part", ".journal", ".journal.new", ".rejected.jsonl")
+
+_T = TypeVar("_T")
+_Moved: TypeAlias = Callable[[], None]
+"""To be called at each sign of progress."""
+
+
+class _Stalled(Exception):
+    """Raised when a call made no progress for `STALL_S`."""
+
+
+def is_remote(path: str) -> bool:
+    return _SCHEME.match(path) is not None
+
+
+def join(folder: str, name: str) -> str:
+    if not is_remote(folder):
+        return os.path.join(folder, name)
+    return folder + name if folder.endswith("/") else f"{folder}/{name}"
+
+
+def base_name(path: str) -> str:
+    """The last part of a path or URL. A query or fragment of http(s) is none of it."""
+    if path.startswith(("http://", "https://")):
+        path = path.partition("?")[0].partition("#")[0]
+    return os.path.basename(path)
+
+
+def shown(url: str) -> str:
+    """`url` as it may be printed: without a password, and with "…" for a query and a fragment of http(s)."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url
+    place, slash, path = rest.partition("/")
+    user, at, host = place.rpartition("@")
+    if scheme in ("http", "https"):
+        path = path.partition("#")[0]
+    path, question, _ = path.partition("?")
+    return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{path}{'?…' if question else ''}"
+
+
+# --- listing --------------------------------------------------------------------------------------------------
+
+
+def expand(path: str) -> list[str]:
+    """The files that a file, a folder or a glob names, sorted: paths for a path, URLs for a URL.
+
+    A folder stands for all files below it; links to folders are not followed. What is hidden, `_SUCCESS`, of an
+    unfinished run, or a list of rejected rows, is left out. A URL of http(s) is a single file, as HTTP lists nothing.
+
+    Raises EmbedError when there is no file, or the store denies it; RunEnded when the store fails in a way that may
+    pass, or stalls.
+    """
+    try:
+        found = _attempt(path, lambda moved: _expand_remote(path, moved)) if is_remote(path) else _expand_local(path)
+    except RunEnded as error:
+        if isinstance(error.__cause__, Exception) and _is_final(error.__cause__):
+            raise EmbedError(str(error)) from error
+        raise
+    except OSError as error:
+        raise EmbedError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
+    if not found:
+        raise EmbedError(f"{shown(path)}: no file is there")
+    return found
+
+
+def _expand_local(path: str) -> list[str]:
+    if MAGIC.search(path) and not os.path.lexists(path):
+        matching = [each for each in glob.glob(path, recursive=True) if not os.path.isdir(each)]
+        folder = re.split(r"[^/]*[*?[]", path, maxsplit=1)[0]
+        return sorted(each for each in matching if _is_input(each[len(folder) :]))
+    if not os.path.isdir(path):
+        os.stat(path)
+        return [path]
+
+    def fail(error: OSError) -> None:  # os.walk would leave the folder out in silence
+        raise error
+
+    walked = os.walk(path, onerror=fail)
+    below = [os.path.relpath(os.path.join(folder, name), path) for folder, _, names in walked for name in names]
+    return sorted(os.path.join(path, each) for each in below if _is_input(each))
+
+
+def _expand_remote(url: str, moved: _Moved) -> list[str]:
+    is_http = url.startswith(("http://", "https://"))
+    head, magic, rest = url, None if is_http else MAGIC.search(url), ""
+    if magic:
+        at = url.rindex("/", 0, magic.start()) + 1
+        head, rest = url[:at], url[at:]
+        if head.endswith("://") and _scheme(url) in _OBJECT_STORES:
+            raise EmbedError(f"{shown(url)}: a glob cannot stand for a bucket")
+    fs, path = _open(url)
+    if is_http:
+        fs.info(path)
+        return [url]
+    if magic:
+        with suppress(FileNotFoundError):
+            if fs.info(path)["type"] == "file":  # its name has such a character
+                return [url]
+    root = fs._strip_protocol(head).rstrip("/")
+    if not magic and fs.info(path)["type"] != "directory":
+        return [url]
+    # With the path that `fs` has of the folder, the URL keeps what that path lacks: a host, a user, an account.
+    base = head if head.endswith("://") else head.rstrip("/")
+    depth = rest.count("/") + 1 if magic and "**" not in rest else None
+    names = [name[len(root) :].lstrip("/") for name in _files(fs, root, depth, moved)]
+    if magic:
+        from fsspec.utils import glob_translate
+
+        matches = re.compile(glob_translate(rest)).match
+        names = [name for name in names if matches(name)]
+    return sorted(join(base, name) for name in names if _is_input(name))
+
+
+def _files(fs: Any, folder: str, depth: int | None, moved: _Moved) -> Iterator[str]:
+    """The files down to `depth` folders. fsspec's own `walk` leaves a folder that it may not read out in silence."""
+    for info in fs.ls(folder, detail=True):
+        name = info["name"]
+        if name.rstrip("/") == folder.rstrip("/"):  # an empty object that marks a folder
+            continue
+        if info["type"] != "directory":
+            yield name
+        elif depth is None or depth > 1:
+            yield from _files(fs, name.rstrip("/"), depth and depth - 1, moved)
+    moved()
+
+
+def _is_input(below: str) -> bool:
+    parts = PurePosixPath(below).parts
+    return not (
+        any(part.startswith(".") and part != ".." for part in parts)
+        or below.endswith(("/", *_NO_INPUTS))
+        or parts[-1] == "_SUCCESS"
+    )
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def exists(url: str) -> bool:
+    """Whether there is a file. False for a folder. Raises RunEnded when the store does not say, EmbedError."""
+    if not is_remote(url):
+        return os.path.isfile(url)
+
+    def ask(moved: _Moved) -> bool:
+        fs, path = _open(url)
+        try:
+            return bool(fs.info(path)["type"] != "directory")  # fs.exists() takes every error for "no"
+        except FileNotFoundError:
+            return False
+
+    return _attempt(url, ask)
+
+
+def fetch(url: str, target: Path) -> None:
+    """Copy a file of a store to `target`, which appears when it is whole.
+
+    Raises RunEnded when that is impossible or stalls, EmbedError when a package is missing. Side effects: writes
+    `target.part` meanwhile.
+    """
+    part = target.with_name(target.name + ".part")
+
+    def copy(moved: _Moved) -> None:
+        fs, path = _open(url)
+        num_bytes = fs.info(path).get("size")
+        fs.get_file(path, str(part), callback=_callback(moved))
+        if num_bytes is not None and part.stat().st_size < num_bytes:
+            raise OSError(f"only {part.stat().st_size:,} of {num_bytes:,} bytes arrived")
+        part.replace(target)
+
+    try:
+        _attempt(url, copy, part)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def store(source: Path, url: str) -> None:
+    """Copy the file `source` to a store, where it appears whole, or not at all. An older one is replaced.
+
+    Raises RunEnded when that is impossible or stalls, EmbedError when a package is missing, OSError when there is no
+    `source`. Side effects: creates the folders of a file system; never a bucket.
+    """
+    source.stat()
+
+    def copy(moved: _Moved) -> None:
+        fs, path = _open(url)
+        if _scheme(url) in _OBJECT_STORES:
+            parts = {"chunksize": PART_BYTES} if "chunksize" in inspect.signature(fs.put_file).parameters else {}
+            fs.put_file(str(source), path, callback=_callback(moved), **parts)
+        else:
+            _write_and_rename(fs, source, path, moved)
+
+    if _scheme(url) in ("http", "https"):
+        raise EmbedError(f"{shown(url)}: HTTP has no folder to write to; object stores are s3://, gs:// or abfs://")
+    _attempt(url, copy)
+
+
+def _write_and_rename(fs: Any, source: Path, path: str, moved: _Moved) -> None:
+    folder, _, name = path.rpartition("/")
+    draft = f"{folder}/.{name}.{uuid.uuid4().hex}.part"  # hidden, and of this run alone: another may store the same
+    if folder:
+        fs.makedirs(folder, exist_ok=True)
+    try:
+        with source.open("rb") as read, fs.open(draft, "wb") as written:
+            while data := read.read(PART_BYTES):
+                written.write(data)
+                moved()
+        num_bytes = fs.info(draft)["size"]
+        if num_bytes != source.stat().st_size:
+            raise OSError(f"only {num_bytes:,} of {source.stat().st_size:,} bytes were stored")
+        _rename(fs, draft, path, num_bytes)
+    except BaseException:
+        with suppress(Exception):
+            fs.rm_file(draft)
+        raise
+
+
+def _rename(fs: Any, draft: str, path: str, num_bytes: int) -> None:
+    """Where a store does not rename onto a file, that is removed first. Raises OSError or the store's own error."""
+    try:
+        fs.mv(draft, path)
+    except Exception:
+        if _num_bytes(fs, path) is None:
+            raise
+    # HDFS declines with a result, which fsspec does not look at; SFTP with an error.
+    if _num_bytes(fs, draft) is not None and _num_bytes(fs, path) is not None:
+        fs.rm_file(path)
+        fs.mv(draft, path)
+    if _num_bytes(fs, draft) is not None or _num_bytes(fs, path) != num_bytes:
+        raise OSError(f"{draft.rpartition('/')[2]} was not renamed")
+
+
+def _num_bytes(fs: Any, path: str) -> int | None:
+    fs.invalidate_cache()
+    try:
+        return int(fs.info(path)["size"])
+    except FileNotFoundError:
+        return None
+
+
+# --- calls of fsspec ------------------------------------------------------------------------------------------
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower()
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """The file system of `url`, and the path in it. Raises EmbedError when a package is missing, or none fits."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise EmbedError(f"{shown(url)}: fsspec is {not_installed('vecd[fs]')}") from error
+    if "::" in url:
+        raise EmbedError(f"{shown(url)}: chained URLs (::) are not supported")
+    try:
+        fs, path = url_to_fs(url)
+    except ImportError as error:
+        packages = _PACKAGES.get(_scheme(url))
+        why = f"needs a package that is {not_installed(*packages)}" if packages else _first_line(error, url)
+        raise EmbedError(f"{shown(url)}: {_scheme(url)}:// {why}") from error
+    except ValueError as error:
+        raise EmbedError(f"{shown(url)}: {_first_line(error, url)}") from error
+    fs.invalidate_cache()  # a listing of before does not have what other runs have stored since
+    return fs, path
+
+
+def _callback(moved: _Moved) -> Any:
+    from fsspec.callbacks import Callback
+
+    return Callback(hooks={"moved": lambda *_, **__: moved()})
+
+
+def _attempt(url: str, work: Callable[[_Moved], _T], growing: Path | None = None) -> _T:
+    """The result of `work`, which is repeated after an error that may pass. `growing` is a file that it writes. Raises
+    RunEnded with one line, EmbedError as `work` does."""
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return _watch(work, growing)
+        except (EmbedError, RunEnded):
+            raise
+        except _Stalled as error:
+            raise RunEnded(f"{shown(url)}: no byte moved for {STALL_S:g} s, given up") from error
+        except Exception as error:
+            if pause_s is None or _is_final(error):
+                raise RunEnded(f"{shown(url)}: {_describe(error, url)}") from error
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def _watch(work: Callable[[_Moved], _T], growing: Path | None) -> _T:
+    """Call `work` in a thread. Raises _Stalled when it makes no progress: no store is trusted to have time limits."""
+    moved_at, size = time.monotonic(), -1
+
+    def moved() -> None:
+        nonlocal moved_at
+        moved_at = time.monotonic()
+
+    result = in_daemon(lambda: work(moved), "storage")
+    while not wait([result], timeout=min(1.0, STALL_S / 4)).done:
+        if growing is not None and (now := _size(growing)) != size:
+            size = now
+            moved()
+        if time.monotonic() - moved_at > STALL_S:
+            raise _Stalled
+    return result.result()
+
+
+def in_daemon(work: Callable[[], _T], name: str) -> "Future[_T]":
+    """What `work` returns or raises in a thread for which a process that ends does not wait."""
+    result: Future[_T] = Future()
+    result.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return result
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _is_final(error: Exception) -> bool:
+    status = _status(error)
+    if status is not None:
+        return 400 <= status < 500 and status not in (408, 425, 429)
+    return isinstance(error, (*_FATAL, TypeError, ValueError)) or (
+        isinstance(error, OSError) and error.errno in _FATAL_ERRNOS
+    )
+
+
+def _status(error: Exception) -> int | None:
+    found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    return next((value for value in found if isinstance(value, int) and 100 <= value < 600), None)
+
+
+def _describe(error: Exception, url: str) -> str:
+    detail = _first_line(error, url)
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        return f"access is denied ({detail})"
+    if isinstance(error, FileNotFoundError) or _status(error) == 404:
+        return f"not found ({detail})"
+    return detail if _is_final(error) else f"{detail} (tried {len(PAUSES_S) + 1} times)"
+
+
+def _first_line(error: Exception, url: str) -> str:
+    """The beginning of what `error` says, without what is secret in `url` or another URL."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    place, _, query = url.partition("://")[2].partition("?")
+    password = place.partition("/")[0].rpartition("@")[0].partition(":")[2]
+    for secret in filter(None, (query, password)):
+        text = text.replace(secret, "…")
+    text = re.sub(r"//[^/\s@]*@", "//…@", text)
+    text = re.sub(r"\?[^\s'\")]+", "?…", text)
+    text = text if len(text) <= _MAX_DETAIL_CHARS else text[:_MAX_DETAIL_CHARS] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

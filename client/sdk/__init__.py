@@ -1,1 +1,0 @@
-"""vecd from Python: `vecd.Client`, `vecd.AsyncClient` and `vecd.Server`."""

@@ -1,0 +1,497 @@
+"""The served models as dialects see them: names, prompts and limits, and which model a name means, the same in every
+dialect. Immutable; a reload makes another. Pure, but for the log."""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import PurePath
+from typing import Generic, Protocol, TypeVar
+from urllib.parse import quote
+
+from vecd.gateway.config import AliasDefaults, GatewayConfig
+from vecd.gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable, quoted
+from vecd.gateway.request import Overflow, Role
+from vecd.gateway.tokenization.tokenizer import NO_VOCABULARY, TokenVocabulary
+from vecd.model.steps import ScoreHead, SparseHead, TokenHead
+from vecd.shm.control import ModelState
+from vecd.shm.output import Output
+
+# The purposes of texts that clients name, each with the names of prompts to look for, in this order. Sources: Cohere's
+# and Voyage's `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
+_QUERY = ("query", "search_query", "retrieval.query", "s2p_query", "web_search_query")
+_DOCUMENT = ("document", "passage", "search_document", "retrieval.passage", "corpus")
+_PURPOSES = {
+    **dict.fromkeys(_QUERY, _QUERY),
+    **dict.fromkeys(_DOCUMENT, _DOCUMENT),
+    "classification": ("classification",),
+    "clustering": ("clustering", "separation"),
+    "separation": ("separation", "clustering"),
+    "text-matching": ("text-matching", "STS", "sts"),
+    "code.query": ("code.query", *_QUERY),
+    "code.passage": ("code.passage", *_DOCUMENT),
+}
+_RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
+"""The purposes of queries and of documents."""
+PURPOSES = tuple(_PURPOSES)
+"""The purposes that are known for every model."""
+
+_MAX_LISTED_CHARS = 32
+_MAX_LISTED = 20
+_TAG = "latest"
+"""Ollama's clients append it to every name."""
+_VERSION = re.compile(r"(?:v|q|iq|f|fp|bf|int)?[0-9].*", re.IGNORECASE)
+"""A version, a size or a type behind a colon, as in Ollama's tags ("v1.5", "335m-v1-fp16", "q8_0", "bf16"). It does not
+match a misspelt name of a prompt ("query2")."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """For an error message; cut, because a model may have hundreds of prompts."""
+    shown = [f"'{name[:_MAX_LISTED_CHARS]}'" for name in names]
+    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    return ", ".join(shown[:_MAX_LISTED]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    model: str
+    """Reported in every response."""
+    aliases: tuple[str, ...]
+    is_strict: bool
+    dim: int
+    hidden_size: int
+    max_tokens: int
+    is_normalized: bool
+    """The model's own vectors have length 1."""
+    is_matryoshka: bool
+    matryoshka_dims: tuple[int, ...]
+    pools_prompt: bool
+    model_type: str
+    pooling: tuple[str, ...]
+    max_inputs: int
+    max_request_tokens: int | None
+    max_body_bytes: int
+    overflow: Overflow
+    compute_type: str
+    """"cpu" or "gpu"."""
+    version: str
+    created_at: int
+    """Seconds since 1970."""
+    default_prompt: str = ""
+    has_chat_template: bool = False
+    has_quantization_ranges: bool = False
+    """int8 and uint8 are quantized with ranges of the model's own vectors."""
+    least_tokens: int = 1
+    """The smallest limit on an input's tokens: its special tokens, and one of the text."""
+    weights_bytes: int = 0
+    """Of their files."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """By the names in the model's files."""
+    capabilities: tuple[str, ...] = ("dense",)
+    """As in `vecd.model.card.ModelCard`, like all that follows."""
+    outputs: frozenset[Output] = frozenset({Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS})
+    num_labels: int = 0
+    token_dim: int = 0
+    truncate_dim: int = 0
+    vocab_size: int = 0
+    row_dim: int = 0
+    score: ScoreHead | None = None
+    sparse: SparseHead | None = None
+    tokens: TokenHead | None = None
+    pools_states: bool = True
+    vocabulary: TokenVocabulary = NO_VOCABULARY
+    folder_name: str = ""
+    """The last part of the folder's path."""
+    allows_keep_alive: bool = False
+    """Clients may set the time that the model stays loaded."""
+    state: str = ModelState.READY.value
+    """A `vecd.shm.control.ModelState`. This and what follows are as they were when the model was described, by
+    `vecd.gateway.app.routes.Context.describe_model`."""
+    is_resident: bool = True
+    """It has weights in memory that requests can be served from."""
+    expires_at: float | None = None
+    """When it is unloaded if no request comes, in seconds since 1970; None: it stays."""
+    identity: str | None = None
+    """As in `vecd.gateway.request.Identity`."""
+    identity_by_alias: Mapping[str, str | None] = field(default_factory=dict)
+    """Of the aliases that have one of their own."""
+    alias_defaults: tuple[AliasDefaults, ...] = ()
+    """Of the aliases that have request defaults."""
+    defaults: AliasDefaults | None = None
+    """Those of the alias by which the model is seen; None for every other name. See `by_alias`."""
+    model_prompt: str | None = None
+    """The model's own default prompt, where `default_prompt` is that of an alias; None: it is the model's."""
+
+    @classmethod
+    def of(
+        cls, config: GatewayConfig, created_at: int, least_tokens: int, vocabulary: TokenVocabulary = NO_VOCABULARY
+    ) -> "ModelInfo":
+        """What the card and the configuration have under the same name is taken from there; the configuration counts
+        more."""
+        names, card = [each.name for each in fields(cls)], config.card
+        same = {name: getattr(source, name) for source in (card, config) for name in names if hasattr(source, name)}
+        own = {
+            "is_strict": config.is_strict or config.unknown_model == "refuse",
+            "overflow": Overflow(config.overflow),
+            "created_at": created_at,
+            "default_prompt": card.prompt,
+            "has_chat_template": config.chat_template is not None,
+            "has_quantization_ranges": config.quantization_ranges is not None,
+            "least_tokens": least_tokens,
+            "prompts": dict(card.prompts),
+            "vocabulary": vocabulary,
+            "folder_name": PurePath(card.folder).name,
+        }
+        return cls(**same | own)
+
+    def by_alias(self, defaults: AliasDefaults) -> "ModelInfo":
+        """The model as it is seen by an alias with request defaults: what they say is its own default there."""
+        prompt, overflow = self._prompt_by(defaults), defaults.overflow
+        return replace(
+            self,
+            defaults=defaults,
+            default_prompt=self.default_prompt if prompt is None else prompt,
+            model_prompt=None if prompt is None else self.default_prompt,
+            overflow=self.overflow if overflow is None else Overflow(overflow),
+        )
+
+    def _prompt_by(self, defaults: AliasDefaults) -> str | None:
+        """The default prompt by an alias; None: the model's. A multi-vector model has templates for both roles, which
+        have their prompts."""
+        if defaults.prompt is not None:
+            return defaults.prompt
+        if defaults.prompt_name is not None:
+            return self.prompt_named(defaults.prompt_name, "prompt_name")
+        return None if defaults.role is None or self.tokens is not None else self.prompt_for(defaults.role)
+
+    def by_name(self, name: str) -> "ModelInfo":
+        found = (each for each in self.alias_defaults if each.alias == name)
+        return next((self.by_alias(defaults) for defaults in found), self)
+
+    @property
+    def num_dimensions(self) -> int:
+        """Of a dense vector in the response to a request that does not say."""
+        by_alias = None if self.defaults is None else self.defaults.dimensions
+        return by_alias or self.truncate_dim or self.dim
+
+    @property
+    def is_dense(self) -> bool:
+        """A text has a vector."""
+        return self.capabilities[0] == "dense"  # which is the first, if it is one of them
+
+    def role_of(self, purpose: str | None) -> Role | None:
+        """What texts of a purpose are; None for other purposes than retrieval."""
+        if purpose in (*_QUERY, "code.query"):
+            return Role.QUERY
+        return Role.DOCUMENT if purpose in _RETRIEVAL else None
+
+    def what_it_is(self) -> str:
+        """For an error message."""
+        return f"This server's model is for: {', '.join(self.capabilities)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.model, *self.aliases)
+
+    def _is_own(self, name: str) -> bool:
+        return name == self.model or name in self.aliases
+
+    def is_suffix(self, suffix: str) -> bool:
+        """Whether this may stand behind a name of the model: Ollama's tag, or what chooses a prompt."""
+        return suffix == _TAG or suffix in self.prompts or suffix in _PURPOSES
+
+    def prompt_of_model_name(self, name: str | None) -> str | None:
+        """The prompt that a model's name selects behind its last colon, as in "minilm:query". None if it selects none,
+        as most names with colons: "nomic-embed-text:v1.5", "org/model:latest".
+
+        Raises ModelNotFound for another model's name if names are strict, and BadRequest for a misspelt prompt: this
+        model's name with something behind the colon that is neither a version nor one of its prompts.
+        """
+        if name is None or (":" not in name and not self.is_strict) or self._is_own(name):
+            return None
+        base, colon, suffix = name.rpartition(":")
+        if colon and (not self.is_strict or self._is_own(base)) and self.is_suffix(suffix):
+            return None if suffix == _TAG else self.prompt_for(suffix, "model")
+        if self.is_strict:
+            raise ModelNotFound(name, listed(self.names))
+        if colon and self.prompts and self._is_own(base) and not _VERSION.fullmatch(suffix):
+            raise self._unknown_prompt(suffix, "model")
+        return None
+
+    def prompt_named(self, name: str, param: str) -> str:
+        """The model's prompt of exactly that name. Raises BadRequest, which names the field `param`."""
+        if name not in self.prompts:
+            raise self._unknown_prompt(name, param)
+        return self.checked(self.prompts[name], param)
+
+    def _unknown_prompt(self, name: str, param: str) -> BadRequest:
+        known = listed(self.prompts) or "none"
+        return BadRequest(f"'{param}': the model has no prompt {quoted(name)}; it has {known}", param=param)
+
+    def prompt_for(self, purpose: str, param: str = "input_type") -> str | None:
+        """The model's prompt for texts of a purpose: the prompt of that name, or of a name that means the same.
+
+        If the model has no such prompt: None, which means the default prompt; by an alias with a prompt the text of the
+        model's own default prompt. For queries and documents it is "" instead if there is a default prompt, because
+        that may be meant for the other of the two; sentence-transformers' `encode_query` and `encode_document` do the
+        same. Raises BadRequest, which names the field `param`, for an unknown purpose.
+        """
+        for name in (purpose, *_PURPOSES.get(purpose, ())):
+            if name in self.prompts:
+                return self.checked(self.prompts[name], param)
+        if purpose not in _PURPOSES:
+            known = listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
+            raise BadRequest(f"'{param}' must be one of {known}, is {quoted(purpose)}", param=param)
+        if self.model_prompt is not None:  # None would mean that of the alias, and the request names another purpose
+            return "" if purpose in _RETRIEVAL else self.model_prompt
+        return "" if self.default_prompt and purpose in _RETRIEVAL else None
+
+    def checked(self, prompt: str, param: str) -> str:
+        """`prompt`. Raises BadRequest if it is not empty and this model takes none."""
+        if prompt and not self.pools_prompt:
+            raise BadRequest(
+                f"'{param}': this model leaves prompts out of its pooling (include_prompt), which is not supported",
+                param=param,
+            )
+        return prompt
+
+    def check_max_tokens(self, max_tokens: int, param: str) -> int:
+        """Raises BadRequest, which names the field `param`, if that limit on tokens leaves no room for a text."""
+        if max_tokens < self.least_tokens:
+            raise BadRequest(
+                f"'{param}' must be at least {self.least_tokens}, with the special tokens around a text, "
+                f"is {max_tokens}",
+                param=param,
+            )
+        return max_tokens
+
+    def check_dimensions(self, dimensions: int, param: str) -> int | None:
+        """The requested `dimensions`; None for those of a request that does not say. Raises BadRequest, with OpenAI's
+        message where it has one."""
+        if dimensions == self.dim:
+            return dimensions if self.truncate_dim else None
+        if not self.is_matryoshka:
+            hint = " (--matryoshka allows fewer)" if 1 <= dimensions < self.dim else ""
+            raise BadRequest(
+                f"This model does not support specifying dimensions. Its vectors have {self.dim}, '{param}' is "
+                f"{dimensions}: leave it out, or set {self.dim}{hint}",
+                param=param,
+            )
+        if self.matryoshka_dims and dimensions not in self.matryoshka_dims:
+            known = ", ".join(map(str, sorted({*self.matryoshka_dims, self.dim})))
+            raise BadRequest(
+                f"'{param}' must be one of {known}, is {dimensions} (--matryoshka allows any)", param=param
+            )
+        if not 1 <= dimensions <= self.dim:
+            raise BadRequest(f"'{param}' must be 1 to {self.dim}, is {dimensions}", param=param)
+        return dimensions
+
+
+# What the name of a model in a request means, where several are served. It is only ever looked up, and finds a model in
+# one of these ways, the first that finds one. Those behind the first two find none where they would find two, because
+# vectors of the wrong model are worse than an error.
+#
+#     the name of a model, in the configuration
+#     one of a model's aliases
+#     the last part of the model's folder
+#     one of these, in other letters of case
+#     the same without the organization, where the configuration has one or where the request has one: "org/name"
+#
+# Then the same without what is behind the last colon: Ollama's `:latest`, a version, or the name of a prompt.
+
+log = logging.getLogger("vecd.gateway")
+
+PREFIX = "/m/"
+"""Of a path that names its model: /m/NAME/v1/embeddings."""
+HEADER = "x-vecd-model"
+"""In a request it names the model; in a response it is the name of the model that has answered."""
+
+_MAX_CHARS = 1024
+"""A longer name is unknown, and is not looked at."""
+_MAX_LIMITED = 1000
+"""Sets of models, of keys that reach some alone, that are kept."""
+_MAX_PARTS = 16
+"""Of a path, those that may belong to a name."""
+
+
+class _Described(Protocol):
+    model_info: ModelInfo
+
+
+M = TypeVar("M", bound=_Described)
+
+
+class Models(Generic[M]):
+    """The served models, in the order of the configuration, or those of them that an API key reaches. Immutable, but
+    for what was logged. May be called in any thread."""
+
+    def __init__(
+        self,
+        models: Sequence[M],
+        *,
+        refuses_unknown: bool,
+        by_alias: Sequence[M] = (),
+        is_complete: bool = True,
+        logged: set[str] | None = None,
+    ) -> None:
+        """`by_alias`: for each alias that has request defaults its model once more, with `ModelInfo.by_alias`, which is
+        what the alias finds. `is_complete`: False while models of the configuration are still to come; until then no
+        other model answers for them. `logged`: the models of which it was logged that they answer for others; changed
+        here."""
+        self.all = tuple(models)
+        self.is_complete = is_complete
+        self._by_alias = by_alias
+        self._refuses_unknown = refuses_unknown
+        self._limited: dict[tuple[str, ...], Models[M]] = {}
+        self._logged = set() if logged is None else logged
+        names = [(model.model_info.model, model) for model in models]
+        seen = {defaults.alias: model for model in by_alias if (defaults := model.model_info.defaults) is not None}
+        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.model_info.aliases]
+        folders = [(model.model_info.folder_name, model) for model in models]
+        self._exact = {**dict(aliases), **dict(names)}
+        self._folder = _unique(folders)
+        self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
+        self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
+
+    def only(self, names: tuple[str, ...]) -> "Models[M]":
+        """Those of the models that have these names in the configuration; there may be none. Call it on the event
+        loop."""
+        found = self._limited.get(names)
+        if found is None:
+            if len(self._limited) >= _MAX_LIMITED:
+                self._limited.clear()
+            found = self._limited[names] = Models(
+                [model for model in self.all if model.model_info.model in names],
+                refuses_unknown=self._refuses_unknown,
+                by_alias=[model for model in self._by_alias if model.model_info.model in names],
+                is_complete=self.is_complete,
+                logged=self._logged,
+            )
+        return found
+
+    @property
+    def have_defaults(self) -> bool:
+        """Some alias has request defaults."""
+        return bool(self._by_alias)
+
+    def find(self, name: str) -> M | None:
+        if len(name) > _MAX_CHARS:
+            return None
+        found = self._find_whole(name)
+        if found is None and ":" in name:
+            base, _, suffix = name.rpartition(":")
+            found = self._find_whole(base)
+            if found is not None and self._refuses_unknown and not found.model_info.is_suffix(suffix):
+                return None
+        return found
+
+    def _find_whole(self, name: str) -> M | None:
+        found = self._exact.get(name) or self._folder.get(name)
+        if found is not None or not name:
+            return found
+        folded = name.casefold()
+        # Two names with different organizations are two models.
+        short = _without_organization(folded)
+        return self._folded.get(folded) or (self._folded.get(short) if short else self._short.get(folded))
+
+    def as_named(self, model: M, name: str) -> M:
+        """A model that `name` has found, or another generation of it, with the request defaults of the alias that it
+        is."""
+        found = self.find(name)
+        return model if found is None or found.model_info.model != model.model_info.model else found
+
+    def own_name(self, model: M, name: str) -> str:
+        """`name` as the model's own `ModelInfo.prompt_of_model_name` understands it, whatever it means here: one of
+        its names, and behind a colon what may choose a prompt."""
+        info = model.model_info
+        if name in info.names:
+            return name
+        if ":" in name and len(name) <= _MAX_CHARS and self._find_whole(name) is not model:
+            base, _, suffix = name.rpartition(":")
+            if info.is_suffix(suffix) or self._find_whole(base) is model:
+                return f"{base if base in info.names else info.model}:{suffix}"
+        return info.model if info.defaults is None else info.defaults.alias
+
+    def choose(self, name: str | None, needs: Sequence[str], *, refuses_unknown: bool = False) -> M:
+        """The model for a request that names one, or none: then, and for an unknown name if that is not refused, it is
+        the first that has the first of the capabilities `needs`, or else the second, and so on; the first of all where
+        none is needed, and where no model has one. `refuses_unknown`: whatever the policy is. Raises ModelNotFound, and
+        Unavailable while models are still to come."""
+        found = self.find(name) if name else None
+        if found is not None:
+            return found
+        if not self.is_complete:
+            raise _not_ready()
+        if name and (refuses_unknown or self._refuses_unknown):
+            known = [own for model in self.able(needs) or self.all for own in model.model_info.names]
+            raise ModelNotFound(name, listed(known))
+        able = (model for need in needs for model in self.able((need,)))
+        default = next(able, self.all[0])
+        if name:
+            self._log_unknown(default.model_info.model)
+        return default
+
+    def refusal(self, name: str) -> ApiError:
+        """For an unknown name that is always refused. It lists no model, because the client may have no key."""
+        return unlisted(name) if self.is_complete else _not_ready()
+
+    def able(self, needs: Sequence[str]) -> tuple[M, ...]:
+        """The models that have one of the capabilities; all, if none is needed."""
+        if not needs:
+            return self.all
+        return tuple(model for model in self.all if not set(needs).isdisjoint(model.model_info.capabilities))
+
+    def _log_unknown(self, default: str) -> None:
+        """Once for each model that answers in the place of another, whose name the log must not have: it is the
+        client's."""
+        if default not in self._logged:
+            self._logged.add(default)
+            log.info("requests name a model that is not configured; %s answers in its place", default)
+
+    def split(self, path: str) -> tuple[str, str] | None:
+        """The name and the rest of a path that begins with PREFIX; None if no model has such a name.
+
+        A name may have slashes. One that is written as it is configured comes first, the longest of several; then the
+        shortest that finds a model, because what follows is the path of a route.
+        """
+        readings = readings_of(path)
+        exact = [reading for reading in readings if reading[0] in self._exact]
+        found = (reading for reading in readings if self.find(reading[0]) is not None)
+        return exact[-1] if exact else next(found, None)
+
+
+def unlisted(name: str) -> ModelNotFound:
+    """The error for a name that means no model, without a list of those that do."""
+    return ModelNotFound(name, "those that GET /v1/models lists")
+
+
+def _not_ready() -> Unavailable:
+    return Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
+
+
+def readings_of(path: str) -> list[tuple[str, str]]:
+    """What a path that begins with PREFIX may mean: a name, and the path behind it. The shortest name comes first."""
+    parts = path.removeprefix(PREFIX).split("/")
+    ends = range(1, min(len(parts), _MAX_PARTS) + 1)
+    return [("/".join(parts[:end]), "/" + "/".join(parts[end:])) for end in ends]
+
+
+def header_value(name: str) -> str:
+    """`name` as the value of HEADER."""
+    return name if name.isascii() and name.isprintable() else quote(name)
+
+
+def _without_organization(name: str) -> str:
+    """The second part of "org/name"; "" for another name."""
+    organization, _, rest = name.partition("/")
+    return rest if organization.strip(".") and "/" not in rest else ""
+
+
+def _unique(named: Iterable[tuple[str, M]]) -> dict[str, M]:
+    """By name, without the empty name and those of several models."""
+    found: dict[str, M] = {}
+    several: set[str] = set()
+    for name, model in named:
+        if found.setdefault(name, model) is not model:
+            several.add(name)
+    return {name: model for name, model in found.items() if name and name not in several}

@@ -1,0 +1,1 @@
+"""Routes, what handles a request, and what the server says of itself."""

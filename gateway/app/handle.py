@@ -1,0 +1,398 @@
+"""Runs the operations of all dialects: from an HTTP request to its response.
+
+Owns the choice among dialects that share a path, and the condition on the model's identity. Knows no dialect by name.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from vecd.base.files import JsonMapping
+from vecd.gateway.api.answer import Headers, parse_timeout_s
+from vecd.gateway.api.body import INLINE_BYTES, parse_small
+from vecd.gateway.api.fields import REQUEST_ID
+from vecd.gateway.api.operation import (
+    Call,
+    Dialect,
+    Operation,
+    ParsedDecode,
+    ParsedEmbed,
+    ParsedMessages,
+    ParsedStay,
+    ParsedTokenize,
+    Work,
+    add_others,
+    check_model,
+    fill_in,
+    is_able,
+    parse_with_defaults,
+)
+from vecd.gateway.api.served import ModelInfo, Models
+from vecd.gateway.app.routes import Context, name_in
+from vecd.gateway.encoding.fragments import Pieces
+from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
+from vecd.gateway.request import HEADER, Embedded, HttpRequest, Response
+from vecd.gateway.request import REQUEST_ID as VALID_ID
+from vecd.gateway.scheduling.keys import Principal
+
+# The condition of a request on the model's identity: the request header `if-vecd-identity`.
+
+CONDITION = "if-vecd-identity"
+_CONDITION = re.compile(r"([0-9a-f]{32})(?:;dtype=([a-z0-9_]{1,32}))?", re.ASCII)
+MAX_WAIT_S = 30.0
+"""Of a request that has not been admitted yet: it holds a connection and its body. The weights of a large model take
+longer to read, and the client's retry waits as well."""
+_RETRY_AFTER_S = 5.0
+
+
+class Demand(NamedTuple):
+    digest: str
+    number_format: str | None
+    """None: any."""
+
+    def __str__(self) -> str:
+        return self.digest if self.number_format is None else f"{self.digest};dtype={self.number_format}"
+
+
+def parse_demand(headers: Headers) -> Demand | None:
+    """Raises BadRequest."""
+    value = headers.get(CONDITION)
+    if value is None:
+        return None
+    match = _CONDITION.fullmatch(value)
+    if match is None:
+        raise BadRequest(
+            f"header {CONDITION}: must be an identity as {HEADER} has it, 32 lower-case hexadecimal digits with or "
+            f"without ;dtype=FORMAT, is {quoted(value)}"
+        )
+    return Demand(match[1], match[2])
+
+
+async def check_before(demand: Demand, context: Context, http: HttpRequest) -> None:
+    """Wait until the identity is known, at most 30 s and until the request's deadline, and compare. For a number format
+    the model is loaded, and the first worker is waited for as long. Raises IdentityMismatch; NotReady at the deadline;
+    Unavailable for a model that cannot be loaded, and at once for an identity that cannot be found out."""
+    identity, arrived_at = context.identity, http.timeline.arrived_at
+    timeout_s = parse_timeout_s(http.headers)
+    limit_s = context.config.request_timeout_s
+    deadline = arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
+    if not identity.digest:
+        await _until(identity.known, deadline)
+    if not identity.digest:
+        raise _unknown(context)
+    if demand.digest == identity.digest and demand.number_format is not None and not identity.formats:
+        await context.embedder.load(timeout_s, arrived_at)
+        await _until(identity.has_format, deadline)
+    check_after(demand, context)
+
+
+def check_after(demand: Demand, context: Context) -> None:
+    """Compare once more. Raises IdentityMismatch, and Unavailable for an identity that is not known any more."""
+    identity = context.identity
+    if demand.digest == identity.digest and demand.number_format in (None, identity.formats):
+        return
+    if not identity.digest or (demand.digest == identity.digest and not identity.formats):
+        raise _unknown(context)
+    message = f"header {CONDITION}: {demand} is demanded, and the model here is {identity.describe()}"
+    raise IdentityMismatch(message)
+
+
+async def _until(event: asyncio.Event, deadline: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), min(MAX_WAIT_S, max(0.0, deadline - time.monotonic())))
+
+
+def _unknown(context: Context) -> ApiError:
+    if problem := context.identity.problem:
+        message = f"header {CONDITION}: the identity of the model here is not known: {problem}"
+        return Unavailable(message, retry_after_s=_RETRY_AFTER_S)
+    return NotReady("the model's identity is not known yet", time.monotonic() - context.started_at)
+
+
+_INLINE_ITEMS = 4096
+"""Responses up to this many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
+
+_INPUT = "input"
+_NAMES_OF_MODEL = ("model", "name")
+"""The fields that may name the model, the first that is given; the second is Ollama's."""
+_QUOTED_INPUT = re.compile(r"'input(?=['\[])")
+"""The name of the input field in messages of modules that know no dialect."""
+
+
+class Claim(NamedTuple):
+    """An operation of one dialect, at the path that it shares with others."""
+
+    dialect: Dialect
+    operation: Operation
+    endpoint: int = 0
+    """As in `RequestTimeline.endpoint`."""
+
+
+class OperationsHandler:
+    """The handler of one path and method."""
+
+    def __init__(
+        self, claims: tuple[Claim, ...], path: str = "", routes: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """`claims`: a body belongs to the first claim whose field it has, or else to the first that the model can
+        answer, or to the first of all. `path`: a `*` inside it stands for the name of a model, which replaces the one
+        in the body. `routes`: as `check_model` takes them; None: there are none to name."""
+        self.claims = claims
+        self._routes = routes or {}
+        self._path_of_model = path if "*" in path else None
+        self._bare_list = next((claim.operation.bare_list for claim in claims if claim.operation.bare_list), "")
+        self._input_fields = {claim.dialect.name: _input_fields(claim.operation) for claim in claims}
+        self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
+        self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
+
+    async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
+        first = self.claims[0]
+        models = context.models_for(principal)
+        if first.operation.describe is not None:
+            return first.operation.describe(*self._described(context, principal, first.operation, http))
+        timeline = http.timeline
+        timeline.arrived_at = time.monotonic()
+        if models is None:
+            http.identity = context.identity
+        elif http.choice is not None and http.choice.is_made:
+            http.identity = models.as_named(context, http.choice.named).identity
+        try:
+            principal.check_quota()  # before the body is parsed
+            demand = parse_demand(http.headers)
+            if len(self.claims) == 1 and models is None:
+                check_model(first.operation, context.model_info.capabilities, self._routes)
+            if http.coding is None and len(http.body) <= INLINE_BYTES:
+                body = parse_small(http.body, self._bare_list, self._large, self._small)
+                parsed = self._parse(context, models, http, body)
+            else:
+                parsed = await context.bodies.parse(
+                    http.body, self._large, partial(self._parse, context, models, http), principal.tenant, self._small,
+                    http.coding, self._bare_list,
+                )  # fmt: skip
+        except ApiError as error:
+            if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
+                error.dialect = self.claim_of({error.param: True}, context.model_info.capabilities).dialect.name
+            raise
+        timeline.parsed_at = time.monotonic()
+        http.body = b""  # frees up to tens of megabytes
+        work = parsed.work
+        if models is not None:
+            context = parsed.context
+            assert http.choice is not None
+            http.choice.on_chosen(context.model_info.model)
+        try:
+            if demand is not None:
+                await check_before(demand, context, http)
+            if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
+                embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
+                response = _render(work, embedded)
+            else:
+                response = await _respond(context, parsed, http, principal)
+            if demand is not None:
+                check_after(demand, context)
+            return response
+        except ApiError as error:
+            error.dialect = parsed.claim.dialect.name
+            if parsed.field is not None and error.param == _INPUT:
+                error.param = parsed.field
+                if parsed.field in parsed.claim.operation.fields.large:  # positions in the message count in it, too
+                    error.message = _QUOTED_INPUT.sub(f"'{parsed.field}", error.message)
+            self._add_others(error, parsed.claim.operation, context, models)
+            raise
+
+    def claim_of(self, body: JsonMapping, capabilities: Sequence[str]) -> Claim:
+        """The claim that a body belongs to. `capabilities`: the model's."""
+        if len(self.claims) == 1:
+            return self.claims[0]
+        able = (claim for claim in self.claims if is_able(claim.operation, capabilities))
+        return self._claimed(body) or next(able, self.claims[0])
+
+    def _claimed(self, body: JsonMapping) -> Claim | None:
+        """The first claim that the body has a field of."""
+        claims = (claim for claim in self.claims for name in claim.operation.claims if body.get(name) is not None)
+        return next(claims, None)
+
+    def _field(self, claim: Claim, body: JsonMapping) -> str | None:
+        names = self._input_fields[claim.dialect.name]
+        if len(names) <= 1:
+            return names[0] if names else None
+        return next((name for name in names if body.get(name) is not None), None)
+
+    def _described(
+        self, context: Context, principal: Principal, operation: Operation, http: HttpRequest
+    ) -> tuple[Sequence[ModelInfo], str]:
+        """What `Operation.describe` takes."""
+        path, models = http.path, context.models_left(http, principal)
+        if models is None:
+            http.identity = context.identity  # errors have it, too
+        if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
+            models = context.models_named(name, http, principal)
+            context = models.choose(name, (), refuses_unknown=True)
+            path = self._path_of_model.replace("*", models.own_name(context, name))
+        elif models is not None and operation.describes_all:
+            return [model.describe_model() for model in models.all], path
+        http.identity = context.identity
+        return [context.describe_model()], path
+
+    def _choose(
+        self, context: Context, models: Models[Context], http: HttpRequest, body: JsonMapping
+    ) -> tuple[Context, JsonMapping]:
+        """The context of the model that answers a request, and the body with the model's own name. `context`: that of
+        the model which the path or the header names, or of the first. Raises what `Models.choose` raises. Side effect:
+        the model is noted on the request's timeline."""
+        claimed = self._claimed(body) if len(self.claims) > 1 else None
+        claims = [claimed] if claimed is not None else [claim for claim in self.claims if not claim.operation.claims]
+        operations = [claim.operation for claim in claims or self.claims]
+        fields = {name for operation in operations for name in operation.fields.small.intersection(_NAMES_OF_MODEL)}
+        field = next((name for name in _NAMES_OF_MODEL if name in fields and body.get(name)), _NAMES_OF_MODEL[0])
+        given = body.get(field) if fields else None
+        name = given if isinstance(given, str) else None
+        choice = http.choice
+        assert choice is not None
+        if not choice.is_made:
+            asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
+            needs = [need for each in asked for need in each] if all(asked) else []
+            try:
+                context = models.choose(choice.named or name, needs)
+            except ApiError as error:
+                error.dialect = (claims or self.claims)[0].dialect.name
+                raise
+        elif models.have_defaults:
+            context = models.as_named(context, choice.named)
+        http.timeline.model, http.identity = context.model_info.model, context.identity
+        if choice.named:
+            own = models.own_name(context, choice.named)
+            if own not in context.model_info.names:  # it chooses a prompt, too, which the body then does not
+                return context, {**body, field: own}
+        return context, body if name is None else {**body, field: models.own_name(context, name)}
+
+    def _parse(
+        self, context: Context, models: Models[Context] | None, http: HttpRequest, body: JsonMapping
+    ) -> "_Parsed":
+        """Called in a thread if the body is large."""
+        if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
+            body = {**body, "model": name_in(self._path_of_model, http.path)}
+        if models is not None:
+            context, body = self._choose(context, models, http, body)
+        claim = self.claim_of(body, context.model_info.capabilities)
+        http.timeline.endpoint = claim.endpoint
+        operation = claim.operation
+        if REQUEST_ID.name in operation.fields.small and "x-request-id" not in http.headers:
+            own_id = body.get(REQUEST_ID.name)
+            if isinstance(own_id, str) and VALID_ID.fullmatch(own_id):
+                http.request_id = own_id  # an error in another field has that name, too
+        try:
+            if models is not None or len(self.claims) > 1:
+                check_model(operation, context.model_info.capabilities, self._routes)
+            parse: Callable[[Call], Work] | None = operation.embed or operation.reply
+            assert parse is not None
+            if context.model_info.defaults is not None:
+                body = fill_in(body, operation, context.model_info.defaults)
+                parse = partial(parse_with_defaults, parse, body)
+            call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
+            work = parse(call)
+            own = work.field if isinstance(work, ParsedEmbed) else None
+            field = "messages" if isinstance(work, ParsedMessages) else own or self._field(claim, body)
+            return _Parsed(context, claim, work, _estimate(context, work), field)
+        except ApiError as error:
+            error.dialect = claim.dialect.name
+            self._add_others(error, operation, context, models)
+            raise
+
+    def _add_others(
+        self, error: ApiError, operation: Operation, context: Context, models: Models[Context] | None
+    ) -> None:
+        infos = () if models is None else [model.model_info for model in models.all]
+        add_others(error, operation, context.model_info, infos, self._routes)
+
+
+def _input_fields(operation: Operation) -> tuple[str, ...]:
+    """The names of the fields that may hold the inputs; none if it is `input`, the name that errors have anyway."""
+    names = tuple(field.name for field in operation.fields if field.is_large or field.is_required)
+    return () if names == (_INPUT,) else names
+
+
+class _Parsed(NamedTuple):
+    context: Context
+    """That of the model which answers."""
+    claim: Claim
+    work: Work
+    num_estimated: int
+    """Tokens of the inputs to embed, guessed from characters."""
+    field: str | None
+    """The field with the inputs, if it is not `input`."""
+
+
+async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, principal: Principal) -> Response:
+    def limits() -> tuple[float | None, float, Principal]:
+        return parse_timeout_s(http.headers), http.timeline.arrived_at, principal
+
+    match parsed.work:
+        case Response() as response:
+            return response
+        case ParsedEmbed() as work:
+            is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
+            embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
+            if is_large:
+                return await context.threads.run(_render_steps(work, embedded), principal.tenant)
+            return _render(work, embedded)
+        case ParsedStay() as work:
+            return await _respond_to_stay(context, parsed, work, http, principal)
+        case ParsedMessages() as work:
+            texts = await context.embedder.render(work, *limits())
+            return await _respond_further(context, parsed, work.proceed(texts), http, principal)
+        case ParsedTokenize() as work:
+            await context.embedder.describe(work, *limits())
+            return work.render()
+        case ParsedDecode() as work:
+            return work.render(await context.embedder.decode(work, *limits()))
+
+
+async def _respond_further(
+    context: Context, parsed: _Parsed, work: Work, http: HttpRequest, principal: Principal
+) -> Response:
+    parsed = parsed._replace(work=work, num_estimated=_estimate(context, work))
+    return await _respond(context, parsed, http, principal)
+
+
+def _estimate(context: Context, work: Work) -> int:
+    if not isinstance(work, ParsedEmbed):
+        return 0
+    return context.estimate_tokens(work.request.inputs, work.request.tokenizing)
+
+
+def _render(work: ParsedEmbed, embedded: Embedded) -> Response:
+    response = work.render(embedded)
+    if not isinstance(response.body, bytes | list):
+        response.body = list(response.body)
+    return response
+
+
+def _render_steps(work: ParsedEmbed, embedded: Embedded) -> Generator[None, None, Response]:
+    response, pieces = work.render(embedded), Pieces()
+    if not isinstance(response.body, bytes | list):
+        for piece in response.body:
+            pieces.append(piece)
+            yield
+        response.body = pieces
+    return response
+
+
+async def _respond_to_stay(
+    context: Context, parsed: _Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
+) -> Response:
+    if work.work is not None:
+        response = await _respond_further(context, parsed, work.work, http, principal)
+    elif work.loads and context.residence.is_awaited:
+        started_at = time.monotonic()
+        await context.embedder.load(parse_timeout_s(http.headers), http.timeline.arrived_at)
+        response = work.render(round((time.monotonic() - started_at) * 1e9))
+    else:
+        response = work.render(0)
+    if work.sets_keep_alive:  # only now: a model that is to stay for 0 s would be unloaded before
+        context.embedder.keep_alive(work.keep_alive_s)
+    return response

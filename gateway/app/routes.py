@@ -1,0 +1,261 @@
+"""The routes as data, the lookup of a path, and what the handlers of requests may use.
+
+No handler reaches more than `Context` names: no queue, no socket, no connection to a worker.
+"""
+
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+from vecd.gateway.api.body import Bodies
+from vecd.gateway.api.operation import Operation
+from vecd.gateway.api.served import ModelInfo, Models
+from vecd.gateway.config import GatewayConfig
+from vecd.gateway.dispatch.residence import Residence
+from vecd.gateway.dispatch.workers import WorkerLink
+from vecd.gateway.errors import MethodNotAllowed, NotFound
+from vecd.gateway.pipeline import Pipeline
+from vecd.gateway.request import Endpoint, HttpRequest, Identity, Inputs, Response, Tokenizing
+from vecd.gateway.scheduling.keys import Principal, Principals
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.telemetry.prometheus import Processes
+from vecd.gateway.tokenization.fair_pool import Threads
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """One for each generation of the configuration. `vecd.gateway.service` makes it, `vecd.gateway.app.app` passes it
+    to the handler of every route."""
+
+    config: GatewayConfig
+    model_info: ModelInfo
+    bodies: Bodies
+    threads: Threads
+    """For work that would hold up the event loop."""
+    estimate_tokens: Callable[[Inputs, Tokenizing], int]
+    """Guesses the tokens of inputs from their characters. May be called in any thread."""
+    embedder: Pipeline
+    residence: Residence
+    """The state of the model, and operators' orders to load and unload it."""
+    principals: Principals
+    """Replaced on a reload by those of the generation before, because what they have used stays used."""
+    shared_metrics: SharedMetrics
+    endpoints: Sequence[Endpoint]
+    """The names that requests are counted under, by the index that a `RequestTimeline` has."""
+    processes: Processes
+    started_at: float
+    """By `time.monotonic`."""
+    links: Callable[[], Collection[WorkerLink]]
+    """The workers that are up. Handlers only read them."""
+    why_unavailable: Callable[[], str | None]
+    """The reason why no embedding request can be served now; None while one can."""
+    changed_files: Callable[[], str]
+    """Which files of the model are no longer those that were loaded, in words; "" if there is none."""
+    describe_cores: Callable[[], dict[str, Any]]
+    """The budget of cores, and how many threads pay for a batch; JSON values."""
+    num_tenants: Callable[[], int]
+    """Tenants with a request in this gateway."""
+    load_of: Callable[[str], tuple[int, int]]
+    """The requests and the queued tokens that one tenant has in this gateway."""
+    openapi: Callable[[HttpRequest, Principal], bytes]
+    """The OpenAPI document of the listener that a request came by, as its sender may see it, as JSON."""
+    on_reload: Callable[[], None]
+    """Requests that the supervisor reads its configuration again."""
+    identity: Identity
+    """Of the model, or of the alias that it is seen by."""
+    models: "Models[Context] | None" = None
+    """All served models; None where this is the only one. Replaced when another begins to serve."""
+
+    def describe_model(self) -> ModelInfo:
+        """The model info with the model's state at this moment."""
+        expires_in_s = self.residence.expires_in_s
+        return replace(
+            self.model_info,
+            state=self.residence.state.value,
+            is_resident=self.residence.is_resident,
+            expires_at=None if expires_in_s is None else time.time() + expires_in_s,
+            identity=self.identity.text,
+            identity_by_alias={alias: identity.text for alias, identity in self.identity.by_alias.items()},
+        )
+
+    def models_for(self, principal: Principal) -> "Models[Context] | None":
+        """Of `models`, those that a sender reaches."""
+        if self.models is None or principal.models is None:
+            return self.models
+        return self.models.only(principal.models)
+
+    def models_left(self, http: HttpRequest, principal: Principal) -> "Models[Context] | None":
+        """Those that the body of a request may name; None where only one is meant, by the configuration, the header or
+        what stands before the path."""
+        is_open = http.choice is not None and not http.choice.is_made
+        return self.models_for(principal) if is_open else None
+
+    def models_named(self, name: str, http: HttpRequest, principal: Principal) -> "Models[Context]":
+        """Those that `name` in the path may mean: `models_left`, or else this one alone. Raises BadRequest for a name
+        that this one refuses."""
+        models = self.models_left(http, principal)
+        if models is None:
+            self.model_info.prompt_of_model_name(name)
+            return Models((self,), refuses_unknown=False)
+        return models
+
+
+# Clients write paths in many ways: a base URL with or without /v1, a trailing or a double slash, the whole URL in place
+# of a base. Those that can mean only one route are served directly. They are never redirected, because a redirect turns
+# a POST into a GET. A spelling never leads to a route with another first part, so that a proxy may route by prefix.
+
+Handler: TypeAlias = Callable[[Context, HttpRequest, Principal], Awaitable[Response]]
+
+
+class Route(NamedTuple):
+    handler: Handler
+    scope: str | None = "embed"
+    """The scope that a key must have: one of `vecd.gateway.config.SCOPES`, or ANY_SCOPE. None: no key is needed,
+    because the probes of a load balancer have none. Decides which listeners serve the route, too."""
+    about: Operation | None = None
+    """For the documentation, if the handler is not a `vecd.gateway.app.handle.OperationsHandler`."""
+    endpoint: int = 0
+    """As in `RequestTimeline.endpoint`; that of the first dialect, if several share the path."""
+
+
+Table: TypeAlias = Mapping[str, Mapping[str, Route]]
+"""Path → method → route. A path may have one `*`, which stands for one part or several: a model's name may have
+slashes. At the end it stands for no path of another operation: in /models/m/v1/chat/completions no model is named."""
+
+_WHAT_IS_SERVED = (
+    "this server serves embeddings: POST /v1/embeddings (OpenAI), /embed (text-embeddings-inference), "
+    "/v2/embed (Cohere), /api/embed (Ollama); and scores, with a model for them: /rerank, /v1/rerank, /v2/rerank, "
+    "/score; GET /openapi.json lists all paths"
+)
+"""For a client that takes the server for one that chats or completes, or has a wrong base URL."""
+RETIRED = {
+    "/admin/models/*/park": "models are not parked any more: POST /admin/models/NAME/unload, and …/load",
+    "/v2/models/*/ready": "/v2/health/ready says whether it can serve, /v1/models/NAME what a model is",
+    "/v2/models/*": "/v1/models/NAME and /info say what a model is, /v2/health/ready whether it can serve",
+    "/vertex": "/embed takes texts with the same options",
+}
+"""Of paths that were routes in the release before: what serves their users. Kept for one release."""
+_SLASHES = re.compile("//+")
+_FIRST_V1S = re.compile(r"^(/v1)+(?=/)")
+_OPERATION = re.compile(
+    r"(?:^|/)(?:v\d/.*|pipeline/.*|chat|classify|completions|embed|embeddings|generate|generate_stream|messages|predict|"
+    r"rerank|responses|score)$"
+)
+"""The end of a path that clients of some server append to a base URL."""
+_MAX_PARTS = 16
+"""Repetitions are looked for only in paths of at most this many parts."""
+
+
+def public_table(table: Table, *, has_admin_listener: bool, has_keys: bool) -> Table:
+    """The routes of the public listener: not the operator's if there is an admin listener, and no commands if everyone
+    could give them."""
+    if has_admin_listener:
+        return _without(table, {"metrics", "admin"})
+    return table if has_keys else _without(table, {"admin"})
+
+
+def admin_table(table: Table) -> Table:
+    return _without(table, {"embed"})
+
+
+def model_table(table: Table) -> Table:
+    """Of a listener's those behind a path that names a model: none of the operator's, which are the server's."""
+    return _without(table, {"metrics", "admin"})
+
+
+def _without(table: Table, scopes: set[str]) -> Table:
+    found = {
+        path: {method: route for method, route in methods.items() if route.scope not in scopes}
+        for path, methods in table.items()
+    }
+    return {path: methods for path, methods in found.items() if methods}
+
+
+def find_route(table: Table, method: str, path: str) -> Route:
+    """Raises NotFound for an unknown path, MethodNotAllowed for a known one with another method. OPTIONS is answered at
+    every known path, and needs no key: the methods are no secret."""
+    methods = methods_at(table, path)
+    if method == "OPTIONS" and (methods is not None or path == "*"):
+        allow = allowed_methods(methods or {"GET": None, "POST": None})
+        return Route(partial(_respond_to_options, allow), scope=None)
+    if methods is None:
+        retired = (why for at, why in RETIRED.items() if at == normalize(path) or name_in(at, path))
+        raise NotFound(f"There is nothing at this path; {next(retired, _WHAT_IS_SERVED)}", code="unknown_url")
+    route = methods.get("GET" if method == "HEAD" else method)
+    if route is None:
+        only = ", ".join(sorted({*methods, "HEAD"} if "GET" in methods else methods))
+        where = f"; {_WHAT_IS_SERVED}" if method == "POST" else ""
+        raise MethodNotAllowed(
+            f"{method} is not allowed on this path, only {only}{where}", allow=allowed_methods(methods)
+        )
+    return route
+
+
+def allowed_methods(methods: Mapping[str, object]) -> str:
+    return ", ".join(sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}))
+
+
+async def _respond_to_options(allow: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return Response(204, headers={"allow": allow})
+
+
+def methods_at(table: Table, path: str) -> Mapping[str, Route] | None:
+    """The routes of a path, in any spelling; None if there are none."""
+    methods = table.get(path)
+    if methods is not None:
+        return methods
+    for spelling in _spellings(path):
+        methods = table.get(spelling) or _wildcard(table, spelling)
+        if methods is not None:
+            return methods
+    return None
+
+
+def name_in(pattern: str, path: str) -> str | None:
+    """The part of a path, in any spelling, that the `*` of `pattern` stands for; None if the path does not match."""
+    return next((name for spelling in _spellings(path) if (name := _name_in(pattern, spelling))), None)
+
+
+def normalize(path: str) -> str:
+    """Reduce repeated slashes and a repeated /v1 to one, and remove a slash at the end."""
+    path = "/" + _SLASHES.sub("/", path).strip("/")
+    return _FIRST_V1S.sub("/v1", path)
+
+
+def _spellings(path: str) -> Iterator[str]:
+    """The normal spellings of a path, the likeliest first."""
+    path = normalize(path)
+    yield path
+    parts = path.split("/", _MAX_PARTS + 1)[1:]
+    if len(parts) <= _MAX_PARTS and len(fewer := _without_repetitions(parts)) < len(parts):
+        yield "/" + "/".join(fewer)
+
+
+def _without_repetitions(parts: list[str]) -> list[str]:
+    """Where one part or several are directly followed by the same again, keep the first."""
+    for length in range(len(parts) // 2, 0, -1):
+        for start in range(len(parts) - 2 * length + 1):
+            middle = start + length
+            if parts[start:middle] == parts[middle : middle + length]:
+                return _without_repetitions(parts[:middle] + parts[middle + length :])
+    return parts
+
+
+def _wildcard(table: Table, path: str) -> Mapping[str, Route] | None:
+    """Of several patterns the longest counts: /models/*/pipeline/feature-extraction before /models/*."""
+    patterns = [pattern for pattern in table if "*" in pattern and _name_in(pattern, path)]
+    return table[max(patterns, key=len)] if patterns else None
+
+
+def _name_in(pattern: str, path: str) -> str | None:
+    before, star, after = pattern.partition("*")
+    if not star or not path.startswith(before) or not path.endswith(after):
+        return None
+    name = path[len(before) : len(path) - len(after)]
+    if not after and _OPERATION.search(name):
+        return None
+    # A name that ends like the pattern is the end of the pattern, written twice.
+    return None if after and name.endswith(after) else name

@@ -1,0 +1,676 @@
+"""What the server says of itself: health, `/info`, `/stats`, metrics, the page, and the operator's commands. Only these
+change the state of the gateway."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs
+
+from vecd.base.files import JsonObject
+from vecd.gateway.api.answer import json_response
+from vecd.gateway.api.fields import BOOLEAN, STRING, Schema, nullable, record
+from vecd.gateway.api.operation import Operation
+from vecd.gateway.app.routes import Context, Handler, Route, normalize
+from vecd.gateway.config import GatewayConfig
+from vecd.gateway.dispatch.workers import WorkerLink
+from vecd.gateway.errors import NotFound
+from vecd.gateway.request import HttpRequest, Overflow, Response
+from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal
+from vecd.gateway.scheduling.policy import SHORT_BATCH_S
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.telemetry.prometheus import CONTENT_TYPE, ServedModel, Usage, render_metrics
+from vecd.model.card import ModelCard
+from vecd.shm.control import ModelState
+from vecd.shm.output import FULL_BATCH_S
+from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
+
+_LIMITS = (
+    "max_inputs", "max_body_bytes", "max_batch_tokens", "max_requests", "max_wait_s", "max_priority", "overflow",
+)  # fmt: skip
+
+
+def describe_info(context: Context, *, shows_tenants: bool) -> JsonObject:
+    """The body of `/info`, of the whole server: no text, no key, no path, no address. `shows_tenants`: the caller may
+    see the names of keys. Side effect: the polled gauges are published."""
+    config, shared_metrics = context.config, context.shared_metrics
+    shared_metrics.publish()
+    return {
+        **describe_for_tei(context),
+        "model": {**describe_model(config), **_identities(context)},
+        "limits": {name: getattr(config, name) for name in _LIMITS},
+        "queue": describe_queue(shared_metrics),
+        **({"tenants": _describe_tenants(context)} if shows_tenants else {}),
+        "cores": context.describe_cores(),
+        "workers": [_describe_worker(link, shared_metrics) for link in context.links()],
+        "gateway": {
+            "gateway": shared_metrics.gateway,
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - context.started_at, 1),
+        },
+        "gateways": describe_gateways(shared_metrics),
+    }
+
+
+def describe_one(context: Context) -> JsonObject:
+    """One of several models, as `/info` lists them; what all share is not repeated."""
+    config = context.config
+    return {
+        **describe_model(config),
+        **_identities(context),
+        "aliases": config.aliases,
+        "unavailable": context.why_unavailable(),
+        **describe_residence(context),
+        "workers": [_describe_worker(link, context.shared_metrics) for link in context.links()],
+    }
+
+
+def describe_residence(context: Context) -> JsonObject:
+    """The state of a model, and what operators want to know of its loads."""
+    status, expires_in_s = context.residence.status, context.residence.expires_in_s
+    expires_at = None if expires_in_s is None else datetime.fromtimestamp(time.time() + expires_in_s, UTC).isoformat()
+    return {
+        "state": status.state,
+        "reason": status.reason or None,
+        "bytes": status.nbytes or None,
+        "loads": status.num_loads,
+        "failed_loads": status.num_failed_loads,
+        "load_s": status.load_s or None,
+        "unloads": status.num_unloads,
+        "keep_alive_s": context.residence.keep_alive_s,
+        "expires_at": expires_at if context.residence.is_resident else None,
+        "pinned": context.config.is_pinned,
+    }
+
+
+def all_contexts(context: Context) -> Sequence[Context]:
+    """Those of all models, this one among them."""
+    return (context,) if context.models is None else context.models.all
+
+
+def served_models(context: Context) -> list[ServedModel]:
+    """All models, if there are several, or if the only one is not loaded all the time."""
+    config = context.config
+    if context.models is None and not config.loads_on_demand and config.keep_alive_s is None:
+        return []
+    return [
+        ServedModel(
+            each.config.model,
+            each.residence.status,
+            {worker: state_of(link) for worker, link in links_of(each)},
+        )
+        for each in all_contexts(context)
+    ]
+
+
+def known_identities(context: Context) -> dict[str, str]:
+    """By the names of all models, and of the aliases that have one of their own."""
+    identities = [(each.config.model, each.identity) for each in all_contexts(context)]
+    of_aliases = [one for _, identity in identities for one in identity.by_alias.items()]
+    return {name: identity.text for name, identity in (*identities, *of_aliases) if identity.text is not None}
+
+
+def links_of(context: Context) -> list[tuple[int, WorkerLink | None]]:
+    """The indices of the model's workers; None for one that is not up."""
+    by_worker = {link.incarnation.worker: link for link in context.links()}
+    first = context.config.first_worker
+    return [(worker, by_worker.get(worker)) for worker in range(first, first + context.config.num_workers)]
+
+
+def describe_model(config: GatewayConfig) -> JsonObject:
+    card, defaults = config.card, {each.alias: each.given() for each in config.alias_defaults}
+    return {
+        "id": config.model,
+        "architecture": card.model_type,
+        "capabilities": card.capabilities,
+        **({"labels": card.score.labels} if card.score is not None else {}),
+        "dimensions": card.default_dim if _HAVE_VECTORS.intersection(card.capabilities) else None,
+        "max_tokens": config.max_tokens,
+        "pooling": card.pooling_of_output or None,
+        "normalized": _are_normalized(card),
+        "prompt": card.prompt,
+        "prompts": [name for name, _ in card.prompts],
+        **({"alias_defaults": defaults} if defaults else {}),
+        "matryoshka": config.is_matryoshka,
+        "matryoshka_dimensions": card.matryoshka_dims,
+    }
+
+
+def _identities(context: Context) -> JsonObject:
+    identity = context.identity
+    by_alias = {alias: each.text for alias, each in identity.by_alias.items()}
+    return {"identity": identity.text, **({"alias_identities": by_alias} if by_alias else {})}
+
+
+def _are_normalized(card: ModelCard) -> bool | None:
+    """Whether the model's vectors, or those of its tokens, have length 1; None for a model without vectors."""
+    head = card if "dense" in card.capabilities else card.tokens
+    return None if head is None else not card.truncate_dim and any(step.kind == "normalize" for step in head.steps)
+
+
+def describe_for_tei(context: Context) -> JsonObject:
+    """The fields of text-embeddings-inference's `/info`, which some of its clients read before they send texts. The
+    dtype is that of a worker that is up."""
+    config, card = context.config, context.config.card
+    dtypes = [dtype for link in context.links() if (dtype := link.facts.get("dtype"))]
+    longest = card.tokens.document_tokens if card.tokens else 0
+    return {
+        "model_id": config.model,
+        "model_sha": None,
+        "model_dtype": dtypes[0] if dtypes else "unknown",
+        "served_model_name": config.model,
+        "model_type": _type_for_tei(card),
+        "max_concurrent_requests": config.max_requests,
+        "max_input_length": min(config.max_tokens, longest or config.max_tokens),
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": config.max_inputs,
+        "auto_truncate": Overflow(config.overflow) is not Overflow.ERROR,
+        "tokenization_workers": context.threads.num_threads * config.num_gateways,
+        "version": config.version,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _type_for_tei(card: ModelCard) -> JsonObject:
+    """One of the three types of models that text-embeddings-inference has: its clients look for that key, which is the
+    only one, and take a model for what they can request from it. So a multi-vector model without dense vectors, which
+    text-embeddings-inference has none of, is a reranker without labels."""
+    if card.score is None and card.capabilities != ("multi-vector",):
+        pooling = "+".join(card.pooling).replace("lasttoken", "last_token")
+        return {"embedding": {"pooling": "splade" if card.capabilities == ("sparse",) else pooling}}
+    labels = () if card.score is None else card.score.labels
+    names = {"id2label": {str(index): label for index, label in enumerate(labels)}}
+    ids = {"label2id": {label: index for index, label in enumerate(labels)}}
+    is_reranker = card.score is None or "rerank" in card.capabilities
+    return {"reranker" if is_reranker else "classifier": {**names, **ids}}
+
+
+_HAVE_VECTORS = frozenset({"dense", "multi-vector"})
+"""Capabilities of models whose vectors have dimensions."""
+_INTEGER: Schema = {"type": "integer"}
+INFO_SCHEMA = record(
+    model_id=STRING,
+    model_sha=nullable("string"),
+    model_dtype=STRING,
+    served_model_name=STRING,
+    model_type={"type": "object"},
+    max_concurrent_requests=_INTEGER,
+    max_input_length=_INTEGER,
+    max_batch_tokens=_INTEGER,
+    max_batch_requests=nullable("integer"),
+    max_client_batch_size=_INTEGER,
+    auto_truncate=BOOLEAN,
+    tokenization_workers=_INTEGER,
+    version=STRING,
+    sha=nullable("string"),
+    docker_label=nullable("string"),
+)
+"""The schema of the fields of `/info` that every caller sees."""
+
+
+def _describe_tenants(context: Context) -> JsonObject:
+    """Without keys a tenant is an address, and only their number is shown."""
+    loads = [(holder.tenant, *context.load_of(holder.tenant)) for holder in context.principals.with_keys]
+    keys = [{"name": tenant, "requests": num, "queued_tokens": tokens} for tenant, num, tokens in loads]
+    return {"present": context.num_tenants(), "keys": keys}
+
+
+def describe_queue(shared_metrics: SharedMetrics) -> JsonObject:
+    return {
+        "requests": shared_metrics.total(Gauge.REQUESTS),
+        "sequences": shared_metrics.total(Gauge.QUEUED_SEQUENCES),
+        "tokens": shared_metrics.total(Gauge.QUEUED_TOKENS),
+    }
+
+
+def describe_gateways(shared_metrics: SharedMetrics) -> list[JsonObject]:
+    """A gateway that is being started again has pid 0. `answered` counts over all its lives."""
+    now_ns = time.monotonic_ns()
+    return [
+        {
+            "gateway": index,
+            "pid": (pid := section.gauges[Gauge.PID]),
+            "uptime_s": round((now_ns - section.gauges[Gauge.STARTED_NS]) / 1e9, 1) if pid else 0.0,
+            "connections": section.gauges[Gauge.CONNECTIONS],
+            "requests": section.gauges[Gauge.REQUESTS],
+            "answered": shared_metrics.num_answered_by(section),
+        }
+        for index, section in enumerate(shared_metrics.sections)
+    ]
+
+
+def state_of(link: WorkerLink | None) -> str:
+    """The state of a worker, as this gateway sees it: one of `vecd.gateway.telemetry.prometheus.WORKER_STATES`."""
+    if link is None:
+        return "down"
+    if link.is_stuck:
+        return "stuck"
+    return "ready" if link.is_connected else "starting"
+
+
+def _describe_worker(link: WorkerLink, shared_metrics: SharedMetrics) -> JsonObject:
+    state = state_of(link)
+    return {
+        "worker": link.incarnation.worker,
+        "life": link.incarnation.life,
+        "state": ("busy" if link.in_flight else "idle") if state == "ready" else state,
+        "batches": shared_metrics.worker_batches_in(link.key),
+        "tokens_per_s": round(link.cost_model.tokens_per_s),
+        "batch_tokens": link.cost_model.budget_tokens(FULL_BATCH_S),
+        "short_batch_tokens": link.cost_model.budget_tokens(SHORT_BATCH_S),
+        **link.facts,
+    }
+
+
+# The body of `/stats`: the whole server at one moment, as numbers. The page at `/` and `vecd top` show it.
+#
+# Each number is a level or only grows, so that the difference of two bodies gives rates and percentiles; nothing that a
+# caller sent is in it. Times are of the server's monotonic clock.
+#
+#   since the server began   requests, totals, stages, batch_tokens, batch_fill (the part of its room that a batch used,
+#                            at most 1), the cache's hits and misses; of a model tokens, loads, failed_loads, unloads
+#   stages, batch_…          counts of each bucket, the last above all bounds, and the sum of the values
+#   workers[].state          as in `vecd_worker_state`, or that of a model that is not loaded
+#   batches[]                those under way, whose done_s is null, and those of the last seconds
+#   models[]                 only with several, or one that is not loaded all the time; workers: those that are ready
+
+RECENT_S = 5.0
+"""Batches that were done in the last seconds, this many, are listed, if the shared metrics still have them."""
+
+_STAGES = {name: Histogram[name.upper()] for name in ("parse", "tokenize", "queue", "compute", "encode", "total")}
+_OF_BATCHES = {"batch_tokens": Histogram.BATCH_TOKENS, "batch_fill": Histogram.BATCH_FILL}
+_NAMES_OF_TOTALS = (
+    "inputs", "input_tokens", "sequences", "tokens", "padding_tokens", "batches", "refused", "expired", "retried",
+    "coalesced", "stuck", "poisoned",
+)  # fmt: skip
+_TOTALS = {
+    **{name: Counter[name.upper()] for name in _NAMES_OF_TOTALS},
+    "batches_leased": Counter.LEASED_BATCHES,
+    "compute_s": Counter.COMPUTE_US,
+}
+
+
+def describe_stats(context: Context, usages: Mapping[str, Usage]) -> JsonObject:
+    """The body of `/stats`. `usages`: of the server's processes. Side effect: the polled gauges are published."""
+    config, shared_metrics, endpoints = context.config, context.shared_metrics, context.endpoints
+    now_ns = time.monotonic_ns()
+    shared_metrics.publish()
+    models, total = served_models(context), shared_metrics.total
+    return {
+        "now_s": now_ns / 1e9,
+        "model": describe_model(config),
+        "server": {
+            "version": config.version,
+            "num_gateways": config.num_gateways,
+            "gateway": shared_metrics.gateway,
+        },
+        "requests": [
+            {"route": endpoints[endpoint].route, "dialect": endpoints[endpoint].dialect, "status": status, "count": num}
+            for (endpoint, status), num in shared_metrics.answers().items()
+        ],
+        "totals": {name: total(counter) / counter.per_unit for name, counter in _TOTALS.items()},
+        "stage_bounds_s": Histogram.TOTAL.bounds,
+        "stages": {name: _histogram(shared_metrics, histogram, "sum_s") for name, histogram in _STAGES.items()},
+        **{
+            name: {"bounds": histogram.bounds, **_histogram(shared_metrics, histogram, "sum")}
+            for name, histogram in _OF_BATCHES.items()
+        },
+        "queue": {
+            **describe_queue(shared_metrics),
+            "age_s": max(section.gauges[Gauge.QUEUE_AGE_US] for section in shared_metrics.sections) / 1e6,
+        },
+        "arena": {"rows": total(Gauge.ARENA_ROWS), "rows_in_use": total(Gauge.ARENA_ROWS_IN_USE)},
+        "vector_cache": {
+            "max_bytes": config.vector_cache,
+            "bytes": total(Gauge.VECTOR_CACHE_BYTES),
+            "hits": total(Counter.VECTOR_CACHE_HITS),
+            "misses": total(Counter.VECTOR_CACHE_MISSES),
+        },
+        "workers": _describe_workers(context, models),
+        "gateways": describe_gateways(shared_metrics),
+        "batches": [*map(_describe_batch, shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9)))],
+        "processes": {name: usage._asdict() for name, usage in usages.items()},
+        **({"models": _describe_models(context, models)} if models else {}),
+    }  # fmt: skip
+
+
+def _describe_models(context: Context, models: Sequence[ServedModel]) -> list[JsonObject]:
+    described = []
+    for one, model in zip(all_contexts(context), models, strict=True):
+        total = partial(context.shared_metrics.total, model=model.name if len(models) > 1 else None)
+        status, ready = model.status, [link for link in one.links() if link.is_usable]
+        described.append(
+            {
+                "model": model.name,
+                "state": status.state,
+                "reason": status.reason,
+                "kind": one.config.card.capabilities[0],
+                "workers": len(ready),
+                "num_workers": one.config.num_workers,
+                "requests": total(Gauge.REQUESTS),
+                "queued_tokens": total(Gauge.QUEUED_TOKENS),
+                "in_flight_tokens": total(Gauge.IN_FLIGHT_TOKENS),
+                "tokens_per_s": round(sum(link.cost_model.tokens_per_s for link in ready)),
+                "tokens": total(Counter.TOKENS),
+                "bytes": status.nbytes,
+                "load_s": status.load_s,
+                "wait_s": status.wait_s,
+                "loads": status.num_loads,
+                "failed_loads": status.num_failed_loads,
+                "unloads": status.num_unloads,
+            }
+        )
+    return described
+
+
+def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: str) -> JsonObject:
+    counts, total = shared_metrics.histogram(histogram)
+    return {"counts": counts, sum_name: total}
+
+
+def _describe_workers(context: Context, models: Sequence[ServedModel]) -> list[JsonObject]:
+    shared_metrics = context.shared_metrics
+    described = []
+    of_no_worker = {worker: model.status.state for model in models if not model.has_workers for worker in model.workers}
+    for worker, link in (each for one in all_contexts(context) for each in links_of(one)):
+        facts, done = {} if link is None else link.facts, partial(shared_metrics.worker_total, worker)
+        described.append(
+            {
+                "worker": worker,
+                "life": shared_metrics.worker_life(worker),
+                "state": of_no_worker.get(worker, "down") if link is None else state_of(link),
+                "batches": done(WorkerCell.BATCHES),
+                "sequences": done(WorkerCell.SEQUENCES),
+                "tokens": done(WorkerCell.TOKENS),
+                "busy_s": done(WorkerCell.COMPUTE_US) / 1e6,
+                "tokens_per_s": round(link.cost_model.tokens_per_s) if link is not None else 0,
+                **{name: facts.get(name) for name in ("pid", "dtype", "path")},
+            }
+        )
+    return described
+
+
+def _describe_batch(batch: tuple[int, ...]) -> JsonObject:
+    *numbers, sent_ns, done_ns, compute_us = batch
+    return {
+        **dict(zip(("gateway", "number", "worker", "sequences", "tokens"), numbers, strict=True)),
+        "sent_s": sent_ns / 1e9,
+        "done_s": done_ns / 1e9 if done_ns else None,
+        "compute_s": compute_us / 1e6,
+    }
+
+
+# The server's own routes, which belong to no dialect: health, figures, documentation, commands of the operator.
+
+
+async def health(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
+    workers, because the caller's requests would go to it, and about the models of `_named_contexts`."""
+    reason = why_unavailable(context, http, principal)
+    if reason is not None:
+        return unavailable(reason)
+    contexts = _named_contexts(context, http, principal)
+    body = {"status": "ok", "model_files": _describe_files(contexts)}
+    if len(contexts) == 1 and (context.models is not None or contexts[0].residence.is_told):
+        body["state"] = contexts[0].residence.state
+    return json_response(200, body)
+
+
+def _describe_files(contexts: Sequence[Context]) -> str:
+    """Which files are no longer those that were loaded, with the models' names if there are several."""
+    changed = [(each.model_info.model, what) for each in contexts if (what := each.changed_files())]
+    return "; ".join(what if len(contexts) == 1 else f"{model}: {what}" for model, what in changed) or "as loaded"
+
+
+def why_unavailable(context: Context, http: HttpRequest, principal: Principal) -> str | None:
+    """The reason why no embedding request can be served; None while one can. A model that is loaded on demand and
+    cannot be loaded makes the server of others no less available. Raises ApiError for a model that is not served."""
+    contexts = _named_contexts(context, http, principal)
+    if len(contexts) == 1:
+        return contexts[0].why_unavailable()
+    needed = [each for each in contexts if not (each.config.loads_on_demand and each.residence.is_awaited)]
+    reasons = [(each.model_info.model, reason) for each in needed if (reason := each.why_unavailable()) is not None]
+    if reasons:
+        return "; ".join(f"{model}: {reason}" for model, reason in reasons)
+    return None if context.models is None or context.models.is_complete else "models are loading"
+
+
+def _named_contexts(context: Context, http: HttpRequest, principal: Principal) -> Sequence[Context]:
+    """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
+    all that its sender reaches. Raises ApiError for an unknown name in the query, whatever the policy is."""
+    models = context.models_left(http, principal)
+    if models is None:
+        return (context,)
+    [name, *_] = parse_qs(http.query.decode("ascii", "replace")).get("model", [""])
+    if not name:
+        return models.all
+    found = models.find(name)
+    if found is None:
+        raise models.refusal(name)
+    return (found,)
+
+
+def unavailable(reason: str, **body: Any) -> Response:
+    """What a probe gets while no embedding request can be served."""
+    body = body or {"status": "unavailable"}
+    return json_response(503, {**body, "reason": reason}, headers={"retry-after": "1"})
+
+
+LIVE = {"/live": {"status": "ok"}, "/v2/health/live": {"live": True}}
+"""By path, the body of its response for as long as the gateway runs."""
+
+
+async def _live(path: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, LIVE[path])
+
+
+async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
+    Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
+    if (
+        context.config.has_ui
+        and "text/html" in http.headers.get("accept", "")
+        and not (http.choice is not None and http.choice.is_by_path)
+    ):
+        response = _page("page.html")
+    elif why_unavailable(context, http, principal) is not None:
+        response = await health(context, http, principal)
+    else:
+        response = Response(200, b"vecd is running", content_type=_TEXT)
+    if context.config.has_ui:
+        response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
+    return response
+
+
+async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need. Of
+    several models it is about the first that the request may mean, with a list of all for operators."""
+    contexts = _named_contexts(context, http, principal)
+    context = contexts[0]
+    is_operators = principal.sees_metrics and (http.is_admin or not context.config.has_admin_listener)
+    if not is_operators:
+        return json_response(200, describe_for_tei(context))
+    body = describe_info(context, shows_tenants=http.is_admin or principal.is_admin)
+    return json_response(200, body | ({"models": [*map(describe_one, contexts)]} if len(contexts) > 1 else {}))
+
+
+async def metrics(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    config = context.config
+    usages = await _usages(context)
+    context.shared_metrics.publish()
+    render = partial(
+        render_metrics,
+        context.shared_metrics,
+        version=config.version,
+        model=config.model,
+        endpoints=context.endpoints,
+        models=served_models(context),
+        worker_states={worker: state_of(link) for each in all_contexts(context) for worker, link in links_of(each)},
+        usages=usages,
+        identities=known_identities(context),
+        changed_files={each.config.model: each.changed_files() for each in all_contexts(context)},
+    )
+    return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
+
+
+async def stats(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, describe_stats(context, await _usages(context)), headers={"cache-control": "no-store"})
+
+
+async def _usages(context: Context) -> dict[str, Usage]:
+    """Of the supervisor, all gateways, the workers that are up, and their fork server."""
+    pids = {"supervisor": os.getppid()}
+    sections = enumerate(context.shared_metrics.sections)
+    pids |= {f"gateway-{index}": pid for index, section in sections if (pid := section.gauges[Gauge.PID])}
+    for each in all_contexts(context):
+        fork_server = "forkserver" if context.models is None else f"forkserver-{each.config.model}"
+        for link in each.links():
+            pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], fork_server: link.facts["parent_pid"]}
+    return await context.processes.usages(pids)
+
+
+async def reload(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    context.on_reload()
+    return json_response(202, {"status": "reloading"})
+
+
+async def models(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, {"models": [_describe_state(each) for each in all_contexts(context)]})
+
+
+async def _change_state(action: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """Have a model of the configuration loaded or unloaded: 200 once it is so, 503 if it has failed, and 202
+    where the caller does not wait for that. Raises NotFound for all other names."""
+    name = normalize(http.path).removeprefix(_MODELS).removesuffix(f"/{action}")
+    named = next((each for each in all_contexts(context) if name in each.model_info.names), None)
+    if named is None:
+        raise NotFound(
+            "No model of the configuration has this name; GET /admin/models lists them", code="model_not_found"
+        )
+    waits = parse_qs(http.query.decode("ascii", "replace")).get("wait", ["true"])[0].lower() not in ("false", "0")
+    is_done = await named.residence.ask(action, named.config.request_timeout_s if waits else 0.0)
+    described = _describe_state(named)
+    if action == "load" and (reason := named.residence.why_failed()) is not None and is_done:
+        return json_response(503, {**described, "status": "failed", "reason": reason})
+    return json_response(200 if is_done else 202, described)
+
+
+def _describe_state(context: Context) -> JsonObject:
+    return {
+        "id": context.model_info.model,
+        "aliases": context.model_info.aliases,
+        **describe_residence(context),
+        "unavailable": context.why_unavailable(),
+    }
+
+
+async def keys(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """Neither a key nor its digest."""
+    described = [holder.describe() for holder in context.principals.with_keys]
+    return json_response(200, {"gateway": context.shared_metrics.gateway, "keys": described})
+
+
+async def openapi(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    return Response(200, context.openapi(http, principal))
+
+
+async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """A page that shows /openapi.json, for which it asks for a key, and loads nothing else."""
+    return _page("docs.html")
+
+
+def _page(name: str) -> Response:
+    data = files("vecd.gateway.app").joinpath("data")
+    design = b"<style>\n" + data.joinpath("design.css").read_bytes() + b"</style>"
+    page = data.joinpath(name).read_bytes().replace(_LINK_TO_DESIGN, design)
+    return Response(200, page, dict(_PAGE_HEADERS), _HTML)
+
+
+_LINK_TO_DESIGN = b'<link rel="stylesheet" href="design.css">'
+_POLICY = (
+    # A page contains all of its parts, and sends requests only to its own server.
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    # No other page may embed it, because clicks there would count as clicks here; no text may become markup.
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_PAGE_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+_TEXT = "text/plain; charset=utf-8"
+_HTML = "text/html; charset=utf-8"
+_STATUS = record(status=STRING)
+_HEALTH_STATUS = record(
+    "state", "reason", "model_files", status=STRING, state={"enum": [*ModelState]}, reason=STRING,
+    model_files=STRING,
+)  # fmt: skip
+_OBJECT = {"type": "object"}
+
+
+def _get(
+    handler: Handler, summary: str, response: Schema, *, scope: str | None = None, **about: Any
+) -> dict[str, Route]:
+    return {"GET": Route(handler, scope, Operation(summary=summary, response=response, **about))}
+
+
+_HEALTH = _get(health, "Whether a worker can serve", _HEALTH_STATUS, other_responses={503: _HEALTH_STATUS})
+_MODELS = "/admin/models/"
+_STATE = Operation(summary="", response=_OBJECT, other_responses={202: _OBJECT, 404: _OBJECT, 503: _OBJECT})
+
+
+def _order(action: str, summary: str) -> dict[str, Route]:
+    waits = "; ?wait=false does not wait until it is so"
+    return {"POST": Route(partial(_change_state, action), "admin", replace(_STATE, summary=summary + waits))}
+
+
+_RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
+_INFO = "Describe the model and the limits; to operators the queue and the workers, too"
+_STATS = "The whole server at this moment, as the page shows it"
+_METRICS = "Counters and gauges for Prometheus"
+
+OWN_ROUTES = {
+    "/health": _HEALTH,
+    "/ping": {**_HEALTH, "POST": _HEALTH["GET"]},
+    "/live": _get(partial(_live, "/live"), "Whether the gateway runs", _STATUS),
+    "/": _get(root, "Whether a worker can serve", STRING, media_type=_TEXT),
+    "/info": _get(info, _INFO, INFO_SCHEMA, scope=ANY_SCOPE),
+    "/metrics": _get(metrics, _METRICS, STRING, scope="metrics", media_type=CONTENT_TYPE),
+    "/stats": _get(stats, _STATS, _OBJECT, scope="metrics"),
+    "/admin/reload": {"POST": Route(reload, "admin", _RELOAD)},
+    "/admin/models": _get(models, "The state of each model", _OBJECT, scope="admin"),
+    "/admin/models/*/load": _order("load", "Load a model"),
+    "/admin/models/*/unload": _order("unload", "Unload a model, even if it is pinned"),
+    "/admin/keys": _get(keys, "Limits and use of each API key", _OBJECT, scope="admin"),
+    "/openapi.json": _get(openapi, "This document", _OBJECT, scope=ANY_SCOPE),
+    "/docs": _get(docs, "A page that shows this document", STRING, media_type=_HTML),
+}
+
+
+# The health routes of the Open Inference Protocol, which KServe probes. A server that is not ready answers 503, as
+# KServe's own servers do, where the protocol only says 4xx.
+
+
+async def ready_v2(context: Context, http: HttpRequest, principal: Principal) -> Response:
+    """The same truth as /health."""
+    reason = why_unavailable(context, http, principal)
+    return json_response(200, {"ready": True}) if reason is None else unavailable(reason, ready=False)
+
+
+_LIVE = record(live=BOOLEAN)
+_READY = record("reason", ready=BOOLEAN, reason=STRING)
+
+OPEN_INFERENCE_ROUTES = {
+    "/v2/health/live": _get(partial(_live, "/v2/health/live"), "Whether the gateway runs", _LIVE),
+    "/v2/health/ready": _get(ready_v2, "Whether a worker can serve", _READY, other_responses={503: _READY}),
+}

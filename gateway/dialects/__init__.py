@@ -1,0 +1,1 @@
+"""The HTTP APIs whose shapes the server speaks, one module each."""

@@ -1,0 +1,392 @@
+"""The part of Ollama's API that is about embeddings: parses requests, renders responses. Pure.
+
+Source of the shapes: Ollama's server and SDKs. It also answers what clients request before they embed: the list of
+models and their descriptions, in which unknown facts are left out. The digest, whose beginning Ollama's own command
+shows, is computed from the facts of the model and not from its weights. Of the options `num_ctx` counts; the others are
+for text generation. `keep_alive` is ignored unless clients may set how long the model stays. A request without a text
+has the model loaded, or unloaded where `keep_alive` is 0.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from vecd.base.files import JsonObject
+from vecd.gateway.api import fields
+from vecd.gateway.api.answer import fragments_of, json_list, json_response, response_headers
+from vecd.gateway.api.fields import (
+    COUNT,
+    STRING,
+    Field,
+    Fields,
+    Schema,
+    Values,
+    any_of,
+    described,
+    json_type,
+    list_of,
+    nullable,
+    record,
+)
+from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedStay
+from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.dialects.inputs import parse_texts
+from vecd.gateway.dialects.vllm import version
+from vecd.gateway.encoding.fragments import Pieces
+from vecd.gateway.errors import ApiError, BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
+from vecd.gateway.request import Embedded, Overflow, Response, Tokenizing
+from vecd.shm.control import parse_keep_alive
+
+_TAG = "latest"
+_FOR_EVER = 9_223_372_036
+"""In 2262: the last second that Go counts in nanoseconds. Ollama's command shows what is decades away as "Forever"."""
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+
+def _read_num_ctx(value: Any, name: str) -> int | None:
+    """The `num_ctx` of the options."""
+    num_ctx = fields.expect(dict, value, name, "an object").get(_NUM_CTX.name)
+    return None if num_ctx is None else _NUM_CTX.read(num_ctx, f"{name}.{_NUM_CTX.name}")
+
+
+_NUM_CTX = fields.whole_number("num_ctx", "longest text in tokens, if that is less than the model's", minimum=1)
+MODEL = fields.text(
+    "model", "name of the model, with or without `:latest`; another tag may name a prompt: `name:query`"
+)
+NAME = fields.text("name", "the same")
+INPUT = fields.anything("input", "what is to be embedded", any_of(nullable("string"), list_of(STRING)), is_large=True)
+PROMPT = replace(fields.text("prompt", "what is to be embedded"), is_large=True)
+TRUNCATE = fields.flag(
+    "truncate",
+    "cut a text that is longer than the model takes; false: refuse it; default: as the server is configured",
+)
+DIMENSIONS = fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0)
+OPTIONS: Field[int | None] = Field(
+    "options",
+    f"`{_NUM_CTX.name}`: {_NUM_CTX.description}; all others are ignored",
+    nullable("object", properties={_NUM_CTX.name: _NUM_CTX.schema}),
+    _read_num_ctx,
+)
+KEEP_ALIVE = fields.anything(
+    "keep_alive",
+    "how long the model stays loaded after its last request, where the server allows that: seconds, or as `5m`; "
+    "negative: for ever",
+    {},
+)
+STREAM = fields.flag("stream", "false: one object instead of a line of JSON")
+VERBOSE = fields.anything("verbose", "ignored", {})
+
+# --- embed ------------------------------------------------------------------------------------------------------
+
+
+def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
+    values, model_info = call.values, call.model_info
+    texts = _read_texts(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    truncate = values.get(TRUNCATE)
+    overflow = None if truncate is None else Overflow.TRUNCATE if truncate else Overflow.ERROR
+    requested = values.get(DIMENSIONS)
+    dimensions = model_info.check_dimensions(requested, DIMENSIONS.name) if requested else None
+    tokenizing = _read_tokenizing(values, model_info, overflow)
+
+    def render(fragments: Pieces, total_ns: int, num_tokens: int, load_ns: int = 0) -> Response:
+        """In pieces, so that megabytes are never copied. `load_ns`: for so long a request without a text has waited for
+        the model."""
+        pieces = (
+            b'{"model":%b,"embeddings":' % orjson.dumps(model_info.model),
+            *json_list(fragments),
+            b',"total_duration":%d,"load_duration":%d,"prompt_eval_count":%d}' % (total_ns, load_ns, num_tokens),
+        )
+        return Response(200, list(pieces))
+
+    if not texts:
+        return _stay(call, None, lambda load_ns: render([], load_ns, 0, load_ns))
+    request = call.request(texts, tokenizing=tokenizing, normalize=True, dimensions=dimensions)
+
+    def render_embed(embedded: Embedded) -> Response:
+        response = render(fragments_of(embedded), round(embedded.stages.total_s * 1e9), embedded.num_tokens)
+        response.headers.update(response_headers(embedded))
+        return response
+
+    return _stay(call, ParsedEmbed(request, render_embed))
+
+
+def parse_embeddings(call: Call) -> ParsedEmbed | ParsedStay:
+    """The older operation: one text. Its vector is the model's own, and not brought to length 1."""
+    values, model_info = call.values, call.model_info
+    tokenizing = _read_tokenizing(values, model_info, None)
+    prompt = values.get(PROMPT)
+    if not prompt:
+        return _stay(call, None, lambda load_ns: Response(200, b'{"embedding":[]}'))
+    return _stay(call, ParsedEmbed(call.request([prompt], tokenizing=tokenizing), render_embedding))
+
+
+def render_embedding(embedded: Embedded) -> Response:
+    [fragment] = fragments_of(embedded)
+    return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
+
+
+def _stay(
+    call: Call, work: ParsedEmbed | None, render: Callable[[int], Response] = lambda load_ns: Response(200)
+) -> ParsedEmbed | ParsedStay:
+    """`work`, and how long the model stays if the client says that and may. `render`: as in `ParsedStay`. Raises
+    BadRequest for a time that cannot be read, where it counts."""
+    given, allows = call.values.get(KEEP_ALIVE), call.model_info.allows_keep_alive
+    if work is not None and (given is None or not allows):
+        return work
+    if given is None:
+        return ParsedStay(work, render, loads=True)
+    try:
+        seconds = parse_keep_alive(given)
+    except (ValueError, OverflowError) as error:
+        if allows:
+            raise BadRequest(f"'{KEEP_ALIVE.name}' {error}", param=KEEP_ALIVE.name) from None
+        return ParsedStay(work, render, loads=True)
+    return ParsedStay(work, render, loads=seconds != 0, sets_keep_alive=allows, keep_alive_s=seconds)
+
+
+def _read_texts(value: Any, name: str, max_inputs: int) -> list[str]:
+    """Empty for null, an empty text and an empty list, as with Ollama. Raises BadRequest."""
+    if value is None or value == "" or value == []:
+        return []
+    wrong = None if isinstance(value, str | list) else (name, _type_of(value))
+    if isinstance(value, list):
+        wrong = next(((f"{name}[{i}]", _type_of(x)) for i, x in enumerate(value) if type(x) is not str), None)
+    if wrong is not None:
+        raise BadRequest(f"invalid input type: '{wrong[0]}' must be a string, is {wrong[1]}", param=name)
+    return parse_texts(value, name, max_inputs)
+
+
+def _type_of(value: Any) -> str:
+    return "a list of token ids" if isinstance(value, array) else json_type(value)
+
+
+def _read_tokenizing(values: Values, model_info: ModelInfo, overflow: Overflow | None) -> Tokenizing:
+    num_ctx = values.get(OPTIONS)
+    is_less = num_ctx is not None and model_info.check_max_tokens(num_ctx, "options.num_ctx") < model_info.max_tokens
+    return Tokenizing(
+        prompt=model_info.prompt_of_model_name(values.get(MODEL)),
+        overflow=overflow,
+        max_tokens=num_ctx if is_less else None,
+    )
+
+
+# --- what there is ----------------------------------------------------------------------------------------------
+
+
+def list_models(model_infos: Sequence[ModelInfo], path: str) -> Response:
+    return json_response(200, {"models": [_describe(name, each) for each in model_infos for name in each.names]})
+
+
+def list_running(model_infos: Sequence[ModelInfo], path: str) -> Response:
+    """Those in memory, as `ollama ps` shows them."""
+    described = [
+        {
+            **_describe(each.model, each),
+            "context_length": each.max_tokens,
+            "expires_at": _moment(_FOR_EVER if each.expires_at is None else min(each.expires_at, _FOR_EVER)),
+            "size_vram": 0,
+        }
+        for each in model_infos
+        if each.is_resident
+    ]
+    return json_response(200, {"models": described})
+
+
+def show(call: Call) -> Response:
+    model_info = call.model_info
+    model_info.prompt_of_model_name(_required_name(call.values))  # raises ModelNotFound for a name no embedding may use
+    family = model_info.model_type
+    return json_response(
+        200,
+        {
+            "modelfile": "",
+            "parameters": f"num_ctx {model_info.max_tokens}",
+            "template": "",
+            "details": _details(model_info),
+            "model_info": {
+                "general.architecture": family,
+                "general.basename": model_info.model,
+                f"{family}.context_length": model_info.max_tokens,
+                f"{family}.embedding_length": model_info.num_dimensions,
+            },
+            "capabilities": ["embedding"] if "dense" in model_info.capabilities else [],
+            "modified_at": _moment(model_info.created_at),
+        },
+    )
+
+
+def pull(call: Call) -> Response:
+    """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
+    model_info, name = call.model_info, _required_name(call.values)
+    try:
+        model_info.prompt_of_model_name(name)
+    except ModelNotFound as error:
+        raise NotFound(
+            f"pull model manifest: file does not exist: this server has {error.served} and no other model, "
+            f'not "{error.name}"',
+            code="model_not_found",
+        ) from None
+    line = orjson.dumps({"status": "success"})
+    if call.values.get(STREAM) is False:
+        return Response(200, line)
+    return Response(200, line + b"\n", content_type="application/x-ndjson")
+
+
+def _required_name(values: Values) -> str:
+    name = values.get(MODEL) or values.get(NAME)
+    if not name:
+        raise BadRequest("model is required", param=MODEL.name)
+    return name
+
+
+def _describe(name: str, model_info: ModelInfo) -> JsonObject:
+    tagged = name if ":" in name else f"{name}:{_TAG}"
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": _moment(model_info.created_at),
+        "size": model_info.weights_bytes,
+        "digest": _digest(model_info),
+        "details": _details(model_info),
+    }
+
+
+def _digest(model_info: ModelInfo) -> str:
+    """SHA-256 of the known facts that change the model's vectors; the same under all its names."""
+    facts = (
+        model_info.model,
+        model_info.version,
+        model_info.model_type,
+        model_info.truncate_dim or model_info.dim,
+        model_info.hidden_size,
+        model_info.max_tokens,
+        model_info.pooling,
+        model_info.is_normalized,
+        model_info.default_prompt,
+        sorted(model_info.prompts.items()),
+        model_info.weights_bytes,
+    )
+    return hashlib.sha256(orjson.dumps(facts)).hexdigest()
+
+
+def _details(model_info: ModelInfo) -> JsonObject:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": model_info.model_type,
+        "families": [model_info.model_type],
+    }
+
+
+def _moment(seconds: float) -> str:
+    """RFC 3339. `seconds`: since 1970."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def render_error(error: ApiError) -> Response:
+    """The message begins with Ollama's own where clients look for it."""
+    message = error.message
+    if isinstance(error, ModelNotFound):
+        message = f'model "{error.name}" not found, try pulling it first; this server has {error.served}'
+    elif isinstance(error, InputTooLong):
+        message = f"the input length exceeds the context length: {message}"
+    # Ollama's own Go client prints `status` of a 401, and nothing of `error`.
+    status = {"status": message} if isinstance(error, InvalidApiKey) else {}
+    return json_response(error.status, {"error": message, **status})
+
+
+# --- documentation ----------------------------------------------------------------------------------------------
+
+_MOMENT: Schema = {"type": "string", "format": "date-time"}
+_DETAILS = record("parent_model", parent_model=STRING, format=STRING, family=STRING, families=list_of(STRING))
+_EMBED_RESPONSE = record(
+    model=STRING,
+    embeddings=list_of(fields.VECTOR),
+    total_duration=described(COUNT, "nanoseconds"),
+    load_duration=described(COUNT, "nanoseconds"),
+    prompt_eval_count=described(COUNT, "tokens"),
+)
+_SHOW_RESPONSE = record(
+    *("modelfile", "parameters", "template"),
+    modelfile=STRING,
+    parameters=STRING,
+    template=STRING,
+    details=_DETAILS,
+    model_info={"type": "object", "required": ["general.architecture"], "properties": {}},
+    capabilities=list_of(STRING),
+    modified_at=_MOMENT,
+)
+
+
+def _models_response(at_least: int = 1, **more: Schema) -> Schema:
+    listed = record(
+        name=STRING,
+        model=STRING,
+        modified_at=_MOMENT,
+        size=described(COUNT, "bytes of the weights' files"),
+        digest={"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the model's facts"},
+        details=_DETAILS,
+        **more,
+    )
+    return record(models=list_of(listed, at_least=at_least))
+
+
+DIALECT = Dialect(
+    name="ollama",
+    title="Ollama",
+    operations={
+        "POST /api/embed": Operation(
+            summary="Embed texts",
+            fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, OPTIONS, KEEP_ALIVE),
+            embed=parse_embed,
+            needs=("dense",),
+            response=_EMBED_RESPONSE,
+        ),
+        "POST /api/embeddings": Operation(
+            summary="Embed a text (older)",
+            fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
+            embed=parse_embeddings,
+            needs=("dense",),
+            response=record(embedding=fields.VECTOR),
+        ),
+        "GET /api/tags": Operation(
+            summary="List the model",
+            describe=list_models,
+            describes_all=True,
+            response=_models_response(),
+        ),
+        "GET /api/ps": Operation(
+            summary="List the models in memory",
+            describe=list_running,
+            describes_all=True,
+            response=_models_response(
+                at_least=0,
+                context_length=COUNT,
+                expires_at=described(_MOMENT, "when it is unloaded if no request comes; in 2262: never"),
+                size_vram={"const": 0},
+            ),
+        ),
+        "GET /api/version": Operation(
+            summary="Tell the server's version", describe=version, response=record(version=STRING)
+        ),
+        "POST /api/show": Operation(
+            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, response=_SHOW_RESPONSE
+        ),
+        "POST /api/pull": Operation(
+            summary="Make sure that the model is there",
+            fields=Fields(MODEL, NAME, STREAM),
+            reply=pull,
+            response=record(status=STRING),
+            binary_media_types=("application/x-ndjson",),
+        ),
+    },
+    render_error=render_error,
+    error=record("status", error=STRING, status=described(STRING, "the same; only with a 401")),
+    prefix="/api/",
+)

@@ -1,0 +1,832 @@
+"""text-embeddings-inference's HTTP API: parses requests, renders responses. Pure.
+
+Owns the shapes of all its paths but `/info`, and of its errors. `/`, `/invocations` and Hugging Face's paths with the
+name of a model do what the model is for: as `/embed`, `/predict` or `/embed_sparse`. `/` and `/invocations` rank a body
+with a `query` and `texts`, which Elasticsearch sends to `/` as `documents`; a model that ranks scores pairs in `inputs`
+there. Source of the shapes: its router's types, version 1.9. Differences from it:
+
+- `parameters` may hold the options of every embedding, and not only of texts to compare;
+- the inputs of one request are all texts or all token ids, or all texts or all pairs to classify;
+- an empty text is embedded, not refused, and `top_n` of a request to rank is heeded;
+- scores are those of the model's own activation: several labels may be true at once where the model says so;
+- of a model that classifies tokens, a flat list is one of texts, and labels are of tokens or spans of the text.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+
+from vecd.gateway.api import fields
+from vecd.gateway.api.answer import (
+    BINARY_MEDIA_TYPES,
+    fragments_of,
+    json_list,
+    json_response,
+    list_of_pieces,
+    parse_accept,
+    render_rows,
+    response_headers,
+    written,
+)
+from vecd.gateway.api.fields import (
+    NUMBER,
+    STRING,
+    VECTOR,
+    Field,
+    Fields,
+    Values,
+    agreed,
+    any_of,
+    contradiction,
+    described,
+    expect,
+    list_of,
+    nullable,
+    record,
+)
+from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.dialects import labels, ranking, sparse
+from vecd.gateway.dialects.inputs import TextsOrIds, check_id_lists, parse_inputs, parse_texts
+from vecd.gateway.dialects.options import INPUT_TYPE, MODEL, refused
+from vecd.gateway.dialects.ranking import QUERY, TOP_N, Relevance, read_documents
+from vecd.gateway.encoding.forms import Names, check_forms
+from vecd.gateway.encoding.fragments import Matrix, Pieces
+from vecd.gateway.errors import (
+    ApiError,
+    BadRequest,
+    EmptyInput,
+    EngineFailed,
+    ModelNotFound,
+    ServerError,
+    TooManyInputs,
+    Unavailable,
+    WrongModel,
+)
+from vecd.gateway.request import (
+    Embedded,
+    EmbedRequest,
+    Encoding,
+    Form,
+    Overflow,
+    Pair,
+    Response,
+    Token,
+    Tokenizing,
+)
+from vecd.shm.output import Output
+
+T = TypeVar("T")
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+TEXT_OR_TEXTS = (fields.STRING, fields.TEXTS)
+IDS_OR_LISTS = (fields.TOKEN_IDS, list_of(fields.TOKEN_IDS, at_least=1))
+_CUTS = {"left": Overflow.TRUNCATE_LEFT, "right": Overflow.TRUNCATE}
+WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
+INPUTS = fields.anything("inputs", WHAT, any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS), is_required=True, is_large=True)
+TRUNCATE = fields.flag(
+    "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
+)
+DIRECTION = fields.choice(
+    "truncation_direction",
+    "which end of a text that is cut is left out; null: the server's default",
+    {name: cut for side, cut in _CUTS.items() for name in (side, side.capitalize())},
+)
+PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
+TOKENIZING_FIELDS = (TRUNCATE, DIRECTION, PROMPT_NAME)
+
+
+def parameters(declared: Fields) -> Field[Values]:
+    """The field `parameters` of an operation that has these options."""
+
+    def read(body: Any, name: str) -> Values:
+        given = fields.expect(dict, body, name, "an object")
+        found = [(field, value) for field in declared if (value := given.get(field.name)) is not None]
+        return Values({field.name: field.read(value, f"{name}.{field.name}") for field, value in found})
+
+    schema = {**declared.schema(), "type": ["object", "null"]}
+    return Field(_PARAMETERS, "the other fields may be in here as well, and mean the same", schema, read)
+
+
+_PARAMETERS = "parameters"
+_ANY_PARAMETERS = parameters(Fields())
+"""The key to the value of every such field."""
+
+
+class Options:
+    """The options of a request, in its own fields or in its `parameters`, which clients use with texts to compare, and
+    for Hugging Face's endpoints with every model."""
+
+    def __init__(self, values: Values) -> None:
+        self._own = values
+        self._parameters = values.get(_ANY_PARAMETERS)
+
+    def get(self, field: Field[T]) -> T | None:
+        """The value of an option. Raises BadRequest if both places have it with different values."""
+        own = self._own.get(field)
+        if self._parameters is None:  # as most have none
+            return own
+        parameter = self._parameters.get(field)
+        if own is not None and parameter is not None and own != parameter:
+            raise contradiction(field.name, f"{_PARAMETERS}.{field.name}")
+        return parameter if own is None else own
+
+    def name_of(self, field: Field[Any]) -> str:
+        """The name of the field in an error, with the place where it was found."""
+        is_parameter = self._own.get(field) is None and self._parameters is not None
+        return f"{_PARAMETERS}.{field.name}" if is_parameter else field.name
+
+
+def _check_not_empty(value: Any, name: str) -> None:
+    if value == []:
+        raise EmptyInput(f"'{name}' cannot be empty", param=name)
+
+
+def checked_inputs(inputs: Any, name: str, model_info: ModelInfo) -> TextsOrIds:
+    _check_not_empty(inputs, name)
+    return parse_inputs(inputs, name, model_info.max_inputs)
+
+
+def read_tokenizing(options: Options, model_info: ModelInfo) -> Tokenizing:
+    name = options.get(PROMPT_NAME)
+    prompt = None if name is None else model_info.prompt_named(name, options.name_of(PROMPT_NAME))
+    return Tokenizing(prompt=prompt, overflow=read_overflow(options, model_info.overflow), are_ids_of_model=True)
+
+
+def read_overflow(options: Options, default: Overflow) -> Overflow:
+    """A direction alone does not decide whether inputs are cut; the server's `default` decides what is left open."""
+    truncates, cut = options.get(TRUNCATE), options.get(DIRECTION)
+    if truncates is False:
+        return Overflow.ERROR
+    if default in _CUTS.values():
+        return cut or default
+    return default if truncates is None else cut or Overflow.TRUNCATE
+
+
+def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
+    """Times are whole milliseconds."""
+    stages = embedded.stages
+    total_ms = str(int(stages.total_s * 1e3))
+    return {
+        "x-compute-type": model_info.compute_type,
+        "x-compute-time": total_ms,
+        "x-compute-characters": str(embedded.num_chars),
+        "x-compute-tokens": str(embedded.num_tokens),
+        "x-total-time": total_ms,
+        "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
+        "x-queue-time": str(int(stages.queue_s * 1e3)),
+        "x-inference-time": str(int(stages.compute_s * 1e3)),
+        **response_headers(embedded),
+    }
+
+
+# --- fields -----------------------------------------------------------------------------------------------------
+
+_MAX_TEXTS = 2
+"""Of one sequence."""
+_PAIR = record("text_pair", text=fields.STRING, text_pair=fields.STRING)
+PREDICTED = fields.anything(
+    "inputs",
+    "what is to be classified: a text, a list of two texts, which are a pair, or a list of lists of one text or of a "
+    "pair each; also objects with a `text` and a `text_pair`",
+    any_of(fields.STRING, fields.TEXTS, list_of(any_of(fields.TEXTS, _PAIR), at_least=1), _PAIR),
+    is_required=True,
+    is_large=True,
+)
+RAW_LABELS = fields.flag("raw_scores", "true: scores are the model's own numbers, without an activation", default=False)
+FUNCTION = fields.choice(
+    "function_to_apply",
+    "the activation; default: the model's own",
+    {"none": "identity", "sigmoid": "sigmoid", "softmax": "softmax", "default": None},
+)
+TOP_K = fields.whole_number("top_k", "most labels of a text; default: all", minimum=1)
+PREDICT_OPTIONS = (TRUNCATE, DIRECTION, RAW_LABELS, FUNCTION, TOP_K, labels.AGGREGATION, labels.IGNORED)
+CANDIDATE_LABELS = refused(
+    "candidate_labels", "to choose among labels of a request is POST /v1/classify with 'labels'", nullable("array")
+)
+"""Of Hugging Face's zero-shot classification, whose clients post it to the same paths."""
+
+_FLAT_LABELS = (list_of(labels.LABEL), list_of(labels.ENTITY))
+LABELS_OF_INPUTS = any_of(*(each for flat in _FLAT_LABELS for each in (flat, list_of(flat))))
+
+_COMPARED = record(source_sentence=STRING, sentences=fields.TEXTS)
+
+INPUTS_OF_ALL = replace(
+    INPUTS,
+    description=f"{WHAT}; or texts to compare, as with /similarity",
+    schema=any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS, _COMPARED, *PREDICTED.schema["anyOf"]),
+)
+_INPUTS_OF_HUB = replace(INPUTS, schema=any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS, *PREDICTED.schema["anyOf"]))
+TEXT_INPUTS = replace(
+    INPUTS,
+    name="text_inputs",
+    description="the same as `inputs`, by the name of SageMaker's own models",
+    is_required=False,
+)
+COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
+TEXTS = fields.anything("inputs", "a text, or a list of texts", any_of(*TEXT_OR_TEXTS), is_required=True, is_large=True)
+NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
+DIMENSIONS = fields.whole_number("dimensions", "length of the vectors", minimum=1)
+ENCODING = fields.choice(
+    "encoding_format",
+    "numbers, whether 'float' or 'base64', which Hugging Face's clients send, and cannot read; or no JSON at all",
+    {"float": Encoding.FLOAT, "base64": Encoding.FLOAT, "bytes": Encoding.BYTES, "npy": Encoding.NPY},
+)
+ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
+IDS = fields.anything(
+    "ids",
+    "token ids of the model's own, or a list of lists of them",
+    any_of(*IDS_OR_LISTS),
+    is_required=True,
+    is_large=True,
+)
+SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's special tokens out of a text", default=True)
+
+
+_SPARSE_OPTIONS = (*TOKENIZING_FIELDS, INPUT_TYPE, sparse.TOP_K, sparse.MAX_ACTIVE_DIMS, sparse.MIN_WEIGHT)
+OPTION_FIELDS = Fields(*TOKENIZING_FIELDS, NORMALIZE, DIMENSIONS, ENCODING)
+PARAMETERS = parameters(OPTION_FIELDS)
+ALL_OPTIONS = Fields(*{field.name: field for field in (*OPTION_FIELDS, *PREDICT_OPTIONS, *_SPARSE_OPTIONS)}.values())
+ALL_PARAMETERS = parameters(Fields(*ALL_OPTIONS, CANDIDATE_LABELS))
+"""Of the paths whose operation depends on the model."""
+
+# --- embeddings -------------------------------------------------------------------------------------------------
+
+
+def parse_embed(call: Call, inputs_field: Field[Any] = INPUTS) -> ParsedEmbed:
+    inputs = checked_inputs(call.values.get(inputs_field), inputs_field.name, call.model_info)
+    request = _embed_request(call, Options(call.values), inputs)
+    return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
+
+
+def parse_embed_by_model(call: Call) -> ParsedEmbed:
+    """At Hugging Face's paths with the name of a model, which may select a prompt, as elsewhere."""
+    prompt = call.model_info.prompt_of_model_name(call.values.get(MODEL))
+    work = parse_embed(call)
+    tokenizing = work.request.tokenizing
+    if prompt is not None and tokenizing.prompt is not None and prompt != tokenizing.prompt:
+        raise contradiction(MODEL.name, PROMPT_NAME.name)
+    if prompt is None:
+        return work
+    return work._replace(request=work.request._replace(tokenizing=tokenizing._replace(prompt=prompt)))
+
+
+def parse_for_hub(call: Call) -> ParsedEmbed:
+    """At Hugging Face's paths, by what the model is for."""
+    return _by_kind(call, parse_embed_by_model, parse_by_hub)
+
+
+def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callable[[Call], ParsedEmbed]) -> ParsedEmbed:
+    """What the model is for; a model that makes vectors of texts may also do other things, by other paths."""
+    model_info = call.model_info
+    if model_info.is_dense:
+        return embed(call)
+    if model_info.score is None and model_info.sparse is None:
+        raise WrongModel(
+            f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'",
+            can=lambda info: info.is_dense or info.score is not None or info.sparse is not None,
+        )
+    return parse_embed_sparse(call) if model_info.score is None else classify(call)
+
+
+def parse_invocation(call: Call) -> ParsedEmbed:
+    has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
+    return parse_embed(call, TEXT_INPUTS) if has_texts and call.model_info.is_dense else parse_default(call)
+
+
+def parse_embed_or_compare(call: Call) -> ParsedEmbed:
+    """Texts to compare are recognized by their shape, because clients send them to "/", too."""
+    return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
+
+
+def parse_embed_all(call: Call) -> ParsedEmbed:
+    """Raises WrongModel if a token's vector is longer than a row."""
+    values, model_info = call.values, call.model_info
+    if Output.TOKENS not in model_info.outputs:
+        raise WrongModel(
+            f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
+            f"and there is room for the {model_info.dim} of its own vectors",
+            can=lambda info: info.is_dense and Output.TOKENS in info.outputs,
+        )
+    tokenizing = labels.without_chunks(read_tokenizing(Options(values), model_info), model_info)
+    inputs = checked_inputs(values.get(INPUTS), INPUTS.name, model_info)
+    request = call.request(inputs, tokenizing=tokenizing, output=Output.TOKENS)
+    return ParsedEmbed(request, partial(render_vectors, model_info=model_info))
+
+
+def _embed_request(call: Call, options: Options, inputs: TextsOrIds) -> EmbedRequest:
+    model_info = call.model_info
+    normalizes = options.get(NORMALIZE) is not False
+    encoding = options.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
+    request = call.request(
+        inputs,
+        forms=(Form(encoding),),
+        tokenizing=read_tokenizing(options, model_info),
+        output=Output.VECTORS if normalizes else Output.UNNORMALIZED,
+        normalize=normalizes,
+        dimensions=_dimensions(options, model_info),
+    )
+    check_forms(
+        request,
+        model_info,
+        Names(dimensions=options.name_of(DIMENSIONS)),
+        has_ranges=model_info.has_quantization_ranges,
+    )
+    return request
+
+
+def _dimensions(options: Options, model_info: ModelInfo) -> int | None:
+    dimensions = options.get(DIMENSIONS)
+    return None if dimensions is None else model_info.check_dimensions(dimensions, options.name_of(DIMENSIONS))
+
+
+def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
+    """A JSON list that holds the collected rows without a copy, or a binary response."""
+    [collector] = embedded.collectors
+    if isinstance(collector, Matrix):
+        response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
+    else:
+        response = Response(200, json_list(fragments_of(embedded)))
+    response.headers.update(headers_of(embedded, model_info))
+    return response
+
+
+# --- labels -----------------------------------------------------------------------------------------------------
+
+
+def read_sequences(value: Any, name: str, model_info: ModelInfo) -> tuple[list[str] | list[Pair], bool]:
+    """The texts or pairs of `inputs`, and whether the response is that of the only one, and not a list of one."""
+    if isinstance(value, str | dict):
+        return _of_one_kind([_texts_of(value, name, name)], name), True
+    _check_not_empty(value, name)
+    fields.expect(list, value, name, "a text, a list of two texts, or a list of lists", none="missing")
+    if isinstance(value[0], str):
+        if len(value) > _MAX_TEXTS:
+            raise BadRequest(
+                f"'{name}' has {len(value)} texts: a flat list is one text, or a pair of two; send a list of lists, "
+                "as [[first text], [second text], …]",
+                param=name,
+            )
+        return _of_one_kind([_texts_of(value, name, name)], name), True
+    if len(value) > model_info.max_inputs:
+        raise TooManyInputs(
+            f"'{name}' has {len(value)} sequences, at most {model_info.max_inputs} in one request (--max-inputs)",
+            param=name,
+        )
+    sequences = [_texts_of(item, f"{name}[{index}]", name) for index, item in enumerate(value)]
+    return _of_one_kind(sequences, name), False
+
+
+def _texts_of(item: Any, where: str, name: str) -> list[str]:
+    """One text, or the two of a pair."""
+    places = ("[0]", "[1]")
+    if isinstance(item, dict):
+        places = (".text", ".text_pair")
+        if item.get("text") is None:
+            raise BadRequest(f"'{where}.text' must be a string, is missing", param=name)
+        item = [item["text"]] if item.get("text_pair") is None else [item["text"], item["text_pair"]]
+    if isinstance(item, str):
+        return [item]
+    texts = fields.expect(list, item, where, "a list of one text or two", param=name)
+    if not 1 <= len(texts) <= _MAX_TEXTS:
+        raise BadRequest(f"'{where}' must have one text, or a pair of two, has {len(texts)}", param=name)
+    for place, text in zip(places, texts, strict=False):
+        fields.expect(str, text, f"{where}{place}", "a string", param=name)
+    return texts
+
+
+def _of_one_kind(sequences: list[list[str]], name: str) -> list[str] | list[Pair]:
+    num = len(sequences[0])
+    for index, texts in enumerate(sequences):
+        if len(texts) != num:
+            raise BadRequest(
+                f"'{name}[{index}]' has {len(texts)} texts and '{name}[0]' {num}: one request has texts, or pairs",
+                param=name,
+            )
+    return [texts[0] for texts in sequences] if num == 1 else [Pair(*texts) for texts in sequences]
+
+
+def parse_predict(call: Call) -> ParsedEmbed:
+    labels.head_of(call.model_info)
+    if labels.classifies_tokens(call.model_info):
+        return _parse_tokens(call)
+    return _parse_sequences(call, *read_sequences(call.values.get(PREDICTED), PREDICTED.name, call.model_info))
+
+
+def parse_by_hub(call: Call) -> ParsedEmbed:
+    """At Hugging Face's paths: a flat list is one of texts, and the labels of even one text are in a list of lists,
+    where its clients look for them."""
+    if labels.classifies_tokens(call.model_info):
+        return _parse_tokens(call)
+    value, name = call.values.get(PREDICTED), PREDICTED.name
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        value = [[text] for text in parse_texts(value, name, call.model_info.max_inputs)]
+    inputs, _ = read_sequences(value, name, call.model_info)
+    return _parse_sequences(call, inputs, is_single=False)
+
+
+def _parse_sequences(call: Call, inputs: list[str] | list[Pair], is_single: bool) -> ParsedEmbed:
+    model_info, options = call.model_info, Options(call.values)
+    head, activation, top_k = labels.head_of(model_info), _activation(options), options.get(TOP_K)
+
+    def render(embedded: Embedded) -> Response:
+        results = written(labels.ranked_labels(embedded, head, activation, top_k))
+        return _render_labels(results, embedded, is_single=is_single, model_info=model_info)
+
+    request = _predict_request(call, options, inputs, Output.SCORES)
+    return ParsedEmbed(request, render, labels.is_large(len(inputs), model_info))
+
+
+def _parse_tokens(call: Call) -> ParsedEmbed:
+    """Flat lists are of texts: there is nothing to say of the tokens of a pair."""
+    model_info, options, value = call.model_info, Options(call.values), call.values.get(PREDICTED)
+    _check_not_empty(value, PREDICTED.name)
+    texts = parse_texts(value, PREDICTED.name, model_info.max_inputs)
+    request = _predict_request(call, options, texts, Output.TOKEN_SCORES)
+    respond = partial(_render_labels, is_single=isinstance(value, str), model_info=model_info)
+    return labels.parse_entities(request, model_info, options, _activation(options), respond)
+
+
+def _predict_request(call: Call, options: Options, inputs: list[str] | list[Pair], output: Output) -> EmbedRequest:
+    tokenizing = labels.without_chunks(read_tokenizing(options, call.model_info), call.model_info)
+    return call.request(inputs, tokenizing=tokenizing, output=output)
+
+
+def _activation(options: Options) -> str | None:
+    """As in `labels.scores_of`."""
+    is_raw, function = options.get(RAW_LABELS), options.get(FUNCTION)
+    if is_raw and function not in (None, "identity"):
+        raise contradiction(options.name_of(RAW_LABELS), options.name_of(FUNCTION))
+    return "identity" if is_raw else function
+
+
+def _render_labels(
+    results: Iterator[Iterable[bytes]], embedded: Embedded, *, is_single: bool, model_info: ModelInfo
+) -> Response:
+    """`results`: the JSON of each sequence, in pieces."""
+    body = iter(next(results)) if is_single else list_of_pieces(results)
+    return Response(200, body, headers_of(embedded, model_info))
+
+
+# --- sparse vectors ---------------------------------------------------------------------------------------------
+
+
+def parse_embed_sparse(call: Call) -> ParsedEmbed:
+    values, model_info, options = call.values, call.model_info, Options(call.values)
+    output, purpose = sparse.output_of(model_info), options.get(INPUT_TYPE)
+    tokenizing = labels.without_chunks(read_tokenizing(options, model_info), model_info)
+    if purpose is not None and tokenizing.prompt is None:
+        tokenizing = tokenizing._replace(prompt=model_info.prompt_for(purpose, options.name_of(INPUT_TYPE)))
+    request = call.request(
+        checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
+        tokenizing=tokenizing._replace(role=model_info.role_of(purpose or options.get(PROMPT_NAME))),
+        output=output,
+        sparse=sparse.read_options(options),
+    )
+
+    def render(embedded: Embedded) -> Response:
+        vectors = map(sparse.indexed_pieces, sparse.vectors_of(embedded))
+        return Response(200, list_of_pieces(vectors), headers_of(embedded, model_info))
+
+    return ParsedEmbed(request, render, sparse.is_large(request.inputs))
+
+
+# --- similarity -------------------------------------------------------------------------------------------------
+
+
+def parse_similarity(call: Call) -> ParsedEmbed:
+    model_info = call.model_info
+    texts, options = _compared(call.values.require(COMPARED), model_info), Options(call.values)
+    if options.get(ENCODING) not in (None, Encoding.FLOAT):
+        name = options.name_of(ENCODING)
+        raise BadRequest(f"'{name}' must be 'float': cosines are JSON", param=name)
+    request = call.request(
+        texts,
+        forms=(Form(Encoding.BYTES),),
+        tokenizing=read_tokenizing(options, model_info),
+        normalize=True,
+        dimensions=_dimensions(options, model_info),
+    )
+
+    def render(embedded: Embedded) -> Response:
+        """Cosines: the vectors are of length 1."""
+        [collector] = embedded.collectors
+        assert isinstance(collector, Matrix)
+        cosines = collector.rows[1:] @ collector.rows[0]
+        body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
+        return Response(200, body, headers_of(embedded, model_info))
+
+    return ParsedEmbed(request, render)
+
+
+def _compared(value: Any, model_info: ModelInfo) -> list[str]:
+    """The text, and the texts that it is compared with."""
+    given = expect(dict, value, "inputs", "an object of a 'source_sentence' and 'sentences'")
+    source = expect(str, given.get("source_sentence"), "inputs.source_sentence", "a string", none="missing")
+    name = "inputs.sentences"
+    sentences = expect(list, given.get("sentences"), name, "a list of strings", none="missing")
+    _check_not_empty(sentences, name)
+    if len(sentences) >= model_info.max_inputs:
+        raise TooManyInputs(
+            f"'{name}' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in one "
+            "request (--max-inputs)",
+            param=name,
+        )
+    return [source, *parse_texts(sentences, name, model_info.max_inputs)]
+
+
+# --- ranking ----------------------------------------------------------------------------------------------------
+
+RANKED = fields.anything("texts", "what is ranked", fields.TEXTS, is_required=True, is_large=True)
+RANKED_DOCUMENTS = fields.anything(
+    "documents", "the same, by the name of other APIs; or objects with a `text`", ranking.TEXTS_SCHEMA, is_large=True
+)
+RAW_SCORES = ranking.flag("raw_scores", "true: scores are the model's logits, without a sigmoid", default=False)
+RETURN_TEXT = ranking.flag("return_text", "true: the response repeats the texts", default=False)
+RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of other APIs", default=False)
+
+
+def parse_rerank(call: Call) -> ParsedEmbed:
+    values, model_info = call.values, call.model_info
+    texts, name = agreed(values, RANKED, RANKED_DOCUMENTS) or (values.require(RANKED), RANKED.name)
+    _check_not_empty(texts, name)
+    texts = read_documents(texts, name, model_info.max_inputs)
+    returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
+    repeated = tuple(texts) if returns_texts else ()
+    render = partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info)
+    return _parse_ranked(call, [values.require(QUERY)], texts, name, render, repeated)
+
+
+def _parse_ranked(
+    call: Call,
+    queries: list[str],
+    texts: list[str],
+    field: str,
+    render: Callable[[Embedded, Relevance], Response],
+    repeated: tuple[str, ...] = (),
+) -> ParsedEmbed:
+    options = Options(call.values)
+    tokenizing = Tokenizing(overflow=read_overflow(options, ranking.default_overflow(call.model_info)))
+    is_raw = options.get(RAW_SCORES) is True
+    return ranking.parse(call, queries, texts, field, render, tokenizing=tokenizing, is_raw=is_raw, repeated=repeated)
+
+
+def parse_default(call: Call) -> ParsedEmbed:
+    if call.values.get(QUERY) is not None:
+        return parse_rerank(call)
+    return parse_pairs(call) if _takes_pairs(call.model_info) else _by_kind(call, parse_embed_or_compare, parse_predict)
+
+
+def _takes_pairs(model_info: ModelInfo) -> bool:
+    return "rerank" in model_info.capabilities or model_info.capabilities == ("multi-vector",)
+
+
+def parse_pairs(call: Call) -> ParsedEmbed:
+    """A list of pairs, as OpenSearch's blueprint for cross-encoders sends them: their scores, in their order."""
+    model_info, pairs = call.model_info, call.values.get(INPUTS_OF_ALL)
+    if isinstance(pairs, list) and pairs and isinstance(pairs[0], dict | list):
+        pairs, _ = read_sequences(pairs, INPUTS.name, model_info)
+        if isinstance(pairs[0], Pair):
+            queries, texts = map(list, zip(*pairs, strict=True))
+            return _parse_ranked(call, queries, texts, INPUTS.name, partial(_render_scores, model_info=model_info))
+    raise WrongModel(
+        "The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'",
+        can=lambda info: not _takes_pairs(info),
+    )
+
+
+def _render_scores(embedded: Embedded, relevance: Relevance, *, model_info: ModelInfo) -> Response:
+    body = orjson.dumps([{"score": score} for score in relevance.scores])
+    return Response(200, body, headers_of(embedded, model_info))
+
+
+def render_ranks(
+    embedded: Embedded, relevance: Relevance, *, texts: tuple[str, ...], num: int | None, model_info: ModelInfo
+) -> Response:
+    """`texts`: those that the response repeats; none if it repeats none."""
+    ranks = [
+        orjson.dumps({"index": index, "score": score, **({"text": texts[index]} if texts else {})})
+        for index, score in relevance.ranked(num)
+    ]
+    return Response(200, json_list(ranks), headers_of(embedded, model_info))
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------
+
+
+def parse_tokenize(call: Call) -> ParsedTokenize:
+    values, model_info = call.values, call.model_info
+    texts = values.get(TEXTS)
+    _check_not_empty(texts, TEXTS.name)
+    texts = parse_texts(texts, TEXTS.name, model_info.max_inputs)
+    name = values.get(PROMPT_NAME)
+    prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
+    adds = values.get(ADD_SPECIAL_TOKENS) is not False
+    tokens = TokenLists(texts, prompt)
+    return ParsedTokenize(texts, adds, prompt, tokens, tokens.render)
+
+
+class TokenLists:
+    """The tokens of texts as JSON. A token is written as its part of the text, a special one as its name."""
+
+    def __init__(self, texts: list[str], prompt: str) -> None:
+        self._texts = texts
+        self._prompt = prompt
+        self._index = -1
+        self._data = b""
+        """The text that is being written, with its prompt, in UTF-8."""
+        self._before = b""
+        """The separator before the next tokens of the text."""
+        self._pieces: Pieces = [b"["]
+
+    def put(self, index: int, tokens: list[Token]) -> None:
+        if index != self._index:
+            self._pieces.append(b"],[" if index else b"[")
+            self._index = index
+            self._data = (self._prompt + self._texts[index]).encode(errors="replace")
+            self._before = b""
+        if tokens:
+            self._pieces += (self._before, orjson.dumps([self._describe(token) for token in tokens])[1:-1])
+            self._before = b","
+
+    def _describe(self, token: Token) -> dict[str, Any]:
+        is_part = token.start is not None
+        return {
+            "id": token.id,
+            "text": self._data[token.start : token.stop].decode(errors="replace") if is_part else token.text,
+            "special": token.is_special,
+            "start": token.start,
+            "stop": token.stop,
+        }
+
+    def render(self) -> Response:
+        return Response(200, [*self._pieces, b"]]"])
+
+
+def parse_decode(call: Call) -> ParsedDecode:
+    value = call.values.require(IDS)
+    _check_not_empty(value, IDS.name)
+    lists = parse_inputs(value, IDS.name, call.model_info.max_inputs)
+    if isinstance(lists[0], str):
+        raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
+    skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
+    return ParsedDecode(check_id_lists(lists, IDS.name), skips, lambda texts: json_response(200, texts))
+
+
+_ERRORS: tuple[tuple[type[ApiError], int | None, str], ...] = (
+    (EmptyInput, 400, "Empty"),
+    (ModelNotFound, None, "Validation"),
+    (BadRequest, 422, "Validation"),
+    (WrongModel, 424, "Backend"),
+    (EngineFailed, 424, "Backend"),
+    (ServerError, None, "Backend"),
+    (Unavailable, None, "Unhealthy"),
+)
+"""Class, status (None: the error's own) and type. The first match counts; other errors are overload or a refusal, by
+their status."""
+_FIELD = re.compile(r"'input(?=['\[])")
+"""The name of the input field in messages of modules that know no dialect."""
+
+
+def render_error(error: ApiError) -> Response:
+    status, error_type = _status_and_type(error)
+    message = _FIELD.sub("'inputs", error.message)
+    return json_response(status, {"error": message, "error_type": error_type})
+
+
+def _status_and_type(error: ApiError) -> tuple[int, str]:
+    if error.status == 429:
+        return error.status, "Overloaded"
+    if isinstance(error, BadRequest) and error.dialect is None and error.param is None:
+        return error.status, "Validation"  # not JSON, or not HTTP, so not yet a request of this dialect
+    for kind, status, error_type in _ERRORS:
+        if isinstance(error, kind):
+            return (error.status if status is None else status), error_type
+    return error.status, "Validation"
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+_VECTORS = list_of(VECTOR)
+_TOKEN = record(
+    id={"type": "integer"},
+    text=STRING,
+    special=fields.BOOLEAN,
+    start=described(nullable("integer"), "in bytes of the text as UTF-8, its prompt included"),
+    stop=nullable("integer"),
+)
+_ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
+_KINDS = ("dense", *labels.NEEDS, "sparse")
+_EMBED = Operation(
+    summary="Embed texts or token ids",
+    needs=("dense",),
+    fields=Fields(INPUTS, *OPTION_FIELDS, PARAMETERS),
+    embed=parse_embed,
+    response=_VECTORS,
+    binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
+)
+_RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
+_RANKS = list_of(record("text", index=fields.COUNT, score=NUMBER, text=STRING))
+_PAIR_SCORES = list_of(record(score=NUMBER))
+_SPARSE = list_of(record(index=fields.COUNT, value=NUMBER))
+_PREDICT = Operation(
+    summary="Classify texts, pairs of texts, or their tokens",
+    fields=Fields(PREDICTED, *PREDICT_OPTIONS, parameters(Fields(*PREDICT_OPTIONS, CANDIDATE_LABELS))),
+    embed=parse_predict,
+    response=LABELS_OF_INPUTS,
+    needs=labels.NEEDS,
+)
+_OPTIONAL = [replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)]
+_RANKING_ALONE = [field for field in (*_RANKING_OPTIONS, RETURN_DOCUMENTS) if field not in ALL_OPTIONS]
+_DEFAULT_FIELDS = (*_OPTIONAL, *_RANKING_ALONE, *ALL_OPTIONS, ALL_PARAMETERS)
+_DEFAULT = replace(
+    _EMBED,
+    summary="Embed, compare, classify or rank texts, by what the model is for",
+    fields=Fields(*_DEFAULT_FIELDS),
+    embed=parse_default,
+    response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
+    needs=tuple(dict.fromkeys((*_KINDS, *ranking.NEEDS))),
+    claims=(INPUTS.name, QUERY.name),
+)
+_INVOCATION = replace(
+    _DEFAULT,
+    fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
+    embed=parse_invocation,
+    claims=(INPUTS.name, TEXT_INPUTS.name, RANKED.name),
+    bare_list=INPUTS.name,
+)
+_EMBED_BY_MODEL = replace(
+    _EMBED,
+    summary="Embed or classify texts, where clients of Hugging Face look for it",
+    fields=Fields(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, ALL_PARAMETERS),
+    embed=parse_for_hub,
+    response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
+    needs=_KINDS,
+)
+_HUB_PATHS = ("/models/*/pipeline/{}", "/pipeline/{}/*", "/hf-inference/models/*/pipeline/{}")
+_HUB_TASKS = ("feature-extraction", "text-classification", "token-classification")
+
+DIALECT = Dialect(
+    name="tei",
+    title="text-embeddings-inference",
+    operations={
+        "POST /embed": replace(_EMBED, claims=(INPUTS.name,)),
+        "POST /models/*": _EMBED_BY_MODEL,
+        **{f"POST {path.format(task)}": _EMBED_BY_MODEL for task in _HUB_TASKS for path in _HUB_PATHS},
+        "POST /": _DEFAULT,
+        "POST /invocations": _INVOCATION,
+        "POST /embed_all": Operation(
+            summary="Embed every token of texts, special tokens included",
+            fields=Fields(INPUTS, *TOKENIZING_FIELDS, PARAMETERS),
+            embed=parse_embed_all,
+            needs=("dense",),
+            response=list_of(_VECTORS),
+        ),
+        "POST /similarity": Operation(
+            summary="Compare a text with others, by cosine",
+            fields=Fields(COMPARED, *TOKENIZING_FIELDS, DIMENSIONS, ENCODING, PARAMETERS),
+            embed=parse_similarity,
+            needs=("dense",),
+            response=VECTOR,
+        ),
+        "POST /tokenize": Operation(
+            summary="The tokens of texts",
+            fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
+            reply=parse_tokenize,
+            response=list_of(list_of(_TOKEN)),
+            claims=(INPUTS.name,),
+        ),
+        "POST /decode": Operation(
+            summary="The text of token ids",
+            fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
+            reply=parse_decode,
+            response=list_of(STRING),
+        ),
+        "POST /rerank": Operation(
+            summary="Rank texts by how well they answer a query",
+            fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
+            embed=parse_rerank,
+            response=_RANKS,
+            needs=ranking.NEEDS,
+        ),
+        "POST /predict": _PREDICT,
+        "POST /embed_sparse": Operation(
+            summary="Make sparse vectors of texts or token ids",
+            fields=Fields(INPUTS, *_SPARSE_OPTIONS, parameters(Fields(*_SPARSE_OPTIONS))),
+            embed=parse_embed_sparse,
+            response=list_of(_SPARSE),
+            needs=("sparse",),
+        ),
+    },
+    render_error=render_error,
+    error=record(error=STRING, error_type={"enum": _ERROR_TYPES}),
+    statuses={
+        422: "A field is not as it must be",
+        424: "The engine failed on an input, or the model cannot do this at all",
+    },
+)

@@ -1,0 +1,319 @@
+"""The table of errors that a client can see: exception → status, type, code and log level.
+
+Client errors (4xx) have the field, the limit and the value; overload (429 and 503) has Retry-After; server errors (5xx)
+are generic for the client, and complete in the log under the request id. Statuses, types and codes follow OpenAI's API,
+because clients match on them: 400 and never 422, and no 5xx is an `invalid_request_error`. No message quotes a text, a
+token id, a vector or a key.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+
+class ApiError(Exception):
+    """An error response. Subclasses define the family; `message` is for the client to read."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
+    """Those that the status requires."""
+    log_level: ClassVar[int] = logging.DEBUG
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        can: Callable[[Any], bool] | None = None,
+    ) -> None:
+        """`can`: whether the model with a `vecd.gateway.api.served.ModelInfo` could answer the request; None: the error
+        is not about the kind of the model."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.can = can
+        self.dialect: str | None = None
+        """Whose shape the response has, where the path alone does not decide."""
+        if code is not None:
+            self.code = code
+
+
+# --- client errors ----------------------------------------------------------------------------------------------
+
+
+class ClientError(ApiError):
+    """Base of all errors but overload that are the client's."""
+
+    type = "invalid_request_error"
+
+
+class BadRequest(ClientError):
+    """Raised while a request is read or parsed; `param` names the field."""
+
+    status = 400
+
+
+class TooManyInputs(BadRequest):
+    """Raised for more inputs than a request may have: by `vecd.gateway.api.large_json` while they are read, and by
+    dialects."""
+
+
+class EmptyInput(BadRequest):
+    """Raised by `vecd.gateway.dialects.tei` for a list of no inputs."""
+
+
+class InputTooLong(BadRequest):
+    """Raised by `vecd.gateway.tokenization.tokenizer`, with Overflow.ERROR. LiteLLM and Elasticsearch recognize
+    OpenAI's sentence, and act on it."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        num_tokens: int,
+        *,
+        is_at_least: bool = False,
+        param: str | None = None,
+        where: str = "",
+        index: int | None = None,
+    ) -> None:
+        """`is_at_least`: not all of the input was read. `where`: what follows OpenAI's sentence. `index`: of the
+        input, for a caller that can say more."""
+        self.index = index
+        num = f"at least {num_tokens}" if is_at_least else f"{num_tokens}"
+        super().__init__(
+            f"This model's maximum context length is {max_tokens} tokens, however you requested {num} tokens ({num} in "
+            f"your prompt; 0 for the completion). Please reduce your prompt; or completion length.{where}",
+            param=param,
+        )
+
+
+class TooManyTokens(BadRequest):
+    """Raised by `vecd.gateway.pipeline` for a request whose inputs have too many tokens together."""
+
+    type = "max_tokens_per_request"
+    code = "max_tokens_per_request"
+
+
+class ModelNotFound(BadRequest):
+    """Raised by `vecd.gateway.api.served` for a name that is not the served model's, where the name is checked."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, name: str, served: str) -> None:
+        """`served`: its names, as one text."""
+        name = name[:64]
+        super().__init__(f"The model `{name}` does not exist; this server has {served}", param="model")
+        # For dialects with a message of their own.
+        self.name = name
+        self.served = served
+
+
+class InvalidApiKey(ClientError):
+    """Raised by `vecd.gateway.scheduling.keys` when a key is configured and the request has another, or none."""
+
+    status = 401
+    code = "invalid_api_key"
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
+
+
+class PermissionDenied(ClientError):
+    """Raised by `vecd.gateway.scheduling.keys` for a key without the scope, and by `vecd.gateway.http.connection` for
+    what may be a web page on the admin listener."""
+
+    status = 403
+    code = "insufficient_scope"
+
+
+class NotFound(ClientError):
+    """Raised by `vecd.gateway.app.routes` for an unknown path, and for an unknown model."""
+
+    status = 404
+
+
+class MethodNotAllowed(ClientError):
+    """Raised by `vecd.gateway.app.routes` when the path exists under other methods."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.headers = {"allow": allow}
+
+
+class RequestTimeout(ClientError):
+    """Raised by `vecd.gateway.http.connection` when a request's bytes do not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class IdentityMismatch(ClientError):
+    """Raised by `vecd.gateway.app.handle` for a request that demands another identity than the model's."""
+
+    status = 412
+    code = "identity_mismatch"
+
+
+class PayloadTooLarge(ClientError):
+    """Raised while the body arrives, or is decompressed, before any of it is parsed."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class UnsupportedEncoding(ClientError):
+    """Raised for a body with an unsupported Content-Encoding, before any of it is read."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+    def __init__(self, message: str, *, accepted: str) -> None:
+        """`accepted`: the supported codings, as Accept-Encoding names them."""
+        super().__init__(message)
+        self.headers = {"accept-encoding": accepted}
+
+
+class WrongModel(ClientError):
+    """Raised where the served model lacks the capability. TEI's dialect renders it as 424."""
+
+    status = 400
+    code = "wrong_model"
+
+
+class HeadersTooLarge(ClientError):
+    """Raised while the head of a request arrives."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class NotImplementedByServer(ApiError):
+    """Raised for methods that are not supported, and for a transfer coding other than chunked."""
+
+    status = 501
+    code = "not_implemented"
+
+
+class HttpVersionNotSupported(ApiError):
+    """Raised for versions of HTTP before 1.0 and after 1.x."""
+
+    status = 505
+    code = "http_version_not_supported"
+
+
+# --- overload ---------------------------------------------------------------------------------------------------
+
+
+_MAX_RETRY_AFTER_S = 60.0
+"""SDKs ignore more than a minute or two."""
+_MAX_START_RETRY_AFTER_S = 10.0
+"""A client that polls a starting server should not add more than this to the start."""
+_SPREAD, _MIN_SPREAD_S = 0.5, 2.0
+"""Clients that were refused together come back over half of the time that they were told to wait, or two seconds."""
+
+
+class _Overload(ApiError):
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        """`retry_after_s`: when a retry is expected to succeed. The headers never say less, but for the last two
+        seconds of a minute, over which retries are spread, too. Whole seconds are at least one, because SDKs retry at
+        once on zero."""
+        super().__init__(message, code=code)
+        if self.status != HTTPStatus.TOO_MANY_REQUESTS:
+            self.headers = {"retry-after": _whole_seconds(retry_after_s)}
+            return
+        seconds = min(retry_after_s, _MAX_RETRY_AFTER_S - _MIN_SPREAD_S)
+        seconds += random.uniform(0, min(max(_MIN_SPREAD_S, _SPREAD * seconds), _MAX_RETRY_AFTER_S - seconds))
+        milliseconds = math.ceil(1000 * seconds)
+        self.headers = {"retry-after": _whole_seconds(milliseconds / 1000), "retry-after-ms": str(milliseconds)}
+
+
+def _whole_seconds(seconds: float) -> str:
+    return str(math.ceil(min(_MAX_RETRY_AFTER_S, max(1.0, seconds))))
+
+
+class TooManyRequests(_Overload):
+    """Raised when too much is waiting by `vecd.gateway.scheduling.admission`, `vecd.gateway.api.body` and
+    `vecd.gateway.http.connection`."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "server_overloaded"
+
+
+class RateLimited(_Overload):
+    """Raised by `vecd.gateway.scheduling.keys` when a key has used up its quota."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(_Overload):
+    """Raised when no worker can serve within the request's deadline, and while the server drains."""
+
+    status = 503
+    code = "service_unavailable"
+    log_level = logging.WARNING
+
+
+class NotReady(Unavailable):
+    """Raised by `vecd.gateway.pipeline` before a worker can serve for the first time."""
+
+    code = "not_ready"
+    log_level = logging.DEBUG
+
+    def __init__(self, stage: str, started_s: float) -> None:
+        """`stage`: what the start is doing. `started_s`: seconds since it began; it is expected to take as many
+        more."""
+        super().__init__(f"The server is starting; {stage}", retry_after_s=min(_MAX_START_RETRY_AFTER_S, started_s))
+
+
+class DeadlinePassed(Unavailable):
+    """Raised when a request's deadline passes, or would pass before its next batch is done."""
+
+    log_level = logging.INFO
+
+    def __init__(self, why: str | None) -> None:
+        super().__init__(f"No answer before the request's deadline: {why or 'too much was waiting'}", retry_after_s=5)
+
+
+# --- server errors ----------------------------------------------------------------------------------------------
+
+
+class ServerError(ApiError):
+    """Raised when the engine failed on a request, and rendered for any unexpected exception."""
+
+    code = "internal_error"
+    log_level = logging.ERROR
+
+
+class EngineFailed(ServerError):
+    """Raised by `vecd.gateway.dispatch.dispatcher` when the engine failed on an input, and nothing else did."""
+
+
+class PoisonInput(EngineFailed):
+    """Raised by `vecd.gateway.dispatch.dispatcher` for an input whose batches died with their workers."""
+
+    code = "poison_input"
+    # OpenAI's SDKs repeat a 5xx, which would crash a worker again.
+    headers = MappingProxyType({"x-should-retry": "false"})
+
+
+# Quote values of a client in error messages, shortened.
+
+_MAX_QUOTED_CHARS, _MAX_SHOWN_CHARS = 32, 64
+
+
+def quoted(text: str) -> str:
+    """The beginning of a client's value, in ASCII."""
+    shown = ascii(text[:_MAX_QUOTED_CHARS])  # ten characters for each that is not ASCII
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."

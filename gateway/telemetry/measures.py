@@ -1,0 +1,471 @@
+"""Write this gateway's section of `vecd.shm.shared_metrics`, read those of all gateways, and count finished requests.
+
+Every write is a few plain stores: no lock, no system call. Measured: `add` takes 0.15 µs, `set` 0.1 µs.
+"""
+
+import logging
+import mmap
+import os
+import time
+import traceback
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from itertools import count
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+from vecd.gateway.request import Durations, HttpRequest
+from vecd.shm.shared_metrics import (
+    NUM_BATCHES,
+    REMOVED_MODELS,
+    STATUSES,
+    BatchCell,
+    Counter,
+    CountingCells,
+    Gauge,
+    Histogram,
+    LifeCell,
+    ModelCells,
+    Section,
+    ServiceCell,
+    ServiceKey,
+    SharedMetricsSpec,
+    WorkerCell,
+    WorkerKey,
+    cut_sections,
+    digest_of,
+)
+
+_PLACES = {status: place for place, status in enumerate(STATUSES)}
+_NUM_STATUSES = len(STATUSES)
+GONE = 499
+"""The status counted for a request whose client disconnected before it got a response."""
+_GONE_PLACE = _PLACES[GONE]
+
+# Bound once, because Python 3.11 takes 0.2 µs to find a member of an enumeration.
+_BATCHES, _SEQUENCES, _TOKENS = Counter.BATCHES, Counter.SEQUENCES, Counter.TOKENS
+_COMPUTE_US, _PADDING_TOKENS = Counter.COMPUTE_US, Counter.PADDING_TOKENS
+_LEASED_BATCHES = Counter.LEASED_BATCHES
+_BATCH_SEQUENCES, _BATCH_TOKENS = Histogram.BATCH_SEQUENCES, Histogram.BATCH_TOKENS
+_BATCH_FILL = Histogram.BATCH_FILL
+_NUMBER, _WORKER, _NUM_SEQUENCES, _NUM_TOKENS, _SENT_NS, _DONE_NS, _COMPUTED_US = BatchCell
+_LIFE, _WORKER_BATCHES, _WORKER_SEQUENCES, _WORKER_TOKENS, _WORKER_COMPUTE_US = WorkerCell
+_LIFE_BATCHES = LifeCell.BATCHES
+
+
+class SharedMetrics:
+    """`sections` are those of all gateways, read-only; this gateway's is at the index `gateway`. Counts what belongs to
+    no model; `of_model` makes one that counts for a model, and is like this one otherwise."""
+
+    def __init__(self, cells: "memoryview[int]", spec: SharedMetricsSpec, gateway: int) -> None:
+        """`cells` are the int64s of the whole file, writable. Side effect: this gateway's gauges are reset, and its
+        process id and start time set."""
+        self.gateway = gateway
+        self.num_workers = spec.num_workers
+        self.sections: list[Section] = cut_sections(cells.toreadonly(), spec)
+        self.ours = cut_sections(cells, spec)[gateway]
+        """This gateway's section, writable."""
+        self.was_ready = False
+        """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
+        self._counters, self._gauges, self._answers = self.ours.counters, self.ours.gauges, self.ours.answers
+        self._histograms, self._workers, self._batches = self.ours.histograms, self.ours.workers, self.ours.batches
+        self._answers_of_model: _ModelAnswers | None = None
+        self._lives = self.ours.lives
+        self._bounds = [histogram.bounds for histogram in Histogram]
+        self._per_unit = [histogram.per_unit for histogram in Histogram]
+        self._polled: dict[Gauge, Callable[[], int]] = {}
+        self._services: list[ServiceKey | None] = [None] * spec.num_services
+        """Those that this gateway has, by their place in the section."""
+        self._active: dict[int, ServiceKey] = {}
+        """By the model's index."""
+        self._batch_numbers = count(1)
+        self._of_models: WeakValueDictionary[str, SharedMetrics] = WeakValueDictionary()
+        """Those that `of_model` has made and that are in use, by the model's name."""
+        self._read_models: Callable[[], Mapping[str, Mapping[Gauge, int]]] = dict
+        for cells in (self.ours.gauges, self.ours.gauges_of_models):
+            for cell in range(len(cells)):
+                cells[cell] = 0
+        self.set(Gauge.PID, os.getpid())
+        self.set(Gauge.STARTED_NS, time.monotonic_ns())
+
+    @classmethod
+    def mapped(cls, fd: int, spec: SharedMetricsSpec, gateway: int) -> "SharedMetrics":
+        """Map the file behind `fd`, which may be closed afterwards. Raises ValueError when it is too small."""
+        return cls(memoryview(mmap.mmap(fd, spec.nbytes)).cast("q"), spec, gateway)
+
+    @classmethod
+    def private(cls, num_workers: int = 64) -> "SharedMetrics":
+        """Metrics in private memory, for a gateway without a supervisor."""
+        spec = SharedMetricsSpec(num_gateways=1, num_workers=num_workers)
+        return cls(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
+
+    # --- models ---------------------------------------------------------------------------------------------
+
+    def of_model(self, model: str) -> "SharedMetrics":
+        """These metrics, with counters, answers and histograms that count for a model, on from what an earlier life of
+        this gateway has counted for it. The same one for the same name, as long as it is in use."""
+        made = self._of_models.get(model)
+        if made is None:
+            place = self._open_model(digest_of(model))
+            if place is None:  # more models than a server may have: what was discarded is still in use
+                return self
+            made, cells = copy(self), self.ours.of_model(place)
+            made._counters, made._histograms = cells.counters, cells.histograms
+            made._answers_of_model = _ModelAnswers(cells, self.ours.answers)
+            self._of_models[model] = made
+        return made
+
+    def counting(self, model: str) -> "SharedMetrics":
+        """What `of_model` has made for this name, or this one where that is not in use, as for ""."""
+        return self._of_models.get(model, self)
+
+    def _open_model(self, name: int) -> int | None:
+        """The place of a model; None when all are in use. Where none is free, the counts of a model that is not in use
+        go to REMOVED_MODELS, and it gets that one's place."""
+        names = self.ours.model_names
+        places = {names[place]: place for place in reversed(range(1, len(names)))}  # the first free one
+        place = places.get(name, places.get(0))
+        if place is None:
+            in_use = {digest_of(model) for model in self._of_models}
+            place = next((place for other, place in places.items() if other not in in_use), None)
+            if place is None:
+                return None
+            self._add_to_removed(self.ours.of_model(place))
+        names[place] = name
+        return place
+
+    def _add_to_removed(self, cells: ModelCells) -> None:
+        """A reader may see one cell twice for the moment between two stores, and none too few."""
+        self.ours.model_names[0] = REMOVED_MODELS
+        removed = self.ours.of_model(0)
+        pairs = zip((cells.counters, *cells.histograms), (removed.counters, *removed.histograms), strict=True)
+        for source, target in pairs:
+            for index, number in enumerate(source):
+                if number:
+                    target[index] += number
+                    source[index] = 0
+        answers = _ModelAnswers(removed, self.ours.answers)
+        for place, kind in enumerate(cells.kinds):
+            if kind:
+                answers.add(kind - 1, cells.answers[place])
+                cells.kinds[place] = cells.answers[place] = 0
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def add(self, counter: Counter, number: int = 1) -> None:
+        self._counters[counter] += number
+
+    def set(self, gauge: Gauge, value: int) -> None:
+        self._gauges[gauge] = value
+
+    def add_answer(self, endpoint: int, status: int) -> None:
+        """Count an HTTP request by its status, or by GONE. `endpoint`: its index in the table of endpoints."""
+        place = _PLACES.get(status)
+        if place is None:
+            place = _PLACES[400 if status < 500 else 500]
+        if self._answers_of_model is None:
+            self._answers[endpoint * _NUM_STATUSES + place] += 1
+        else:
+            self._answers_of_model.add(endpoint * _NUM_STATUSES + place)
+
+    def observe(self, histogram: Histogram, value: float) -> None:
+        """Count `value`, in the metric's unit."""
+        cells = self._histograms[histogram]
+        cells[bisect_left(self._bounds[histogram], value)] += 1
+        cells[-1] += int(value * self._per_unit[histogram])
+
+    def observe_alike(self, histograms: Sequence[Histogram], values: Iterable[float]) -> None:
+        """Count a value in each of several histograms with the same bounds and unit. 0.4 µs for each."""
+        bounds, per_unit = self._bounds[histograms[0]], self._per_unit[histograms[0]]
+        all_cells = self._histograms
+        for histogram, value in zip(histograms, values, strict=True):
+            cells = all_cells[histogram]
+            cells[bisect_left(bounds, value)] += 1
+            cells[-1] += int(value * per_unit)
+
+    def open_service(self, service: ServiceKey) -> int:
+        """Returns its place in the section. What an earlier life of this gateway has counted for it stays. Raises
+        ValueError when as many are open already as there is room for."""
+        free = [place for place, occupant in enumerate(self._services) if occupant is None]
+        if not free:
+            raise ValueError(f"a gateway has at most {len(self._services)} services at a time")
+        known = [place for place in free if _service_of(self.ours.services[place]) == service]
+        [place, *_] = known or free
+        if not known:
+            for cells in (self.ours.services[place], *self.ours.lives[place]):
+                for cell in range(len(cells)):
+                    cells[cell] = 0
+            self.ours.services[place][ServiceCell.MODEL] = service.model
+            self.ours.services[place][ServiceCell.GENERATION] = service.generation
+        self._services[place] = service
+        return place
+
+    def activate_service(self, service: ServiceKey) -> None:
+        """New requests for its model are for this service, which is open, from now on: its workers' lives are those
+        that count."""
+        self._active[service.model] = service
+        for worker, cells in enumerate(self.ours.lives[self._services.index(service)]):
+            if cells[LifeCell.LIFE]:
+                self._workers[worker][_LIFE] = cells[LifeCell.LIFE]
+
+    def close_service(self, service: ServiceKey) -> None:
+        """The service is over. What it has counted stays in the totals."""
+        self._services = [None if each == service else each for each in self._services]
+
+    def worker_up(self, key: WorkerKey) -> None:
+        """Batches of this worker in this service, which is open, are from now on of this life."""
+        worker, life = key.incarnation.worker, key.incarnation.life
+        cells = self.ours.lives[self._services.index(key.service)][worker]
+        if cells[LifeCell.LIFE] != life:
+            cells[LifeCell.LIFE] = 0
+            cells[LifeCell.BATCHES] = 0
+            cells[LifeCell.LIFE] = life
+        if key.service == self._active.get(key.service.model):
+            self._workers[worker][_LIFE] = life
+
+    def next_batch_number(self) -> int:
+        """A number that no other batch of this life of the gateway has, from 1."""
+        return next(self._batch_numbers)
+
+    def batch_sent(self, number: int, worker: int, num_sequences: int, num_tokens: int, budget_tokens: int) -> None:
+        """A batch has gone to a worker. `budget_tokens`: those that it should have had; a sequence that is begun is
+        sent whole, so it may have more, and its fill is 1 then."""
+        self.observe(_BATCH_SEQUENCES, num_sequences)
+        self.observe(_BATCH_TOKENS, num_tokens)
+        self.observe(_BATCH_FILL, num_tokens / max(budget_tokens, num_tokens))
+        cells = self._batches[number % NUM_BATCHES]
+        cells[_DONE_NS] = 0  # first: a reader must not take the old times for the new batch's
+        cells[_NUMBER] = number
+        cells[_WORKER] = worker
+        cells[_NUM_SEQUENCES] = num_sequences
+        cells[_NUM_TOKENS] = num_tokens
+        cells[_SENT_NS] = time.monotonic_ns()
+
+    def batch_done(
+        self,
+        number: int,
+        worker: int,
+        num_sequences: int,
+        num_tokens: int,
+        compute_us: int,
+        padding_tokens: int,
+        place: int = 0,
+        num_threads: int = 0,
+    ) -> None:
+        """A worker has answered a batch with its sections. `place`: its service's, as `open_service` returned it."""
+        counters = self._counters
+        counters[_BATCHES] += 1
+        if num_threads > 1:
+            counters[_LEASED_BATCHES] += 1
+        counters[_SEQUENCES] += num_sequences
+        counters[_TOKENS] += num_tokens
+        counters[_COMPUTE_US] += compute_us
+        counters[_PADDING_TOKENS] += padding_tokens
+        cells = self._workers[worker]
+        cells[_WORKER_BATCHES] += 1
+        cells[_WORKER_SEQUENCES] += num_sequences
+        cells[_WORKER_TOKENS] += num_tokens
+        cells[_WORKER_COMPUTE_US] += compute_us
+        self._lives[place][worker][_LIFE_BATCHES] += 1
+        self._end_batch(number, compute_us)
+
+    def batch_lost(self, number: int) -> None:
+        """A batch will not be answered."""
+        self._end_batch(number, 0)
+
+    def _end_batch(self, number: int, compute_us: int) -> None:
+        cells = self._batches[number % NUM_BATCHES]
+        if cells[_NUMBER] == number:  # else NUM_BATCHES have been sent since
+            cells[_COMPUTED_US] = compute_us
+            cells[_DONE_NS] = time.monotonic_ns()
+
+    def poll(self, gauges: Mapping[Gauge, Callable[[], int]]) -> None:
+        """Let `publish` read these gauges by a call, rather than have them set whenever they change."""
+        self._polled.update(gauges)
+
+    def poll_models(self, read: Callable[[], Mapping[str, Mapping[Gauge, int]]]) -> None:
+        """Let `publish` read the gauges of models, by name, by a call."""
+        self._read_models = read
+
+    def publish(self) -> None:
+        """Update the polled gauges. To be called regularly, and before metrics are read."""
+        for gauge, value in self._polled.items():
+            self._gauges[gauge] = value()
+        names = self.ours.model_names.tolist()
+        for model, values in self._read_models().items():
+            if (name := digest_of(model)) in names:
+                cells = self.ours.of_model(names.index(name)).gauges
+                for gauge, number in values.items():
+                    cells[gauge] = number
+        self.was_ready = self.was_ready or self._gauges[Gauge.WORKERS] > 0
+
+    # --- reading, over all gateways -------------------------------------------------------------------------
+
+    # `model`: what was counted for the model of this name; "": what belongs to none; None: all.
+
+    def _model_cells(self, model: str | None) -> list[ModelCells]:
+        """At all gateways, without those of no model."""
+        if model == "":
+            return []
+        name = None if model is None else digest_of(model)
+        return [cells for section in self.sections for cells in _models_of(section, name)]
+
+    def _parts(self, model: str | None) -> list[CountingCells]:
+        return [*(() if model else self.sections), *self._model_cells(model)]
+
+    def total(self, cell: Counter | Gauge, model: str | None = None) -> int:
+        """As it is stored: `per_unit` of it make one of the metric's unit."""
+        if isinstance(cell, Counter):
+            return sum(part.counters[cell] for part in self._parts(model))
+        return sum(self.by_gateway(cell, model))
+
+    def by_gateway(self, gauge: Gauge, model: str | None = None) -> list[int]:
+        """The value of each gateway, or those that the model has there."""
+        if model is None:
+            return [section.gauges[gauge] for section in self.sections]
+        name = digest_of(model)
+        return [sum(part.gauges[gauge] for part in _models_of(section, name)) for section in self.sections]
+
+    def others(self, gauge: Gauge) -> list[int]:
+        """The values of all gateways but this one."""
+        return [section.gauges[gauge] for index, section in enumerate(self.sections) if index != self.gateway]
+
+    def histogram(self, histogram: Histogram, model: str | None = None) -> tuple[list[int], float]:
+        """The count of each bucket, and the sum of all values in the metric's unit."""
+        parts = self._parts(model)
+        no_values = [0] * histogram.num_cells
+        *counts, total = map(sum, zip(no_values, *(part.histograms[histogram] for part in parts), strict=True))
+        return counts, total / histogram.per_unit
+
+    def answers(self, model: str | None = None) -> dict[tuple[int, int], int]:
+        """Finished requests by endpoint and status, where there are any."""
+        sums: dict[int, int] = {}
+        if not model:
+            sums = dict(enumerate(map(sum, zip(*(section.answers for section in self.sections), strict=True))))
+        for cells in self._model_cells(model):
+            for cell, number in _answers_of(cells):
+                sums[cell] = sums.get(cell, 0) + number
+        return {
+            (cell // _NUM_STATUSES, STATUSES[cell % _NUM_STATUSES]): number for cell, number in sums.items() if number
+        }
+
+    def num_answered_by(self, section: Section) -> int:
+        """Requests that one gateway has answered, in all its lives."""
+        of_models = (each for cells in _models_of(section) for each in _answers_of(cells))
+        answered = sum(number for cell, number in of_models if cell % _NUM_STATUSES != _GONE_PLACE)
+        return answered + sum(section.answers) - sum(section.answers[_GONE_PLACE::_NUM_STATUSES])
+
+    def known_workers(self) -> list[int]:
+        """Workers that have been up; there may be cells for more."""
+        return [worker for worker in range(self.num_workers) if self.worker_life(worker)]
+
+    def worker_total(self, worker: int, cell: WorkerCell) -> int:
+        """What all lives of a worker have done. Not for LIFE."""
+        return sum(section.workers[worker][cell] for section in self.sections)
+
+    def worker_life(self, worker: int) -> int:
+        """The newest, of the services that requests have been sent to, that any gateway knows."""
+        return max(section.workers[worker][_LIFE] for section in self.sections)
+
+    def recent_batches(self, since_ns: int) -> list[tuple[int, ...]]:
+        """What is remembered of all gateways' batches that were answered since then, or are under way, but for those of
+        a gateway's former lives: for each the gateway and the cells in the order of `BatchCell`, oldest first."""
+        found = [
+            (gateway, *cells)
+            for gateway, section in enumerate(self.sections)
+            for cells in section.batches
+            if 0 < section.gauges[Gauge.STARTED_NS] < cells[_SENT_NS]
+            and (not cells[_DONE_NS] or cells[_DONE_NS] >= since_ns)
+        ]
+        return sorted(found, key=lambda batch: batch[1 + _SENT_NS])
+
+    def worker_batches_in(self, key: WorkerKey) -> int:
+        """Batches that one life of a worker has done, for all gateways. 0 of a life that is over."""
+        worker, life = key.incarnation.worker, key.incarnation.life
+        lives = (
+            lives[worker]
+            for section in self.sections
+            for cells, lives in zip(section.services, section.lives, strict=True)
+            if _service_of(cells) == key.service
+        )
+        return sum(cells[LifeCell.BATCHES] for cells in lives if cells[LifeCell.LIFE] == life)
+
+
+def _service_of(cells: "memoryview[int]") -> ServiceKey:
+    return ServiceKey(cells[ServiceCell.GENERATION], cells[ServiceCell.MODEL])
+
+
+class _ModelAnswers:
+    """Counts the answers of one model. `others`: where kinds are counted that it has no cell for."""
+
+    __slots__ = ("_kinds", "_numbers", "_others", "_places")
+
+    def __init__(self, cells: ModelCells, others: "memoryview[int]") -> None:
+        self._kinds, self._numbers, self._others = cells.kinds, cells.answers, others
+        self._places = {kind - 1: place for place, kind in enumerate(self._kinds) if kind}
+
+    def add(self, cell: int, number: int = 1) -> None:
+        """`cell`: the place of such answers in `Section.answers`."""
+        place = self._places.get(cell)
+        if place is None:
+            place = len(self._places)
+            if place == len(self._kinds):
+                self._others[cell] += number
+                return
+            self._places[cell] = place
+            self._kinds[place] = cell + 1
+        self._numbers[place] += number
+
+
+def _answers_of(cells: ModelCells) -> list[tuple[int, int]]:
+    """Of each kind that there has been the place in `Section.answers`, and the number."""
+    return [(kind - 1, number) for kind, number in zip(cells.kinds, cells.answers, strict=True) if kind]
+
+
+def _models_of(section: Section, name: int | None = None) -> list[ModelCells]:
+    """The cells of the models that there are, or of the one with this name."""
+    found = [place for place, other in enumerate(section.model_names) if other and name in (None, other)]
+    return [*map(section.of_model, found)]
+
+
+log = logging.getLogger("vecd.gateway")
+
+Listener: TypeAlias = Callable[[int, HttpRequest, float], None]
+"""Called with the status, the request and when it finished, by `time.monotonic`. Must not take long."""
+
+# Bound once, because Python 3.11 takes 0.2 µs to find a member of an enumeration.
+_STAGES = tuple(Histogram[field.removesuffix("_s").upper()] for field in Durations._fields)
+_INPUTS, _INPUT_TOKENS = Counter.INPUTS, Counter.INPUT_TOKENS
+
+
+class FinishedRequests:
+    """Counts the finished requests of one gateway, and passes them to the access log and to tracing. Measured: 5 µs for
+    an embedding request, without listeners."""
+
+    def __init__(self, shared_metrics: SharedMetrics) -> None:
+        self._shared_metrics = shared_metrics
+        self.listeners: list[Listener] = []
+        """Called in this order, after the request was counted."""
+
+    def on_finished(self, status: int, request: HttpRequest | None) -> None:
+        """Count a request that has its response, or will have none (GONE), and call the listeners. `request`: None
+        where not even its head could be parsed; then no listener is called."""
+        shared_metrics = self._shared_metrics
+        if request is None:
+            shared_metrics.add_answer(0, status)
+            return
+        timeline, now = request.timeline, time.monotonic()
+        if timeline.model:
+            shared_metrics = shared_metrics.counting(timeline.model)
+        shared_metrics.add_answer(timeline.endpoint, status)
+        if timeline.is_embedded and status < 300:
+            shared_metrics.add(_INPUTS, timeline.num_inputs)
+            shared_metrics.add(_INPUT_TOKENS, timeline.num_tokens)
+            shared_metrics.observe_alike(_STAGES, timeline.durations(now))
+        for listener in self.listeners:
+            try:
+                listener(status, request, now)
+            except Exception as error:  # raised from here, it would make the connection write a second response
+                where = "".join(traceback.format_tb(error.__traceback__))
+                log.error("an answered request cannot be logged or traced: %s\n%s", type(error).__name__, where)

@@ -1,1 +1,0 @@
-"""What every room of `launch` may use: exit codes and the failures behind them, command lines of our own modules."""

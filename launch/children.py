@@ -1,0 +1,464 @@
+"""The supervisor's children as processes: how they are started, waited for, and killed.
+
+Owns pidfds, our ends of the control channels, and the fork server. `vecd.launch.workers` and `vecd.launch.gateways`
+decide when to restart; they reach the operating system through `System`.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vecd.base.failures import BadSetting, ChildDied, StartFailure
+from vecd.base.programs import child_environment, start_child
+from vecd.base.tasks import naming_limit
+from vecd.launch import prestart
+from vecd.launch.files import FileAccess
+from vecd.launch.sockets import make_zmq_endpoint
+from vecd.shm.control import (
+    Channel,
+    ChildFailed,
+    ForkFailed,
+    ForkServerForked,
+    ForkServerStart,
+    ForkWorker,
+    Message,
+    Progress,
+    WorkerExited,
+    WorkerForked,
+)
+from vecd.shm.wire import Incarnation
+from vecd.workers.config import WorkerConfig
+from vecd.workers.process.kernel import FAULTS, describe_status, reap_strangers
+
+log = logging.getLogger("vecd.supervisor")
+
+_FORK_TIMEOUT_S = 10.0
+_ABORT_S = 0.5
+_REAP_TIMEOUT_S = 1.0
+_REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
+
+_waited_for: set[int] = set()
+
+
+@dataclass(slots=True)
+class Process:
+    """A running child. Owns its pidfd and our end of its control channel."""
+
+    name: str
+    pid: int
+    pidfd: int
+    channel: Channel
+    reap: Callable[[], Awaitable[int | None]]
+    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended; None when it cannot
+    be known."""
+    status: int | None = None
+    was_stopped: bool = False
+    """By a signal (SIGSTOP) or a debugger, when it was aborted for its silence."""
+
+    async def ended(self) -> str:
+        await self.died()
+        self.status = await self.reap()
+        return describe_status(self.status)
+
+    @property
+    def has_crashed(self) -> bool | None:
+        """Whether it was ended by a signal for a fault of its own. Workers outlive such a signal of another process.
+        None: it had been stopped when it was aborted, so that its death says nothing."""
+        return None if self.was_stopped else -(self.status or 0) in FAULTS
+
+    async def died(self) -> None:
+        """It may not have been reaped yet."""
+        await readable(self.pidfd)
+
+    async def receive(self) -> Message | None:
+        """The next message; None once the process has closed its end. Descriptors are not expected."""
+        await readable(self.channel.fileno())
+        received = self.channel.receive(0)
+        return None if received is None else received[0]
+
+    async def await_ready(self, timeout_s: float, on_stage: Callable[[str], None] = lambda stage: None) -> Message:
+        """Wait until a process that was just started is ready; returns the message that says so.
+
+        `on_stage` is called with each stage of its start. Raises StartFailure when it reports that it cannot start,
+        BadSetting if that is for a setting, and ChildDied when it ends instead, or is still starting after `timeout_s`.
+        """
+        stage = "starting"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while isinstance(message := await self.receive(), Progress):
+                    stage = message.stage
+                    on_stage(stage)
+        except TimeoutError:
+            raise ChildDied(f"was still {stage} after {timeout_s:g} s") from None
+        match message:
+            case None:
+                raise ChildDied(f"{await self.ended()} while {stage}")
+            case ChildFailed():
+                raise (BadSetting if message.is_configuration else StartFailure)(message.message)
+        return message
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def abort(self) -> None:
+        """Send SIGABRT, at which it writes where it hangs, and soon SIGKILL, which also ends a stopped process."""
+        with suppress(OSError):  # it has ended; source of the format: proc_pid_stat(5)
+            self.was_stopped = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+        self._signal(signal.SIGABRT)
+        asyncio.get_running_loop().call_later(_ABORT_S, self.kill)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pidfd >= 0:  # else it is dead and closed, and the number may be another process's
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def __post_init__(self) -> None:
+        _waited_for.add(self.pid)
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Side effect: a process that has not been reaped by now is left to `reap_orphans`."""
+        _waited_for.discard(self.pid)
+        os.close(self.pidfd)
+        self.pidfd = -1
+        self.channel.close()
+
+
+async def readable(fd: int) -> None:
+    """Wait until there is something to read, or the other end is closed; of a pidfd, until the process ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(fd, wake)
+    try:
+        await future
+    finally:
+        loop.remove_reader(fd)
+
+
+def spawn(name: str, command: str) -> Process:
+    """Start this program again as a child with a control channel, or take one that was started ahead. Raises OSError
+    when no process can be started."""
+    if (started := prestart.take(command)) is not None:
+        popen, ours = started[0], Channel(started[1])
+    else:
+        ours, theirs = Channel.pair()
+        try:
+            with naming_limit():
+                popen = start_child(command, fd=theirs.fileno(), env=child_environment())
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    async def reap() -> int:
+        return popen.wait()
+
+    return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, reap)
+
+
+def reap_adopted(pidfd: int) -> int | None:
+    """The exit status of a dead process that was adopted; None if it cannot be known."""
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        return None  # it is not ours: its fork server lives, and hangs
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def reap_orphans() -> None:
+    """Reap the children that a killed fork server has left behind. Not to be called while something else in this
+    process waits for a child by itself, as `subprocess` does."""
+    reap_strangers(_waited_for.__contains__)
+
+
+async def reap_everything() -> None:
+    with suppress(ChildProcessError):  # there is none any more
+        for _ in range(_REAP_ROUNDS):
+            while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:  # noqa: ASYNC222  (does not wait)
+                pass
+            await asyncio.sleep(_REAP_INTERVAL_S)
+
+
+async def _spawn_fork_server(start: ForkServerStart, timeout_s: float) -> Process:
+    return spawn("fork server", "forkserver")
+
+
+class ForkServer:
+    """The process that workers are forked from. Started when first needed, and again should it die."""
+
+    def __init__(
+        self,
+        start: ForkServerStart,
+        start_timeout_s: float,
+        on_stage: Callable[[str], None],
+        make_process: Callable[[ForkServerStart, float], Awaitable[Process]] = _spawn_fork_server,
+    ) -> None:
+        """`on_stage` is called with each stage of loading. `make_process` is given the order that the process is then
+        sent, and the seconds that this may take; it raises OSError or ChildDied."""
+        self._order = start
+        self._start_timeout_s = start_timeout_s
+        self._on_stage = on_stage
+        self._make_process = make_process
+        self._has_been_ready = False
+        self._process: Process | None = None
+        self._starting: asyncio.Task[Process] | None = None
+        self._forked: dict[Incarnation, asyncio.Future[tuple[int, int, asyncio.Future[int]]]] = {}
+        self._exited: dict[int, asyncio.Future[int]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._ordering = asyncio.Lock()
+        """One fork at a time: orders for hundreds of workers and their replies would fill both directions of the
+        channel."""
+
+    async def fork(
+        self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fds: Sequence[int]
+    ) -> Process:
+        """Fork a worker. Raises ChildDied when the fork server dies or does not answer, OSError without descriptors."""
+        await self._ensure_running()
+        async with self._ordering:
+            if (process := self._process) is None:
+                raise ChildDied("the fork server is gone")
+            loop = asyncio.get_running_loop()
+            ours, theirs = Channel.pair()
+            forked = self._forked[incarnation] = loop.create_future()
+            message = ForkWorker(incarnation.worker, incarnation.life, config.to_json())
+            try:
+                process.channel.send(message, [theirs.fileno(), arena_fd, *address_fds])
+                # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
+                async with asyncio.timeout(_FORK_TIMEOUT_S):
+                    pid, pidfd, exited = await forked
+            except BaseException as error:
+                ours.close()
+                if forked.done() and not forked.cancelled() and forked.exception() is None:
+                    os.close(forked.result()[1])
+                if isinstance(error, TimeoutError | OSError):
+                    log.error("the fork server does not fork and is killed: %s", error or "no answer")
+                    await self._end()
+                    raise ChildDied("the fork server does not answer") from error
+                raise
+            finally:
+                theirs.close()
+                del self._forked[incarnation]
+
+        async def reap() -> int | None:
+            with suppress(TimeoutError, ChildDied):
+                async with asyncio.timeout(_REAP_TIMEOUT_S):
+                    return await asyncio.shield(exited)
+            return reap_adopted(pidfd)
+
+        return Process(str(incarnation), pid, pidfd, ours, reap)
+
+    def pids(self) -> list[int]:
+        return [self._process.pid] if self._process is not None else []
+
+    async def stop(self) -> None:
+        """Kill the process, started or not; its workers die with it. Not to be called during a `fork`. The next `fork`
+        starts another process, whose failure to start is a StartFailure again."""
+        if self._starting is not None:
+            self._starting.cancel()
+            with suppress(asyncio.CancelledError, ChildDied, StartFailure):
+                await self._starting
+        await self._end()
+        self._has_been_ready = False
+
+    async def _end(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        if self._process is not None:
+            await self._reap(self._process)
+
+    async def _ensure_running(self) -> Channel:
+        """All callers wait for the same start and share its failure: with a try for each worker, each would wait for
+        those of the others."""
+        if self._process is not None:
+            return self._process.channel
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
+        starting = self._starting
+        await asyncio.wait([starting])  # unlike awaiting it, leaves it alone when this caller is cancelled
+        return starting.result().channel
+
+    async def _start(self) -> Process:
+        try:
+            process = await self._make_process(self._order, self._start_timeout_s)
+        except (OSError, ChildDied) as error:
+            raise ChildDied(f"the fork server cannot be started: {error}") from error
+        try:
+            process.channel.send(self._order)
+            await process.await_ready(self._start_timeout_s, self._on_stage)
+        except BaseException as error:
+            await self._reap(process)
+            match error:
+                case StartFailure() if self._has_been_ready:
+                    raise ChildDied(f"the fork server cannot start: {error}") from error
+                case ChildDied():
+                    raise ChildDied(f"the fork server {error}") from error
+                case OSError():
+                    raise ChildDied(f"the fork server does not start: {error}") from error
+            raise
+        self._has_been_ready = True
+        self._process = process
+        self._reader = asyncio.create_task(self._read(process))
+        return process
+
+    async def _read(self, process: Process) -> None:
+        try:
+            while await self._receive(process):
+                pass
+            log.error("the fork server %s", await process.ended())
+        except Exception:
+            log.exception("a message of the fork server cannot be read, and it is killed")
+        await self._reap(process)
+
+    async def _receive(self, process: Process) -> bool:
+        await readable(process.channel.fileno())
+        match process.channel.receive(0):
+            case None:
+                return False
+            case WorkerForked() as forked, [pidfd]:
+                self._exited[forked.pid] = exited_future = asyncio.get_running_loop().create_future()
+                future = self._forked.get(Incarnation(forked.worker, forked.life))
+                if future is not None and not future.done():
+                    future.set_result((forked.pid, pidfd, exited_future))
+                else:
+                    os.close(pidfd)  # its `fork` was given up; it ends with its control channel
+            case ForkFailed() as failed, []:
+                future = self._forked.get(Incarnation(failed.worker, failed.life))
+                if future is not None and not future.done():
+                    future.set_exception(ChildDied(f"the fork server cannot fork: {failed.reason}"))
+            case WorkerExited() as exited, []:
+                done = self._exited.pop(exited.pid, None)
+                if done is not None and not done.done():
+                    done.set_result(exited.status)
+            case message, fds:
+                log.error("%s is not for the supervisor", type(message).__name__)
+                for fd in fds:
+                    os.close(fd)
+        return True
+
+    async def _reap(self, process: Process) -> None:
+        """Kill the process, and fail every `fork` and `reap` that waits for it."""
+        if self._process is process:
+            self._process = None
+        process.kill()
+        waiting: list[asyncio.Future[Any]] = [*self._forked.values(), *self._exited.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(ChildDied("the fork server is gone"))
+                future.exception()  # retrieved: no coroutine may be waiting
+        self._exited.clear()
+        await process.ended()
+        process.close()
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What supervision needs from the operating system. A test passes functions that start no process."""
+
+    spawn: Callable[[str, str], Process] = spawn
+    fork_server: Callable[[ForkServerStart, float, Callable[[str], None]], ForkServer] = ForkServer
+    make_endpoint: Callable[[], tuple[socket.socket, int]] = make_zmq_endpoint
+    reap_orphans: Callable[[], None] = reap_orphans
+    reap_everything: Callable[[], Awaitable[None]] = reap_everything
+    files: FileAccess = field(default_factory=FileAccess)
+
+
+# The supervisor's side of the zygote: the process that the fork servers of several models are forked from. They are
+# children of this process like any other, because the zygote leaves them to be adopted: its death ends none of them.
+
+_DYING_TIMEOUT_S = 5.0
+
+
+class Zygote:
+    """Started when a fork server is first needed, and again should it die. This process must adopt orphans."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        """Held for one fork server at a time: the deadline of one does not run while another's modules are imported."""
+
+    def fork_server(
+        self, start: ForkServerStart, start_timeout_s: float, on_stage: Callable[[str], None]
+    ) -> ForkServer:
+        return ForkServer(start, start_timeout_s, on_stage, self._fork)
+
+    def pids(self) -> list[int]:
+        return [self._process.pid] if self._process is not None else []
+
+    async def stop(self) -> None:
+        """Kill the process. Fork servers go on."""
+        self._kill()
+        if self._watching is not None:
+            await asyncio.wait([self._watching], timeout=_DYING_TIMEOUT_S)
+
+    async def _fork(self, order: ForkServerStart, timeout_s: float) -> Process:
+        """Raises ChildDied when the zygote dies or is too slow, OSError when it cannot be started or without
+        descriptors."""
+        async with self._lock:
+            ours, theirs = Channel.pair()
+            try:
+                try:
+                    self._ensure_running().channel.send(order, [theirs.fileno()])
+                finally:
+                    theirs.close()
+                async with asyncio.timeout(timeout_s):
+                    await readable(ours.fileno())
+                received = ours.receive(0)
+            except BaseException as error:
+                ours.close()
+                if isinstance(error, TimeoutError):
+                    self._kill()
+                    raise ChildDied(f"the zygote has not forked it after {timeout_s:g} s, and is killed") from error
+                raise
+        match received:
+            case ForkServerForked() as forked, [pidfd]:
+
+                async def reap() -> int | None:
+                    return reap_adopted(pidfd)
+
+                return Process("fork server", forked.pid, pidfd, ours, reap)
+            case ForkServerForked(error=why), []:
+                ours.close()
+                raise ChildDied(why)
+        ours.close()
+        raise ChildDied("the zygote died")
+
+    def _ensure_running(self) -> Process:
+        if self._process is None:
+            self._process = spawn("zygote", "zygote")
+            self._watching = asyncio.create_task(self._watch(self._process))
+        return self._process
+
+    async def _watch(self, process: Process) -> None:
+        how = await process.ended()
+        if self._process is process:
+            log.error("the zygote %s; there will be another one for the next fork server", how)
+            self._process = None
+        process.close()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()

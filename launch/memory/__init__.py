@@ -1,1 +1,0 @@
-"""What memory models need: predicted, remembered, and compared with a budget."""

@@ -1,1 +1,0 @@
-"""Child processes: their start, their control channels, the pools that keep them alive."""

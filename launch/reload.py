@@ -1,0 +1,363 @@
+"""A reload: the configuration is read again, and other generations replace those of the models that have changed.
+
+Owns the order of its steps, the generations' worker pools from their making to their end, and the reasons for which a
+reload is refused. A model that is configured as before, with the same files, keeps its generation and its processes,
+unless it is the only one: then SIGHUP always starts a new one. The new generations start beside the old ones, all at
+once. They become active when every gateway is connected to all of their workers; a model that is no longer configured
+is withdrawn in the same moment. The new generation of a model that is not loaded starts no workers, and becomes active
+with the others. An old generation ends when its last request has been answered. Whatever fails before that refuses the
+whole reload, and nothing has changed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from vecd.base import logs
+from vecd.base.failures import ConfigurationError, StartFailure
+from vecd.gateway.config import ApiKey
+from vecd.launch.config.keys import load_keys
+from vecd.launch.config.models import ModelEntry, numbered
+from vecd.launch.config.plan import Plan
+from vecd.launch.config.settings import Settings
+from vecd.launch.files import FileAccess, FilesHang
+from vecd.launch.gateways import GatewayPool
+from vecd.launch.residency import Residency
+from vecd.launch.workers import WorkerPool
+from vecd.model.card import ModelError
+
+log = logging.getLogger("vecd.supervisor")
+
+_PLAN_TIMEOUT_S = 3600.0
+"""For a plan, which may fetch the model from the hub. `vecd reload` waits as long."""
+_RETIRE_MARGIN_S = 5.0
+_MAX_GATEWAY_DEATHS = 3
+
+_FIXED_SETTINGS = (
+    "host", "port", "uds", "tls_cert", "tls_key", "admin_host", "admin_port", "admin_uds", "gateways", "vector_cache",
+    "memory_budget",
+)  # fmt: skip
+"""The sockets, which processes listen on them, and memory. The content of the certificate's files can change."""
+_OF_THE_START = {"ready_fd"}
+
+
+class ReloadObserver(Protocol):
+    def on_reload_requested(self) -> None: ...
+
+    def on_reload_started(self) -> None: ...
+
+    def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
+        """All of the first `num_requested` requests are done. `problems`: why nothing has changed; none if it has."""
+
+
+class Reloader:
+    def __init__(
+        self,
+        read_models: Callable[[], Sequence[ModelEntry]],
+        make_plans: Callable[[Sequence[ModelEntry]], list[Plan]],
+        make_worker_pool: Callable[[int, Plan, bool], WorkerPool],
+        worker_pools: dict[int, WorkerPool],
+        gateway_pool: GatewayPool,
+        residency: Residency,
+        files: FileAccess,
+        start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
+        changed: asyncio.Event,
+        observer: ReloadObserver,
+    ) -> None:
+        """`read_models` and `make_plans` are called in threads. `make_worker_pool` is called with the generation, the
+        plan, and whether there is no other model. `changed` is set whenever a worker, a gateway or its link has
+        changed."""
+        self.problems: list[str] = []
+        self._read_models = read_models
+        self._make_plans = make_plans
+        self._make_worker_pool = make_worker_pool
+        self._worker_pools = worker_pools
+        self._gateway_pool = gateway_pool
+        self._residency = residency
+        self._files = files
+        self._start_task = start_task
+        self._changed = changed
+        self._observer = observer
+        self._newest = max(worker_pools)
+        self._num_requested = 0
+        self._is_requested = False
+        self._task: asyncio.Task[None] | None = None
+        self._failures: dict[int, str] = {}
+
+    @property
+    def active(self) -> list[WorkerPool]:
+        """The workers that new requests go to, in the order of the models' indices."""
+        return [self._worker_pools[generation] for generation in self._gateway_pool.active.values()]
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None
+
+    def request(self) -> None:
+        """Reload soon. A request during a reload begins another one at its end."""
+        self._request()
+        self._is_requested = True
+        if self._task is None:
+            self._task = self._start_task(self._run())
+
+    def refuse(self, problem: str) -> None:
+        """Count a request that cannot be granted."""
+        self._request()
+        log.warning("not reloaded: %s", problem)
+        self._observer.on_reload_finished(self._num_requested, [problem])
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def on_unprepared(self, generation: int, error: str) -> None:
+        """A gateway cannot prepare for a generation that is not active yet."""
+        if generation in self._worker_pools:
+            self._fail(self._worker_pools[generation], f"{self._worker_pools[generation].prefix}{error}")
+
+    def _fail(self, new: WorkerPool, reason: str) -> None:
+        self._failures[new.generation] = reason
+        self._changed.set()
+
+    def _request(self) -> None:
+        self._num_requested += 1
+        self._observer.on_reload_requested()
+
+    async def _run(self) -> None:
+        try:
+            while self._is_requested:
+                self._is_requested = False
+                num_requested = self._num_requested
+                log.info("reloading")
+                self._observer.on_reload_started()
+                self.problems = await self._reload()
+                for problem in self.problems:
+                    log.error("not reloaded, nothing has changed: %s", problem)
+                self._observer.on_reload_finished(num_requested, self.problems)
+        finally:
+            self._task = None
+
+    async def _reload(self) -> list[str]:
+        """Serve by the configuration as it is now. Returns why that cannot be; then all is as before."""
+        pools: list[WorkerPool] = []
+        try:
+            pools = await self._prepare()
+            keys = await self._start(pools)
+        except ConfigurationError as error:
+            problems = error.problems
+        except (_Refused, FilesHang, ModelError, StartFailure, OSError, SystemExit) as error:
+            problems = [str(error)]
+        except Exception as error:  # whatever files may hold; a message might quote it
+            problems = [f"unexpected {type(error).__name__}"]
+        else:
+            await self._activate(pools, keys)
+            return []
+        for new in self._new_of(pools):
+            await self._end(new)
+        return problems
+
+    # --- the new generations --------------------------------------------------------------------------------
+
+    async def _prepare(self) -> list[WorkerPool]:
+        """The worker pools of the configuration as it is now, in the order of the models' indices: those that serve, of
+        models that have not changed; of the others, new ones that are not started. Raises what reading can raise."""
+        models = await self._files.call("the configuration", self._read_models)
+        for path in _files_of(models):  # one that hangs is named, and refuses the reload at once
+            with suppress(OSError):
+                await self._files.call(str(path), path.stat)
+        plans = await self._files.call(
+            "the model", lambda: self._make_plans(models), timeout_s=_PLAN_TIMEOUT_S, discard=_close
+        )
+        pools: list[WorkerPool] = []
+        try:
+            plans = self._fitted(plans)
+            for plan in plans:
+                pool = self._unchanged(plan, plans) or self._make_pool(plan, len(plans))
+                pools.append(pool)
+        except BaseException:
+            _close(plans[len(pools) :])
+            for new in self._new_of(pools):
+                await self._end(new)
+            raise
+        return pools
+
+    def _new_of(self, pools: Sequence[WorkerPool]) -> list[WorkerPool]:
+        active = self.active
+        return [worker_pool for worker_pool in pools if worker_pool not in active]
+
+    def _unchanged(self, plan: Plan, plans: Sequence[Plan]) -> WorkerPool | None:
+        """The pool that serves this plan already; None if there is none, or if it is that of the only model. Side
+        effects if there is one: the plan is closed, and workers that wait for the model's files look at them."""
+        active = self.active
+        if len(active) == len(plans) == 1:
+            return None
+        for worker_pool in active:
+            is_same = serves_the_same(worker_pool.plan, plan, is_first=plan is plans[0])
+            if worker_pool.model == plan.gateway.model and is_same:
+                worker_pool.look_again()
+                plan.close()
+                return worker_pool
+        return None
+
+    def _make_pool(self, plan: Plan, num_models: int) -> WorkerPool:
+        worker_pool = self._make_worker_pool(self._newest + 1, plan, num_models == 1)
+        self._newest += 1
+        self._worker_pools[worker_pool.generation] = worker_pool
+        return worker_pool
+
+    def _fitted(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The plans with what must stay as it is, in the order of the models' indices. Raises ConfigurationError."""
+        now, then = self.active[0].plan.settings, plans[0].settings
+        problems = [
+            f"{name}: cannot be changed while serving, restart instead (was {getattr(now, name)!s}, "
+            f"now {getattr(then, name)!s})"
+            for name in _FIXED_SETTINGS
+            if getattr(now, name) != getattr(then, name)
+        ]
+        served = {worker_pool.model: worker_pool.plan.gateway for worker_pool in self.active}
+        try:
+            configs = numbered([plan.gateway for plan in plans], served)
+        except ConfigurationError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigurationError(*problems)
+        fitted = [replace(plan, gateway=config) for plan, config in zip(plans, configs, strict=True)]
+        return sorted(fitted, key=lambda plan: plan.gateway.model_index)
+
+    async def _start(self, pools: Sequence[WorkerPool]) -> tuple[ApiKey, ...]:
+        """Start new generations beside the active ones; returns the keys that they begin with. Raises what refuses it,
+        as `_await_connected` and `_await_unchanged`."""
+        new = self._new_of(pools)
+        for worker_pool in new:
+            if self._residency.stays_loaded(worker_pool.plan):
+                await self._residency.add(worker_pool, is_loaded=True)
+                self._start_task(self._supervise(worker_pool))
+            else:
+                await self._residency.add(worker_pool, is_loaded=False)
+        await asyncio.sleep(0)  # all of them have begun, so that `_end` finds what it must end
+        self._gateway_pool.reconcile()
+        await self._await_connected(new)
+        return await self._await_unchanged(pools[0].plan.settings, new)
+
+    async def _supervise(self, new: WorkerPool) -> None:
+        """Unlike a failure of a first generation, one of a later generation does not end the server."""
+        try:
+            await new.supervise()
+        except StartFailure as error:
+            self._fail(new, str(error))
+
+    async def _activate(self, pools: Sequence[WorkerPool], keys: tuple[ApiKey, ...]) -> None:
+        before, new = self.active, self._new_of(pools)
+        self._gateway_pool.activate({worker_pool.model: worker_pool.generation for worker_pool in pools}, keys)
+        settings = pools[0].plan.settings
+        logs.change(settings.log_level, settings.log_format)
+        replaced = {worker_pool.model for worker_pool in before}
+        for worker_pool in new:
+            if worker_pool.model not in replaced:
+                _log_served(worker_pool)
+        successors = {worker_pool.model: worker_pool for worker_pool in new}
+        old = [worker_pool for worker_pool in before if worker_pool not in pools]
+        await asyncio.gather(*(self._retire(worker_pool, successors.get(worker_pool.model)) for worker_pool in old))
+        if not new and not old:
+            log.info("reloaded: no model has changed")
+
+    async def _await_connected(self, new: Sequence[WorkerPool]) -> None:
+        started_at, deaths_before = asyncio.get_running_loop().time(), self._gateway_pool.num_deaths
+        while waiting := [one for one in new if not self._gateway_pool.is_connected(one)]:
+            for one in waiting:
+                if one.generation in self._failures:
+                    raise _Refused(self._failures[one.generation])
+                if one.broken is not None:
+                    raise _Refused(f"{one.prefix}{one.broken}")
+            if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
+                raise _Refused(f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile")
+            hasty = min(waiting, key=lambda one: one.plan.settings.start_timeout)
+            timeout_s = hasty.plan.settings.start_timeout
+            try:
+                async with asyncio.timeout_at(started_at + timeout_s):
+                    self._changed.clear()
+                    await self._changed.wait()
+            except TimeoutError:
+                why = f"the gateways were not connected to all new workers within {timeout_s:g} s"
+                raise _Refused(f"{hasty.prefix}{why}") from None
+
+    async def _await_unchanged(self, settings: Settings, new: Sequence[WorkerPool]) -> tuple[ApiKey, ...]:
+        """The keys as they are now. Raises _Refused when a model has changed since the plans were made, and requests
+        another reload; ConfigurationError for keys that cannot be used."""
+        keys = await self._files.call(str(settings.keys_file or "the keys"), lambda: load_keys(settings))
+        for worker_pool in new:
+            plan = worker_pool.plan
+            if await self._files.call(plan.card.folder, plan.model_has_changed):
+                self._is_requested = True
+                raise _Refused(f"{worker_pool.prefix}the model's files changed meanwhile; reloading again")
+        return self._gateway_pool.keys if keys == self._gateway_pool.keys else keys
+
+    # --- the end of a generation ----------------------------------------------------------------------------
+
+    async def _retire(self, old: WorkerPool, successor: WorkerPool | None) -> None:
+        """`successor`: None if the model is no longer served."""
+        await self._await_retired(old)
+        if successor is None:
+            log.info("reloaded: %s is no longer served", old.model)
+        else:
+            _log_served(successor)
+        await self._end(old)
+
+    async def _await_retired(self, old: WorkerPool) -> None:
+        timeout_s = old.plan.settings.request_timeout + _RETIRE_MARGIN_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._gateway_pool.serves(old.generation):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            log.warning("generation %d still has requests after %g s and is ended", old.generation, timeout_s)
+
+    async def _end(self, worker_pool: WorkerPool) -> None:
+        await self._residency.forget(worker_pool.generation)
+        del self._worker_pools[worker_pool.generation]
+        self._gateway_pool.discard(worker_pool.generation)
+        await worker_pool.stop()
+        worker_pool.close()
+        worker_pool.plan.close()
+        self._failures.pop(worker_pool.generation, None)
+
+
+class _Refused(Exception):
+    """The new generation cannot take over. The message says why."""
+
+
+def _log_served(worker_pool: WorkerPool) -> None:
+    log.info("reloaded: %s is served by generation %d", worker_pool.model, worker_pool.generation)
+
+
+def serves_the_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
+    """Whether a model would be served as it is. Keys are every generation's. The copies for gateways have other paths
+    each time. A certificate is read again with a new generation of the first model."""
+    ours = served.gateway
+    gateway = replace(plan.gateway, card=ours.card, keys=ours.keys, query_weights=ours.query_weights)
+    gateway = replace(gateway, quantization_ranges=ours.quantization_ranges)
+    tls = () if is_first else (plan.gateway.tls_cert, plan.gateway.tls_key)
+    return (
+        gateway == served.gateway
+        and plan.card == served.card
+        and plan.workers == served.workers
+        and plan.model_files == served.model_files
+        and {name for name, *_ in plan.other_files ^ served.other_files} <= set(tls)
+        and plan.settings.model_dump(exclude=_OF_THE_START) == served.settings.model_dump(exclude=_OF_THE_START)
+    )
+
+
+def _close(plans: Sequence[Plan]) -> None:
+    for plan in plans:
+        plan.close()
+
+
+def _files_of(models: Sequence[ModelEntry]) -> list[Path]:
+    settings = models[0].settings
+    folders = [Path(model.settings.model).expanduser() for model in models if model.settings.model]
+    return [path for path in (settings.keys_file, settings.tls_cert, settings.tls_key, *folders) if path is not None]

@@ -1,0 +1,644 @@
+"""Which models are loaded: loads them for the requests that wait, and unloads those that must go.
+
+Owns the state of every model, the tasks that change it, and the `ModelIs` that gateways are sent. The first load of a
+model, at the server's start or in a reload, is begun by `vecd.supervisor` or `vecd.launch.reload`, which decide what
+its failure means; one that fails here fails for its requests alone.
+
+Messages to gateways (→) and from them (←) when a model is unloaded and is needed again:
+
+    → ModelIs draining   ← ModelDrained   → WorkerDown …   → ModelIs unloaded
+    ← ModelWanted   → ModelIs loading   → WorkerUp …   → ModelIs ready
+"""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from vecd.base.failures import StartFailure
+from vecd.launch.config.plan import Plan
+from vecd.launch.files import FileAccess, FilesHang
+from vecd.launch.gateways import GatewayPool, Life, Link, loop_time
+from vecd.launch.memory import Footprint, MemoryBook, measured
+from vecd.launch.workers import WorkerPool, load_pause_s
+from vecd.shm.control import UNLOAD_REASONS, KeepAlive, Message, ModelAsked, ModelIs, ModelState, ModelUsed, ModelWanted
+
+# Decides which models make room for one that requests wait for.
+#
+# A resident model stays for a slice: four times what a load takes, so that loads cost at most a fifth of the time where
+# models do not fit together; 5 s at least, and 30 s at most, because clients give up. Idle models go first, those that
+# are the cheapest to do without for their memory: (use x seconds of a load) / bytes. A busy one goes only for a load
+# that has waited for a slice, and then the longest resident one: such models take turns. It is asked for the load that
+# has waited the longest: a later one must not take the memory that this one waits for.
+
+_MIN_SLICE_S, _MAX_SLICE_S = 5.0, 30.0
+_RELOADS_PER_SLICE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    model: str
+    nbytes: int
+    use: float
+    """Recent core-seconds per second."""
+    reload_s: float
+    is_busy: bool
+    is_pinned: bool
+    resident_s: float
+
+
+def choose(occupants: Iterable[Occupant], needed_nbytes: int, *, waited_s: float, reload_s: float) -> list[str] | None:
+    """Which models to unload so that at least `needed_nbytes` become free, beyond what is free or will be, for a load
+    that has waited for `waited_s` and takes `reload_s`. Empty if nothing is needed; None: no choice suffices now, and a
+    later call may find one."""
+    movable = [each for each in occupants if not each.is_pinned and each.resident_s >= slice_s(each, reload_s)]
+    idle = sorted((each for each in movable if not each.is_busy), key=_cost)
+    busy = sorted(
+        (each for each in movable if each.is_busy and waited_s > slice_s(each, reload_s)),
+        key=lambda each: -each.resident_s,
+    )
+    return _sufficient([*idle, *busy], needed_nbytes)
+
+
+def slice_s(occupant: Occupant, reload_s: float) -> float:
+    """For which `occupant` stays, whatever waits, and a load that takes `reload_s` waits until a busy one goes."""
+    return min(_MAX_SLICE_S, max(_MIN_SLICE_S, _RELOADS_PER_SLICE * max(occupant.reload_s, reload_s)))
+
+
+def _cost(occupant: Occupant) -> tuple[float, float]:
+    """What doing without it costs for each byte; among equals, the longest resident costs least."""
+    return occupant.use * occupant.reload_s / max(1, occupant.nbytes), -occupant.resident_s
+
+
+def _sufficient(candidates: Sequence[Occupant], needed_nbytes: int) -> list[str] | None:
+    """The first that give back enough, less those that are not needed beside the later ones; None: all do not."""
+    chosen: list[Occupant] = []
+    spare_nbytes = -needed_nbytes
+    for each in candidates:
+        if spare_nbytes >= 0:
+            break
+        chosen.append(each)
+        spare_nbytes += each.nbytes
+    if spare_nbytes < 0:
+        return None
+    for each in reversed(chosen.copy()):
+        if each.nbytes <= spare_nbytes:
+            chosen.remove(each)
+            spare_nbytes -= each.nbytes
+    return [each.model for each in chosen]
+
+
+# Whether a model is loaded, and what is to be done about it: `Residency` carries out what is decided.
+
+MAX_LOADS = 2
+"""At once: a load is mostly one thread that reads."""
+_REPORT_S = 1.5
+"""Gateways report use once a second: a model that seems idle may have got a request since."""
+_MEMORY_WAIT_S = 1.0
+_USE_TIME_CONSTANT_S = 60.0
+_SETTLING_S = 5.0
+"""After a load, until its memory is measured: the first requests need some, too."""
+_FIRST_LOAD_S, _LOAD_BYTES_PER_S = 1.0, 300e6
+"""What a load is expected to take until one has been measured."""
+
+
+@dataclass(slots=True)
+class LoadHistory:
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    num_unloads: dict[str, int] = field(default_factory=dict)
+    load_s: float = 0.0
+    is_told: bool = False
+    """Gateways are told of its state: it has been something else than ready, or loading at the server's start."""
+
+
+@dataclass(slots=True)
+class ModelLife:
+    """One generation's model: where it is, and since when. All times are in seconds of the caller's clock."""
+
+    generation: int
+    model: str
+    keep_alive_s: float | None
+    is_pinned: bool
+    total_nbytes: int
+    """Memory that it needs when it is loaded: predicted or measured."""
+    request_timeout_s: float
+    history: LoadHistory
+    since: float
+    state: ModelState = ModelState.UNLOADED
+    reason: str = ""
+    held_nbytes: int = 0
+    wanted_at: float | None = None
+    not_before: float = 0.0
+    used_at: float = -math.inf
+    num_failures: int = 0
+    has_begun: bool = False
+    """Its load was begun by `decide`, and not by the server's start or a reload."""
+    is_complete: bool = False
+    is_asked_to_go: bool = False
+    measure_at: float | None = None
+    client_keep_alive: bool = False
+    client_keep_alive_s: float | None = None
+    _unanswered: dict[Life, tuple[int, float]] = field(default_factory=dict)
+    """By gateway: the requests that it had last reported, and when."""
+    _use: float = 0.0
+    """Core-seconds per second, an exponential mean that ends at `_use_at`."""
+    _use_at: float = 0.0
+
+    # --- what is said of it -------------------------------------------------------------------------------------------
+
+    @property
+    def is_resident(self) -> bool:
+        """Workers of it run, or are being started."""
+        return self.state in (ModelState.LOADING, ModelState.READY)
+
+    @property
+    def is_held(self) -> bool:
+        return self.state is ModelState.READY and self.held_nbytes > 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.wanted_at is not None and not self.is_resident and self.state is not ModelState.DRAINING
+
+    @property
+    def load_s(self) -> float:
+        return self.history.load_s or self._first_load_s
+
+    @property
+    def reload_s(self) -> float:
+        """Of its loads but the first, which may also have chosen an engine."""
+        if self.history.num_loads < 2:
+            return min(self.history.load_s or math.inf, self._first_load_s)
+        return self.history.load_s
+
+    @property
+    def _first_load_s(self) -> float:
+        return _FIRST_LOAD_S + self.total_nbytes / _LOAD_BYTES_PER_S
+
+    def message(self, ahead_s: float, now: float, *, has_just_gone: bool = False) -> ModelIs:
+        """What gateways are told of it. `ahead_s`: expected seconds of the loads before its own. `has_just_gone`: an
+        operator waits for that state, so it is told even if a load waits again."""
+        history, state, reason, wait_s = self.history, self.state, self.reason, 0.0
+        if self.is_waiting and self.not_before <= now and not has_just_gone:
+            state, reason = ModelState.LOADING, ""
+        if state is ModelState.FAILED:
+            wait_s = self.not_before - self.since
+        elif state in (ModelState.UNLOADED, ModelState.LOADING):
+            wait_s = ahead_s + self.load_s
+        nbytes = self.total_nbytes if state is ModelState.LOADING else self.held_nbytes or self.total_nbytes
+        return ModelIs(
+            self.generation, state, reason, round(wait_s, 3), nbytes, history.num_loads,
+            history.num_failed_loads, round(history.load_s, 3), dict(history.num_unloads),
+        )  # fmt: skip
+
+    def occupant(self, now: float) -> Occupant:
+        return Occupant(
+            self.model,
+            self.held_nbytes,
+            self._use * math.exp(-(now - self._use_at) / _USE_TIME_CONSTANT_S),
+            self.reload_s,
+            self.num_unanswered(now) > 0 or now - self.used_at < 1.0,
+            self.is_pinned,
+            now - self.since,
+        )
+
+    def num_unanswered(self, now: float) -> int:
+        """At all gateways. One that a gateway has not mentioned for as long as a request may take has been answered."""
+        return sum(num for num, at in self._unanswered.values() if now - at <= self.request_timeout_s)
+
+    def idle_at(self, now: float) -> float | None:
+        """When it is unloaded because it is not used; None: it is in use, or stays for ever."""
+        keep_alive_s = self.client_keep_alive_s if self.client_keep_alive else self.keep_alive_s
+        if keep_alive_s is None or self.wanted_at is not None or self.num_unanswered(now):
+            return None
+        return max(self.used_at, self.since) + keep_alive_s + _REPORT_S
+
+    @property
+    def why_idle(self) -> str:
+        return "client" if self.client_keep_alive and self.client_keep_alive_s == 0 else "idle"
+
+    # --- what happens to it -------------------------------------------------------------------------------------------
+
+    def want(self, now: float) -> None:
+        if self.wanted_at is None and not self.is_resident:
+            self.wanted_at = now
+            self.history.is_told = True
+
+    def keep(self, seconds: float | None) -> None:
+        """A client has set how long it stays; None: for ever."""
+        self.client_keep_alive, self.client_keep_alive_s = True, seconds
+
+    def ask_to_go(self) -> None:
+        self.wanted_at = None
+        self.is_asked_to_go |= self.is_resident
+
+    def use(self, gateway: Life, compute_s: float, num_requests: int, now: float) -> None:
+        self.used_at = now
+        if num_requests:
+            self._unanswered[gateway] = num_requests, now
+        else:
+            self._unanswered.pop(gateway, None)
+        faded = self._use * math.exp(-(now - self._use_at) / _USE_TIME_CONSTANT_S)
+        self._use, self._use_at = faded + compute_s / _USE_TIME_CONSTANT_S, now
+
+    def forget_gateways(self, living: Iterable[Life]) -> None:
+        for gone in self._unanswered.keys() - set(living):
+            del self._unanswered[gone]
+
+    def begin_load(self, now: float, *, is_first: bool = False) -> None:
+        """`is_first`: with the server's start or in a reload."""
+        self._become(ModelState.LOADING, "", now)
+        self.has_begun, self.is_complete = not is_first, False
+        self.history.is_told |= not is_first
+        self.held_nbytes, self.wanted_at = self.total_nbytes, None
+
+    def become_ready(self, now: float) -> float:
+        """Returns how long the load took."""
+        seconds = now - self.since
+        self.history.num_loads += 1
+        self.history.load_s = seconds
+        self.num_failures = 0
+        self.measure_at = now + _SETTLING_S
+        self._become(ModelState.READY, "", now)
+        return seconds
+
+    def fail(self, reason: str, now: float) -> float:
+        """Returns for how many seconds it is not loaded again."""
+        self.num_failures += 1
+        self.history.num_failed_loads += 1
+        pause_s = load_pause_s(self.num_failures)
+        self.not_before, self.wanted_at, self.held_nbytes = now + pause_s, None, 0
+        self.is_asked_to_go, self.measure_at = False, None
+        self._become(ModelState.FAILED, reason, now)
+        return pause_s
+
+    def begin_draining(self, reason: str, now: float) -> None:
+        assert reason in UNLOAD_REASONS, reason
+        self.is_asked_to_go, self.measure_at = False, None
+        self._become(ModelState.DRAINING, reason, now)
+
+    def end_draining(self, now: float) -> None:
+        self.history.num_unloads[self.reason] = self.history.num_unloads.get(self.reason, 0) + 1
+        self.held_nbytes, self.client_keep_alive = 0, False
+        self._become(ModelState.UNLOADED, self.reason, now)
+
+    def measured(self, total_nbytes: int) -> None:
+        self.total_nbytes = total_nbytes
+        if self.is_resident:
+            self.held_nbytes = total_nbytes
+
+    def _become(self, state: ModelState, reason: str, now: float) -> None:
+        self.state, self.reason, self.since = state, reason, now
+        self.history.is_told |= state not in (ModelState.LOADING, ModelState.READY)
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+class Decision(NamedTuple):
+    action: Literal["load", "unload", "refuse", "measure"]
+    life: ModelLife
+    reason: str = ""
+
+
+def decide(lives: Sequence[ModelLife], free_nbytes: int | None, now: float) -> tuple[list[Decision], float | None]:
+    """What is to be done now, and when to ask again if nothing happens before; None: not at all. `free_nbytes`: of the
+    budget, less what all of them hold, may be negative; None: there is no budget. Loads begin in the order in which
+    they were first wanted. None passes one that waits for memory: it would take what becomes free for that one."""
+    decisions: list[Decision] = []
+    due: list[float] = []
+    for life in lives:
+        if life.is_asked_to_go:
+            decisions.append(Decision("unload", life, "operator"))
+            continue
+        if life.measure_at is not None:
+            if life.measure_at <= now:
+                decisions.append(Decision("measure", life))
+            else:
+                due.append(life.measure_at)
+        if life.state is ModelState.READY and (idle_at := life.idle_at(now)) is not None:
+            if idle_at <= now:
+                decisions.append(Decision("unload", life, life.why_idle))
+            else:
+                due.append(idle_at)
+    num_loads = sum(life.state is ModelState.LOADING and life.has_begun for life in lives)
+    waiting = sorted((life for life in lives if life.is_waiting), key=lambda life: life.wanted_at or 0.0)
+    due += [life.not_before for life in waiting if life.not_before > now]
+    most_nbytes = (free_nbytes or 0) + held_nbytes(life for life in lives if not life.is_pinned)
+    for life in [life for life in waiting if life.not_before <= now]:
+        if free_nbytes is not None:
+            missing = life.total_nbytes - most_nbytes
+            if missing > 0:
+                why = f"no memory: {math.ceil(missing / 2**20)} MB of the budget are missing beside the pinned models"
+                decisions.append(Decision("refuse", life, why))
+                continue
+        if num_loads >= MAX_LOADS:
+            break
+        if free_nbytes is not None:
+            needed = life.total_nbytes - free_nbytes
+            if needed > 0:
+                leaving = {each.life.generation for each in decisions if each.action == "unload"}
+                decisions += _make_room(life, needed, lives, leaving, now)
+                due.append(now + _MEMORY_WAIT_S)
+                break
+            free_nbytes -= life.total_nbytes
+        decisions.append(Decision("load", life))
+        num_loads += 1
+    return decisions, min(due, default=None)
+
+
+def held_nbytes(lives: Iterable[ModelLife]) -> int:
+    """Memory of models. Of one that is being replaced, which has two generations for a moment, the larger counts."""
+    largest: dict[str, int] = {}
+    for life in lives:
+        largest[life.model] = max(largest.get(life.model, 0), life.held_nbytes)
+    return sum(largest.values())
+
+
+def _make_room(
+    life: ModelLife, needed: int, lives: Sequence[ModelLife], leaving: Collection[int], now: float
+) -> list[Decision]:
+    """Whom to unload for a load that needs `needed` bytes more than are free; none while enough is on its way out.
+    `leaving`: the generations that are about to go. One that is being replaced gives nothing back, and stays."""
+    num_generations = Counter(each.model for each in lives)
+    resident: dict[str, ModelLife] = {}
+    for each in lives:
+        if each.state is ModelState.DRAINING or each.generation in leaving:
+            needed -= each.held_nbytes
+        elif each is not life and num_generations[each.model] == 1 and each.is_held:
+            resident[each.model] = each
+    if needed <= 0:
+        return []
+    assert life.wanted_at is not None
+    occupants = [each.occupant(now) for each in resident.values()]
+    chosen = choose(occupants, needed, waited_s=now - life.wanted_at, reload_s=life.reload_s) or []
+    return [Decision("unload", resident[model], "memory") for model in chosen]
+
+
+log = logging.getLogger("vecd.supervisor")
+
+
+class Residency:
+    def __init__(
+        self,
+        worker_pools: Mapping[int, WorkerPool],
+        gateway_pool: GatewayPool,
+        files: FileAccess,
+        memory: MemoryBook,
+        start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
+        changed: asyncio.Event,
+        on_model_changed: Callable[[WorkerPool], None],
+        on_state: Callable[[], None],
+    ) -> None:
+        """`changed` is set whenever a gateway or its link has changed. `on_model_changed` is called before a load whose
+        files are not those of its plan; it reloads. `on_state` is called after each change."""
+        self._worker_pools = worker_pools
+        self._gateway_pool = gateway_pool
+        self._files = files
+        self._memory = memory
+        self._start_task = start_task
+        self._changed = changed
+        self._on_model_changed = on_model_changed
+        self._on_state = on_state
+        self._lives: dict[int, ModelLife] = {}
+        self._histories: dict[str, LoadHistory] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ending: dict[int, asyncio.Task[None]] = {}
+        self._wakes = asyncio.Event()
+
+    # --- the generations ----------------------------------------------------------------------------------------------
+
+    async def add(self, worker_pool: WorkerPool, *, is_loaded: bool) -> None:
+        """`is_loaded`: the caller supervises its workers until they are stopped for the first time; otherwise it is
+        loaded when it is needed. Raises FilesHang or OSError if its files cannot be read."""
+        plan = worker_pool.plan
+        expected = await self._files.call(plan.card.folder, lambda: self._memory.expect(plan))
+        now = loop_time()
+        life = self._lives[worker_pool.generation] = ModelLife(
+            worker_pool.generation, worker_pool.model, plan.gateway.keep_alive_s, plan.gateway.is_pinned,
+            expected.total, plan.settings.request_timeout,
+            self._histories.setdefault(worker_pool.model, LoadHistory()), now,
+        )  # fmt: skip
+        life.history.is_told |= not is_loaded
+        if is_loaded:
+            life.begin_load(now, is_first=True)
+        self._tell(life)
+
+    def stays_loaded(self, plan: Plan) -> bool:
+        """Whether a new generation with this plan is to be loaded before it takes over."""
+        generation = self._gateway_pool.active.get(plan.gateway.model)
+        if generation is None:
+            return not plan.gateway.loads_on_demand
+        return self._lives[generation].is_resident
+
+    async def forget(self, generation: int) -> None:
+        """The caller ends the generation, and removes its worker pool after this."""
+        self._lives.pop(generation, None)
+        self._gateway_pool.states.pop(generation, None)
+        if (ending := self._ending.pop(generation, None)) is not None:
+            ending.cancel()
+            await asyncio.wait([ending])
+        await self._cancel_load(generation)
+        self._wakes.set()
+
+    def state(self, generation: int) -> ModelState:
+        return self._lives[generation].state
+
+    def description(self, generation: int) -> str:
+        life = self._lives[generation]
+        return f"failed: {life.reason}" if life.state is ModelState.FAILED else life.state
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def on_message(self, link: Link, message: Message) -> bool:
+        """Returns whether it was for this object."""
+        if not isinstance(message, ModelWanted | ModelUsed | ModelAsked | KeepAlive):
+            return False
+        if (life := self._lives.get(message.generation)) is None:
+            return True
+        now = loop_time()
+        match message:
+            case ModelWanted():
+                self._want(life)
+            case ModelUsed():
+                life.use(link.life, message.compute_s, message.num_requests, now)
+            case KeepAlive():
+                life.keep(message.seconds)
+            case ModelAsked(action="load"):
+                life.not_before = min(life.not_before, now)
+                self._want(life)
+            case ModelAsked():
+                life.ask_to_go()
+                self._tell(life)
+        self._wakes.set()
+        return True
+
+    def _want(self, life: ModelLife) -> None:
+        life.want(loop_time())
+        self._tell(life)
+
+    def on_gateways_changed(self) -> None:
+        for life in self._lives.values():
+            life.forget_gateways(link.life for link in self._gateway_pool.ready_links)
+        self._wakes.set()
+
+    def on_worker_ready(self, worker_pool: WorkerPool) -> bool:
+        """Returns whether this is part of a load that was begun here."""
+        if (life := self._lives.get(worker_pool.generation)) is None:
+            return False  # it is being ended
+        if life.state is ModelState.LOADING:
+            seconds = life.become_ready(loop_time())
+            if life.has_begun:
+                mb = life.held_nbytes >> 20
+                worker_pool.log.info("loaded in %.1f s%s", seconds, f", about {mb} MB" if mb else "")
+            if self._memory.budget is None and len(self._lives) == 1 and not life.history.is_told:
+                life.measure_at = None  # nothing depends on it
+            self._tell(life)
+            self._wakes.set()
+        is_part = life.has_begun and not life.is_complete
+        life.is_complete |= worker_pool.is_complete
+        return is_part
+
+    # --- decisions and what follows -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        while True:
+            self._wakes.clear()
+            due = self._act()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._wakes.wait()
+
+    def _act(self) -> float | None:
+        now, free_nbytes = loop_time(), None
+        if self._memory.budget is not None:
+            held = held_nbytes(self._lives.values())
+            free_nbytes = self._memory.budget - self._memory.server_nbytes - held
+        decisions, due = decide(list(self._lives.values()), free_nbytes, now)
+        for action, life, reason in decisions:
+            match action:
+                case "load":
+                    life.begin_load(now)
+                    self._tell(life)
+                    self._tasks[life.generation] = self._start_task(self._load(life))
+                case "unload":
+                    life.begin_draining(reason, now)
+                    self._tell(life)
+                    self._ending[life.generation] = self._start_task(self._unload(life))
+                case "refuse":
+                    self._fail(life, reason)
+                case "measure":
+                    life.measure_at = None
+                    self._start_task(self._measure(life, self._worker_pools[life.generation]))
+        return due
+
+    async def _load(self, life: ModelLife) -> None:
+        worker_pool = self._worker_pools[life.generation]
+        plan = worker_pool.plan
+        try:
+            if await self._files.call(plan.card.folder, plan.model_has_changed):
+                self._on_model_changed(worker_pool)
+                raise StartFailure(f"{worker_pool.why_read_anew}; it is being read anew")
+            await worker_pool.supervise(needs_all=False)
+        except (StartFailure, FilesHang, OSError) as error:
+            reason = str(error).removeprefix(worker_pool.prefix)
+        except Exception as error:
+            log.exception("internal error in a load")
+            reason = f"unexpected {type(error).__name__}"
+        else:
+            return
+        self._gateway_pool.withdraw_workers(life.generation, reason)
+        self._fail(life, reason)
+
+    def _fail(self, life: ModelLife, reason: str) -> None:
+        if life.generation not in self._lives or life.state is ModelState.DRAINING:
+            return
+        pause_s = life.fail(reason, loop_time())
+        self._worker_pools[life.generation].log.error(
+            "cannot be loaded, and is not tried again for %g s: %s", pause_s, reason
+        )
+        self._tell(life)
+        self._wakes.set()
+
+    async def _unload(self, life: ModelLife) -> None:
+        worker_pool, began_at = self._worker_pools[life.generation], loop_time()
+        held_mb = life.held_nbytes >> 20
+        await self._await_drained(worker_pool)
+        await self._cancel_load(life.generation)
+        await worker_pool.stop()
+        self._gateway_pool.withdraw_workers(life.generation, f"unloaded: {life.reason}")
+        life.end_draining(loop_time())
+        worker_pool.log.info(
+            "%s in %.1f s%s: %s", life.state, loop_time() - began_at, f", about {held_mb} MB before" if held_mb else "",
+            life.reason,
+        )  # fmt: skip
+        del self._ending[life.generation]
+        self._tell(life, has_just_gone=True)
+        self._tell(life)
+        self._wakes.set()
+
+    async def _cancel_load(self, generation: int) -> None:
+        """One that supervises its workers ends with these."""
+        task = self._tasks.pop(generation, None)
+        if task is not None and not self._worker_pools[generation].is_supervised:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _await_drained(self, worker_pool: WorkerPool) -> None:
+        timeout_s = worker_pool.plan.settings.batch_timeout
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._gateway_pool.is_drained(worker_pool.generation):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            worker_pool.log.warning("a gateway still has batches after %g s, which are given up", timeout_s)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    async def _measure(self, life: ModelLife, worker_pool: WorkerPool) -> None:
+        """Replace what was expected, unless not all workers are there. Workers that have not computed a full batch yet
+        will need more, so that they count with what was expected at least."""
+        ready_at = life.since
+        if not worker_pool.is_complete:
+            return
+        pids, workers = worker_pool.pids(), [worker.process.pid for worker in worker_pool.ready.values()]
+
+        def measure() -> Footprint | None:
+            if (footprint := measured(pids, workers)) is not None:
+                expected = self._memory.expect(worker_pool.plan)
+                footprint = replace(footprint, per_worker=max(footprint.per_worker, expected.per_worker))
+                self._memory.remember(worker_pool.plan, footprint)
+            return footprint
+
+        with suppress(FilesHang, OSError):
+            footprint = await self._files.call("the memory of models", measure)
+            if footprint is not None and life.state is ModelState.READY and life.since == ready_at:
+                life.measured(footprint.total)
+                life.history.is_told = True
+                self._tell(life)
+                self._wakes.set()
+
+    # --- gateways -----------------------------------------------------------------------------------------------------
+
+    def _tell(self, life: ModelLife, *, has_just_gone: bool = False) -> None:
+        if life.history.is_told and life.generation in self._lives:
+            self._gateway_pool.states[life.generation] = life.message(
+                self._ahead_s(life), loop_time(), has_just_gone=has_just_gone
+            )
+        self._gateway_pool.reconcile()
+        self._changed.set()
+        self._on_state()
+
+    def _ahead_s(self, life: ModelLife) -> float:
+        if not life.is_waiting:
+            return 0.0
+        wanted_at = life.wanted_at or -math.inf
+        before = [
+            each.load_s for each in self._lives.values() if each.is_waiting and (each.wanted_at or 0.0) < wanted_at
+        ]
+        return sum(before) / 2

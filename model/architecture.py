@@ -1,0 +1,201 @@
+"""Translates a config.json that names the model's own code into transformers' own architectures.
+
+Owns the table of architectures whose original code is in a model's repository and which transformers now implements
+under other names. Any other configuration is refused, because a similar model gives wrong vectors without an error.
+Never runs or reads a model's code.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vecd.base.files import JsonMapping, JsonObject
+
+_Config = JsonMapping
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """An architecture of transformers, and the conditions under which an original configuration is the same."""
+
+    always: Mapping[str, tuple[Any, Any]]
+    """Key → the original's default, and the only value that transformers implements."""
+    translate: Callable[[_Config], JsonObject]
+
+
+def native_config(config: _Config) -> JsonObject | None:
+    """The fields for transformers' configuration class, or None if it reads config.json correctly without help. Raises
+    ValueError, with the reason in one line, for code that has no equal in transformers."""
+    auto_map = config.get("auto_map") or {}
+    if not isinstance(auto_map, Mapping):
+        raise ValueError("auto_map must be a JSON object")
+    model_type = str(config.get("model_type"))
+    # Code for other classes (AutoModelForCausalLM …) does not matter: hidden states come from AutoModel's.
+    wanted = auto_map.get("AutoModel", auto_map.get("AutoConfig"))
+    if wanted is None:
+        # The original's names without its auto_map: transformers would ignore them and use its defaults.
+        if model_type == "nomic_bert" and "n_embd" in config:
+            return _ported(config, _NOMIC)
+        return None
+    key = (model_type, str(wanted).rpartition(".")[2])
+    port = _PORTS.get(key)
+    if port is None:
+        why = _REASONS.get(key, "transformers has no architecture that is known to be the same")
+        raise ValueError(
+            f"asks for Python code from the model's repository to be run (auto_map: {wanted}), which vecd refuses: "
+            f"whoever can change that repository could run anything here; {why}"
+        )
+    return _ported(config, port)
+
+
+def _ported(config: _Config, port: _Port) -> JsonObject:
+    if experts := config.get("num_experts"):  # nomic-embed-text-v2-moe
+        raise ValueError(f"is a mixture of {experts} experts, and transformers' own version of this model has none")
+    for name, (absent, required) in port.always.items():
+        value = config.get(name, absent)
+        if value != required and (value or required):  # null, false and 0 are one
+            raise ValueError(f"{name} is {value!r}, and transformers' own version of this model has {required!r} only")
+    kept = {name: config[name] for name in _OF_HEADS if name in config}
+    return {"architectures": config.get("architectures"), **kept, **port.translate(config)}
+
+
+_OF_HEADS = ("id2label", "label2id", "num_labels", "problem_type", "sentence_transformers")
+"""What heads of classification read; the same in every architecture."""
+
+
+def _number(config: _Config, name: str) -> Any:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is missing or not a number")
+    return value
+
+
+def _whole(config: _Config, name: str, multiple_of: int = 1) -> int:
+    value = _number(config, name)
+    if not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number")
+    return -(-value // multiple_of) * multiple_of
+
+
+# --- Nomic ------------------------------------------------------------------------------------------------------
+
+
+def _translate_nomic(config: _Config) -> JsonObject:
+    translated = {
+        "model_type": "nomic_bert",
+        "vocab_size": _whole(config, "vocab_size", int(config.get("pad_vocab_size_multiple") or 1)),
+        "hidden_size": _whole(config, "n_embd"),
+        "num_hidden_layers": _whole(config, "n_layer"),
+        "num_attention_heads": _whole(config, "n_head"),
+        "intermediate_size": _whole(config, "n_inner", 256),
+        "hidden_act": "silu",
+        "layer_norm_eps": _number(config, "layer_norm_epsilon"),
+        "type_vocab_size": _whole(config, "type_vocab_size"),
+        "pad_token_id": config.get("pad_token_id") or 0,
+    }
+    # Newer files have both kinds of names. The original code reads its own.
+    for name, value in translated.items():
+        if config.get(name, value) != value and name not in ("vocab_size", "hidden_act", "pad_token_id"):
+            raise ValueError(f"{name} is {config[name]!r} under this name and {value!r} under the original's")
+    base = float(_number(config, "rotary_emb_base"))
+    rope = config.get("rope_parameters") or {"rope_theta": base}
+    if rope.get("rope_theta") != base or rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters is {rope!r}, and rotary_emb_base {base!r}")
+    return {
+        **translated,
+        # Rotary positions have no table of limited length.
+        "max_position_embeddings": _whole(config, "n_positions"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+    }
+
+
+# nomic-embed-text-v1 and v1.5, CodeRankEmbed, snowflake-arctic-embed-m-long. Source: modeling_hf_nomic_bert.py and
+# configuration_hf_nomic_bert.py of nomic-ai/nomic-bert-2048, against transformers 5.23's models/nomic_bert and the
+# names of its tensors in conversion_mapping.py. An absent key has GPT-2's default there, which is seldom intended.
+_NOMIC = _Port(
+    always={
+        "activation_function": ("gelu_new", "swiglu"),
+        "prenorm": (False, False),
+        "parallel_block": (False, False),
+        "causal": (False, False),
+        "use_rms_norm": (False, False),
+        "qkv_proj_bias": (True, False),
+        "mlp_fc1_bias": (True, False),
+        "mlp_fc2_bias": (True, False),
+        "rotary_emb_fraction": (0.0, 1.0),
+        "rotary_emb_interleaved": (False, False),
+        "rotary_emb_scale_base": (None, None),
+        "rotary_scaling_factor": (None, None),  # stretches with the longest text of a batch
+        "rotary_head_dim": (False, False),
+        "num_heads_kv": (None, None),
+    },
+    translate=_translate_nomic,
+)
+
+
+# --- GTE --------------------------------------------------------------------------------------------------------
+
+
+def _translate_gte(config: _Config) -> JsonObject:
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    translated: JsonObject = {name: _whole(config, name) for name in (*sizes, "max_position_embeddings")}
+    head_dim = translated["hidden_size"] // max(1, translated["num_attention_heads"])
+    return {
+        **translated,
+        "model_type": "gte",
+        "hidden_act": config.get("hidden_act", "gelu"),
+        "layer_norm_eps": _number(config, "layer_norm_eps"),
+        "type_vocab_size": config.get("type_vocab_size", 1),
+        "pad_token_id": config.get("pad_token_id"),
+        "rope_parameters": _rope_of_gte(config, head_dim),
+    }
+
+
+def _rope_of_gte(config: _Config, head_dim: int) -> JsonObject:
+    """The original's fixed NTK scaling by a factor f: base · f, and every frequency divided by f^(2 / head_dim), which
+    is transformers' linear scaling of another base. Source: NTKScalingRotaryEmbedding in modeling.py of
+    Alibaba-NLP/new-impl."""
+    base = float(_number(config, "rope_theta"))
+    scaling = config.get("rope_scaling")
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": base}
+    known = isinstance(scaling, Mapping) and scaling.keys() <= {"type", "rope_type", "factor", "rope_theta"}
+    if not known or scaling.get("type", scaling.get("rope_type")) != "ntk":
+        raise ValueError(f"rope_scaling {scaling!r} is not known; known: null and a fixed NTK factor")
+    factor = float(_number(scaling, "factor"))
+    if factor <= 1:
+        raise ValueError(f"rope_scaling: the factor must be greater than 1, and is {factor}")
+    return {"rope_type": "linear", "rope_theta": base * factor, "factor": factor ** (2 / head_dim)}
+
+
+# gte-base-en-v1.5, gte-large-en-v1.5, gte-multilingual-base, stella_en_400M_v5 ("new"), snowflake-arctic-embed-m-v2.0
+# ("gte"). Source: modeling.py and configuration.py of Alibaba-NLP/new-impl, against transformers 5.23's models/gte
+# and the names of its tensors in conversion_mapping.py.
+_GTE = _Port(
+    always={
+        "position_embedding_type": ("rope", "rope"),
+        "layer_norm_type": ("layer_norm", "layer_norm"),
+        "logn_attention_scale": (False, False),
+        "pack_qkv": (True, True),
+    },
+    translate=_translate_gte,
+)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------
+
+_PORTS = {
+    ("nomic_bert", "NomicBertModel"): _NOMIC,
+    ("new", "NewModel"): _GTE,
+    ("gte", "GteModel"): _GTE,
+}
+"""By config.json's model_type and the class that its auto_map names for AutoModel."""
+
+# Known code that differs from transformers' architecture of the same model_type.
+_REASONS = {
+    ("bert", "JinaBertModel"): "transformers' BERT has no ALiBi positions, which this code adds",
+    ("qwen2", "Qwen2Model"): "this code lets tokens see those behind them, transformers' Qwen2 does not",
+    ("mistral", "MistralModel"): "this code lets tokens see those behind them, transformers' Mistral does not",
+    ("xlm-roberta", "XLMRobertaLoRA"): "this code selects adapters by task",
+    ("eurobert", "EuroBertModel"): "versions of this code differ in ways that config.json does not show",
+}

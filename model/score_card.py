@@ -1,0 +1,355 @@
+"""What the card of a model for classification says: the kinds it can serve, its labels, and its head.
+
+Owns the reading of a score head: labels, activation, and by family the layers behind the transformer, as data. Reads no
+file.
+
+Source of the heads: the classes …ForSequenceClassification and …ForTokenClassification of transformers 5.23. Source of
+the settings: sentence-transformers 6.2's CrossEncoder, and transformers' pipeline for text classification.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from vecd.base.files import JsonMapping
+from vecd.model.files import inner, number
+from vecd.model.steps import PairTemplate, ScoreHead, Step
+
+_OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
+
+_MAX_RANKED_LABELS = 2
+"""One score, or "not relevant" and "relevant"."""
+
+_MAX_LABELS = 2**16
+"""The list of names travels between processes, and a row of a slot has a float for each."""
+
+
+def score_kinds(config: JsonMapping, sentence_transformers: JsonMapping, kind: str) -> tuple[str, ...]:
+    """The capabilities of a model that transformers loads as a classifier. `kind`, one of `vecd.model.steps.KINDS`,
+    counts where the files allow several. A classifier that is asked for as dense is none. Raises ValueError, with the
+    key."""
+    architecture = architecture_of(config)
+    if architecture.endswith(_OF_TOKENS) and kind != "dense":
+        return ("token-classify",)
+    if not architecture.endswith(_OF_SEQUENCES) or kind == "dense":
+        return ()
+    num_labels = _num_labels(config)
+    reranks = num_labels == 1 or kind == "rerank" or sentence_transformers.get("model_type") == "CrossEncoder"
+    may_rerank = num_labels <= _MAX_RANKED_LABELS and kind != "classify"
+    return ("rerank", "classify") if reranks and may_rerank else ("classify",)
+
+
+def read_score_head(config: JsonMapping, sentence_transformers: JsonMapping, hidden_size: int) -> ScoreHead:
+    """Raises ValueError, with the key, for a setting that is not known."""
+    labels = _labels(config)
+    architecture = architecture_of(config)
+    is_of_tokens = architecture.endswith(_OF_TOKENS)
+    code = inner(config, "auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
+    if code is not None:
+        raise ValueError(f"asks for Python code from the model's repository to be run (auto_map: {code})")
+    family = _FAMILIES.get(str(config["model_type"]))
+    steps = family.steps(config, hidden_size, len(labels), is_of_tokens=is_of_tokens) if family else ()
+    pooling = "" if is_of_tokens else family.pooling(config) if family else "cls"
+    padding_id = config.get("pad_token_id") if pooling == "lasttoken" else None
+    return ScoreHead(
+        labels=labels,
+        activation=_activation(config, sentence_transformers, len(labels)),
+        pooling=pooling,
+        steps=steps,
+        architecture=architecture,
+        padding_id=padding_id,
+    )
+
+
+def architecture_of(config: JsonMapping) -> str:
+    """Empty if config.json names none."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+# --- labels and activation --------------------------------------------------------------------------------------
+
+
+def _labels(config: JsonMapping) -> tuple[str, ...]:
+    """By index. As in transformers: without names they are LABEL_0, …, and without a number there are two."""
+    names = config.get("id2label")
+    if names is None:
+        return tuple(f"LABEL_{index}" for index in range(_num_labels(config)))
+    if not isinstance(names, Mapping) or set(names) != set(map(str, range(len(names)))) or not names:
+        raise ValueError("id2label must have a name for each index from 0 on")
+    if config.get("num_labels") not in (None, len(names)):
+        raise ValueError(f"num_labels is {config['num_labels']!r}, and id2label has {len(names)} names")
+    return tuple(str(names[str(index)]) for index in range(len(names)))
+
+
+def _num_labels(config: JsonMapping) -> int:
+    names, stated = config.get("id2label"), config.get("num_labels")
+    if isinstance(names, Mapping) and names:
+        stated = len(names)
+    if stated is None:
+        return 2
+    if type(stated) is not int or not 0 < stated <= _MAX_LABELS:
+        raise ValueError(f"num_labels is {stated!r:.80}, and must be a whole number from 1 to {_MAX_LABELS:,}")
+    return stated
+
+
+_ACTIVATION_CLASSES = {
+    f"torch.nn.{module}{name}": name.lower()
+    for module, names in {
+        "modules.activation.": ("Sigmoid", "Softmax", "Tanh"),
+        "modules.linear.": ("Identity",),
+        "": ("Sigmoid", "Softmax", "Tanh", "Identity"),
+    }.items()
+    for name in names
+}
+"""By the names that files give to a class, which is never imported."""
+
+
+def activation_named(key: str, name: object) -> str:
+    """By the name of a class that a file has under `key`. Raises ValueError."""
+    if str(name) not in _ACTIVATION_CLASSES:
+        raise ValueError(f"{key} is {name!r}; known: {', '.join(_ACTIVATION_CLASSES)}")
+    return _ACTIVATION_CLASSES[str(name)]
+
+
+def _activation(config: JsonMapping, sentence_transformers: JsonMapping, num_labels: int) -> str:
+    """The model's own, from the first of the places in which versions of sentence-transformers have saved it; else as
+    transformers' pipeline chooses."""
+    for key, name in (
+        ("activation_fn (config_sentence_transformers.json)", sentence_transformers.get("activation_fn")),
+        ("sentence_transformers.activation_fn", inner(config, "sentence_transformers").get("activation_fn")),
+        ("sbert_ce_default_activation_function", config.get("sbert_ce_default_activation_function")),
+    ):
+        if name is not None:
+            return activation_named(key, name)
+    problem = config.get("problem_type")
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"
+
+
+# --- heads by family --------------------------------------------------------------------------------------------
+
+_LAYER_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "tanh": "tanh", "silu": "silu", "swish": "silu"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Names of tensors, without ".weight" and ".bias"."""
+
+    classifier: str = "classifier"
+    dense: str = ""
+    """The layer between the pooled state and the classifier; empty for none."""
+    activation: str = "tanh"
+    """What follows `dense`, or the setting that says it, as "setting:its default"."""
+    token_classifier: str = "classifier"
+    is_causal: bool = False
+    """The last token is pooled, not the first, and the classifier of sequences has no bias."""
+
+    def pooling(self, config: JsonMapping) -> str:
+        return "lasttoken" if self.is_causal else "cls"
+
+    def steps(self, config: JsonMapping, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+        if is_of_tokens:
+            has_bias = not self.is_causal or bool(config.get("token_classification_bias", True))
+            return (_dense(self.token_classifier, width, num_labels, bias=has_bias),)
+        classifier = _dense(self.classifier, width, num_labels, bias=not self.is_causal)
+        if not self.dense:
+            return (classifier,)
+        setting, _, default = self.activation.partition(":")
+        activation = _LAYER_ACTIVATIONS.get(str(config.get(setting, default)) if default else setting)
+        if activation is None or config.get("pooler_hidden_size", width) != width:
+            return ()
+        return (_dense(self.dense, width, width, activation=activation), classifier)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModernBert(_Family):
+    def pooling(self, config: JsonMapping) -> str:
+        pooling = config.get("classifier_pooling", "cls")
+        if pooling not in ("cls", "mean"):
+            raise ValueError(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
+        return str(pooling)
+
+    def steps(self, config: JsonMapping, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+        activation = _LAYER_ACTIVATIONS.get(str(config.get("classifier_activation", "gelu")))
+        if activation is None:
+            return ()
+        has_bias, has_norm_bias = bool(config.get("classifier_bias", False)), bool(config.get("norm_bias", False))
+        epsilon = number(config, "norm_eps", 1e-5)
+        return (
+            _dense("head.dense", width, width, activation=activation, bias=has_bias),
+            Step("layer_norm", tensor="head.norm", in_dim=width, out_dim=width, bias=has_norm_bias, epsilon=epsilon),
+            _dense("classifier", width, num_labels),
+        )
+
+
+def _dense(tensor: str, in_dim: int, out_dim: int, *, activation: str = "identity", bias: bool = True) -> Step:
+    return Step("dense", tensor=tensor, in_dim=in_dim, out_dim=out_dim, activation=activation, bias=bias)
+
+
+_BERT = _Family(dense="pooler.dense")
+_ROBERTA = _Family(dense="classifier.dense", classifier="classifier.out_proj")
+_DEBERTA = _Family(dense="pooler.dense", activation="pooler_hidden_act:gelu")
+_CAUSAL = _Family(classifier="score", token_classifier="score", is_causal=True)
+
+_FAMILIES: Mapping[str, _Family] = MappingProxyType(
+    {
+        **dict.fromkeys(("bert", "nomic_bert", "gte"), _BERT),
+        "albert": _Family(dense="pooler"),
+        **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA),
+        "electra": _Family(dense="classifier.dense", classifier="classifier.out_proj", activation="gelu"),
+        "distilbert": _Family(dense="pre_classifier", activation="relu"),
+        **dict.fromkeys(("deberta", "deberta-v2"), _DEBERTA),
+        "modernbert": _ModernBert(),
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"), _CAUSAL),
+    }
+)
+"""By transformers' name of the architecture. The head of any other is computed by transformers' class."""
+
+
+# Rerankers that are causal language models: which token means yes, which no, and how a pair is put to them.
+#
+# `vecd.model.card` does, and adds the file to the message of a ValueError. The parts of a chat template are found by
+# `vecd.launch.config.templates`.
+#
+# Sources: sentence-transformers 6.2, `LogitScore` and `CrossEncoder`; the model cards of Qwen3-Reranker and of
+# bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank.
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownModel:
+    name: re.Pattern[str]
+    model_type: str
+    yes: str
+    no: str | None
+    template: PairTemplate
+
+
+_KNOWN = (
+    _KnownModel(
+        re.compile(r"qwen3-reranker", re.IGNORECASE),
+        "qwen3",
+        "yes",
+        "no",
+        PairTemplate(
+            before="<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+            'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: ",
+            between="\n<Document>: ",
+            after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            instruction="Given a web search query, retrieve relevant passages that answer the query",
+        ),
+    ),
+    _KnownModel(
+        re.compile(r"mxbai-rerank-(base|large)-v2", re.IGNORECASE),
+        "qwen2",
+        "1",
+        "0",
+        PairTemplate(
+            before="<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+            "<|im_end|>\n<|im_start|>user\nquery: ",
+            between="\ndocument: ",
+            after="\nYou are a search relevance expert who evaluates how well documents match search queries. For each "
+            "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+            "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ),
+    _KnownModel(
+        re.compile(r"bge-reranker-v2-gemma", re.IGNORECASE),
+        "gemma",
+        "Yes",
+        None,
+        PairTemplate(
+            before="<bos>A: ",
+            between="\nB: ",
+            after="\n{instruction}",
+            instruction="Given a query A and a passage B, determine whether the passage contains an answer to the "
+            "query by providing a prediction of either 'Yes' or 'No'.",
+        ),
+    ),
+)
+
+_REFUSED = {
+    "JinaForRanking": "listwise: the score of a document depends on the others of its request",
+    "LayerWiseMiniCPMForCausalLM": "layerwise: its score comes from a layer in the middle, by code of its own",
+    "CostWiseGemmaForCausalLM": "lightweight: it drops layers and tokens on the way, by code of its own",
+}
+
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma3")
+"""Families whose output layer is their table of embeddings unless config.json says otherwise. Source:
+`tie_word_embeddings` of transformers' classes of settings."""
+
+_CAP_BY_DEFAULT = {"gemma2": 30.0}
+"""`final_logit_softcapping` of the same classes."""
+
+
+def refuse_other_rankings(config: JsonMapping) -> None:
+    """Raises ValueError for a reranker whose scores are not those of one pair in one pass."""
+    if (architecture := architecture_of(config)) in _REFUSED:
+        raise ValueError(f"{architecture} is not supported: {_REFUSED[architecture]}")
+
+
+def is_causal_model(config: JsonMapping) -> bool:
+    return architecture_of(config).endswith("ForCausalLM")
+
+
+def stated_head(config: JsonMapping, module: JsonMapping, activation: object) -> ScoreHead:
+    """The head of a model with a LogitScore module, whose config is `module`. `activation` is the name of a class in
+    torch.nn, or None. Raises ValueError for ids that are none, and for what is not supported."""
+    if module.get("module_input_name", "causal_logits") != "causal_logits":
+        raise ValueError(f"module_input_name {module['module_input_name']!r} is not supported")
+    names = ("true_token_id",) if module.get("false_token_id") is None else ("true_token_id", "false_token_id")
+    for name in names:
+        row = module.get(name)
+        if type(row) is not int or not 0 <= row < config["vocab_size"]:
+            raise ValueError(f"{name} must be an id of the vocabulary, not {row!r}")
+    # sentence-transformers' own for one score is sigmoid.
+    applied = "sigmoid" if activation is None else activation_named("activation_fn", activation)
+    return _head(config, tuple(module[name] for name in names), applied, None)
+
+
+def known_head(config: JsonMapping, names: str, ids: Mapping[str, int]) -> ScoreHead:
+    """The head of a causal model that is known by name. `ids`: those of its tokens. Raises ValueError for an unknown
+    one, and for a vocabulary without its words."""
+    known = _find(config, names)
+    if known is None:
+        raise ValueError(
+            "is a causal language model, and nothing says which tokens mean yes and no: it needs the module LogitScore "
+            "of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, mxbai-rerank-base-v2 or "
+            "-large-v2, bge-reranker-v2-gemma)"
+        )
+    words = [word for word in (known.yes, known.no) if word is not None]
+    for word in words:
+        if word not in ids:
+            raise ValueError(f"{word!r} is not one token of the vocabulary")
+    return _head(config, tuple(ids[word] for word in words), "sigmoid", known.template)
+
+
+def known_template(config: JsonMapping, names: str) -> PairTemplate | None:
+    """How a pair is put to the model, also to its conversion for sequence classification, if its name is known."""
+    known = _find(config, names)
+    return None if known is None else known.template
+
+
+def _find(config: JsonMapping, names: str) -> _KnownModel | None:
+    found = (known for known in _KNOWN if known.name.search(names) and known.model_type == config["model_type"])
+    return next(found, None)
+
+
+def _head(config: JsonMapping, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:
+    model_type = config["model_type"]
+    is_tied = config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
+    default = _CAP_BY_DEFAULT.get(model_type, 0.0)
+    has_none = config.get("final_logit_softcapping", default) is None
+    cap = 0.0 if has_none else number(config, "final_logit_softcapping", default)
+    tensor = "embed_tokens" if is_tied else "lm_head"
+    return ScoreHead(
+        labels=("LABEL_0",),
+        activation=activation,
+        pooling="lasttoken",
+        steps=(Step("logit", in_dim=config["hidden_size"], out_dim=1, tensor=tensor, rows=rows, cap=cap),),
+        architecture=architecture_of(config),
+        pair_template=template,
+    )

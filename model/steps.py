@@ -1,0 +1,292 @@
+"""What a model has behind its transformer besides a dense vector, as data: scores, sparse and token vectors.
+
+Owns the types, which are a part of the model card (`vecd.model.card`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vecd.model.files import ModelError, positive, read_json, read_object, read_optional, single_file
+
+CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "multi-vector")
+"""A model with one label, or with a query and a document in one sequence, can rerank; every model for sequence
+classification can classify."""
+
+KINDS = ("auto", *CAPABILITIES)
+"""What `--kind` may be; auto: what the model's files say."""
+
+SCORE_ACTIVATIONS = ("identity", "sigmoid", "softmax", "tanh")
+"""Functions from logits to scores. The gateway applies them, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer of a head, applied to rows [N, D]: pooled vectors, or the states of tokens."""
+
+    kind: str
+    """"dense", "normalize", "layer_norm", or "logit": the product with row `rows[0]` of a matrix, less that with row
+    `rows[1]` if there are two."""
+    path: str = ""
+    """Folder of the module's weights; empty for "normalize", and where `tensor` is given."""
+    in_dim: int = 0
+    out_dim: int = 0
+    bias: bool = True
+    activation: str = "identity"
+    """Of "dense": a key of `vecd.workers.torch.heads.ACTIVATIONS`."""
+    tensor: str = ""
+    """The weights are the model's own, under this name with ".weight" and ".bias" behind it."""
+    bias_tensor: str = ""
+    """The whole name of the bias, where it has another one."""
+    epsilon: float = 1e-5
+    """Of "layer_norm"."""
+    rows: tuple[int, ...] = ()
+    """Of "logit"."""
+    file: str = ""
+    """In place of `path`: a file relative to the model's folder, of tensors "weight" and "bias". Safetensors, or a
+    state dict that torch has saved."""
+    has_residual: bool = False
+    """Of "dense": the input is added to the output, through a matrix of its own where they differ in width."""
+    cap: float = 0.0
+    """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """How a model without a template for pairs in its tokenizer gets a query and a document, as one text: `before`, the
+    query, `between`, the document and `after`. "{instruction}" in the first three stands for the instruction. What is
+    too long is cut at the end of the document."""
+
+    before: str
+    between: str
+    after: str
+    instruction: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTemplate:
+    """How a model whose texts go through its chat template gets one."""
+
+    variants: tuple[tuple[str, str], ...]
+    """What is before and behind a text, and the same of a text with a prompt, for which "{instruction}" stands; one
+    alone: there is no place for a prompt."""
+    strips: bool = False
+    strips_prompt: bool = False
+    adds_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """Logits of a sequence, of a pair, or of each token: the card's `num_labels` are their number."""
+
+    labels: tuple[str, ...]
+    """The names, by index; "LABEL_0", … where the model has none."""
+    activation: str
+    """One of SCORE_ACTIVATIONS: the model's own, from logits to scores."""
+    pooling: str = ""
+    """One of `vecd.model.steps.POOLING_MODES`; empty: for each token."""
+    steps: tuple[Step, ...] = ()
+    """Empty where no table describes the family: then only the class in transformers computes it."""
+    architecture: str = ""
+    """The name of the class in transformers, which is the reference."""
+    pair_template: PairTemplate | None = None
+    """None: the tokenizer's own."""
+    has_segments: bool = True
+    """False: the tokenizer's settings leave token types out, so that all tokens have type 0."""
+    padding_id: int | None = None
+    """Of pooling "lasttoken": the last token with another id is pooled, as in transformers; None: the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseHead:
+    """A weight for each token of the vocabulary (Output.SPARSE), or for each token of the sequence (LEXICAL)."""
+
+    steps: tuple[Step, ...]
+    is_lexical: bool = False
+    """One number, at least 0, for each token; of equal tokens the largest counts. `ignored_ids` have none."""
+    pooling: str = "max"
+    num_logs: int = 1
+    """How often log1p is applied behind relu."""
+    ignored_ids: tuple[int, ...] = ()
+    query_weights: str = ""
+    """File, relative to the model's folder, with a weight for each token of the vocabulary: safetensors by id, or JSON
+    by token. A query's sparse vector has those of its different tokens. Empty: there is no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHead:
+    """A vector for each token (Output.TOKEN_VECTORS); the card's `token_dim` is its length."""
+
+    steps: tuple[Step, ...]
+    query_marker: int | None = None
+    """Put behind the first special token of a query; None: nothing is."""
+    document_marker: int | None = None
+    query_prompt: str = ""
+    document_prompt: str = ""
+    query_tokens: int = 0
+    """A query is filled up to this many tokens with `expansion_id`, and cut there; 0: as long as it is."""
+    max_query_tokens: int | None = None
+    """Where a query is cut, if not at `query_tokens`; 0: at the model's limit."""
+    expansion_id: int | None = None
+    """None: a query is not filled up."""
+    attends_to_expansion: bool = False
+    document_tokens: int = 0
+    """A document is cut to this many tokens; 0: to the model's limit."""
+    ignored_ids: tuple[int, ...] = ()
+    """Tokens of a document that get no vector."""
+    drops_first: bool = False
+    """The first token of a sequence gets no vector."""
+    is_mean: bool = False
+    """The score of a document is the mean of the query's maxima, not their sum."""
+
+    @property
+    def has_unattended(self) -> bool:
+        return self.expansion_id is not None and not self.attends_to_expansion
+
+
+# The modules of a model in sentence-transformers' layouts: their list, and what Pooling and the steps behind it do.
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+"""In the order in which sentence-transformers concatenates them if a model has several."""
+
+_LEGACY_POOLING_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    type: str
+    path: str
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
+
+    @property
+    def leads_out(self) -> bool:
+        return Path(self.path).is_absolute() or ".." in Path(self.path).parts
+
+
+def read_modules(path: Path) -> list[Module]:
+    """Those of a modules.json. Raises ModelError when it is something else."""
+    entries = read_json(path)
+    if not isinstance(entries, list):
+        raise ModelError(f"{path}: must be a list of modules")
+    for entry in entries:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("type", "path")):
+            raise ModelError(f"{path}: each module must have a type and a path")
+    return [Module(entry["type"], entry["path"]) for entry in entries]
+
+
+def folders_without_safetensors(folder: Path) -> list[Path]:
+    """Of the model in `folder` and its modules, those that may have weights, and have none as safetensors."""
+    path = folder / "modules.json"
+    modules = read_modules(path) if path.exists() else [Module("Transformer", "")]
+    paths = {module.path for module in modules if module.kind not in _WITHOUT_WEIGHTS and not module.leads_out}
+    files = ("model.safetensors", "model.safetensors.index.json")
+    folders = (folder / each for each in sorted(paths))
+    return [each for each in folders if not any((each / name).is_file() for name in files)]
+
+
+_WITHOUT_WEIGHTS = ("Pooling", "Normalize", "MultiVectorMask", "SpladePooling", "LogitScore", "Router")
+
+
+def check_modules(path: Path, modules: Sequence[Module]) -> None:
+    """Raises ModelError for a module that is code of the model's repository, or that leads out of the model's
+    folder."""
+    for module in modules:
+        if module.kind == "CLIPModel":
+            raise ModelError(f"{path}: module CLIPModel has images; vecd serves text")
+        if module.type.partition(".")[0] != "sentence_transformers" and module.type != _PYLATE_DENSE:
+            raise ModelError(f"{path}: module {module.type} is not sentence-transformers' own, which vecd refuses")
+        if module.leads_out:
+            raise ModelError(f"{path}: module path {module.path!r} leads out of the model's folder")
+
+
+def read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool]:
+    config = read_object(path)
+    stated = config.get("pooling_mode")
+    if stated is None:
+        modes = [mode for key, mode in _LEGACY_POOLING_KEYS.items() if config.get(key)] or ["mean"]
+    else:
+        modes = stated if isinstance(stated, list) and stated else [stated]
+    for mode in modes:
+        if mode not in POOLING_MODES:
+            raise ModelError(f"{path}: pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
+    pools_prompt = config.get("include_prompt") is not False
+    if not pools_prompt and default_prompt:
+        raise ModelError(f"{path}: include_prompt=false together with a default prompt is not supported")
+    return tuple(modes), pools_prompt
+
+
+def read_steps(
+    folder: Path, modules: Sequence[Module], dim: int, *, of_tokens: bool = False
+) -> tuple[tuple[Step, ...], int]:
+    """The steps of a head, and the number of floats behind them."""
+    steps: list[Step] = []
+    for module in modules:
+        step = _read_step(folder, module, dim, of_tokens=of_tokens)
+        if step is not None:
+            steps.append(step)
+            dim = step.out_dim or dim
+    return tuple(steps), dim
+
+
+def _read_step(folder: Path, module: Module, in_dim: int, *, of_tokens: bool) -> Step | None:
+    path = folder / module.path / "config.json"
+    match module.kind:
+        case "Dropout":
+            return None
+        case "Normalize":
+            # Without a statement it normalizes pooled vectors, which a multi-vector model has none of.
+            config = {"module_input_name": "sentence_embedding", **read_optional(path)}
+            _check_input_and_output(path, config, of_tokens=of_tokens)
+            return Step("normalize")
+        case "LayerNorm" if not of_tokens:
+            single_file(path.parent)
+            return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
+        case "Dense":
+            return _read_dense(path, module.path, in_dim, of_tokens=of_tokens)
+        case unknown:
+            raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
+
+
+def _read_dense(path: Path, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
+    config = read_object(path)
+    _check_input_and_output(path, config, of_tokens=of_tokens)
+    if config.get("in_features") != in_dim:
+        raise ModelError(f"{path}: in_features is {config.get('in_features')}, but the vector has {in_dim}")
+    has_residual = bool(config.get("use_residual"))
+    if has_residual and not of_tokens:
+        raise ModelError(f"{path}: use_residual is not supported")
+    activation = config.get("activation_function", "torch.nn.Tanh")
+    # sentence-transformers accepts no other either, but uses Tanh instead.
+    if not isinstance(activation, str) or not activation.startswith("torch.nn."):
+        raise ModelError(f"{path}: activation_function {activation!r} is not one of torch.nn's")
+    single_file(path.parent)
+    return Step(
+        "dense",
+        path=module_path,
+        in_dim=in_dim,
+        out_dim=positive(config, ("out_features",), path),
+        bias=bool(config.get("bias", True)),
+        activation=activation.rpartition(".")[2].lower(),
+        has_residual=has_residual,
+    )
+
+
+def _check_input_and_output(path: Path, config: Mapping[str, Any], *, of_tokens: bool) -> None:
+    expected, where = ("token_embeddings", "tokens") if of_tokens else ("sentence_embedding", "the pooled vector")
+    for name in ("module_input_name", "module_output_name"):
+        value = config.get(name)
+        if value not in (None, expected):
+            raise ModelError(f"{path}: {name} {value!r} is not supported: steps work on {where}")

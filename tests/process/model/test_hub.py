@@ -1,0 +1,126 @@
+"""A hub id is the model of the folder: the same files behind a stand-in of the hub have the same identity."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_stand_in import Hub
+from tests.support.multi_vector_checkpoints import save_bge_m3, save_body, save_own, save_stanford
+from tests.support.pickled import pickled
+from vecd.base import programs
+from vecd.launch.config import pickles
+from vecd.launch.config.identity import read_identity
+from vecd.launch.config.plan import Plan, make_plan
+from vecd.launch.config.settings import load_settings
+from vecd.model import hub
+from vecd.model.card import ModelError
+from vecd.workers.torch.pickles import convert
+
+
+def save_template(folder: Path) -> Path:
+    save_body(folder, "bert")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return folder
+
+
+def save_pickled_heads(folder: Path) -> Path:
+    save_bge_m3(folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    pickled(folder)
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def save_export(folder: Path) -> Path:
+    save_body(folder, "bert")
+    (folder / "model.safetensors").unlink()
+    (folder / "onnx").mkdir()
+    (folder / "onnx/model.onnx").write_bytes(b"graph")
+    (folder / "onnx/model.onnx_data").write_bytes(b"weights")
+    return folder
+
+
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
+    "a chat template": save_template,
+    "modules": lambda folder: save_own(folder, "bert"),
+    "Stanford's ColBERT": save_stanford,
+    "BGE-M3": save_pickled_heads,
+    "pickles": lambda folder: pickled(save_bge_m3(folder)),
+    "pickles in shards": lambda folder: pickled(save_template(folder), num_shards=2),
+    "pickled modules": lambda folder: pickled(save_own(folder, "bert")),
+    "an export": save_export,
+}
+
+
+def identity_of(plan: Plan) -> str:
+    found = read_identity(plan)
+    assert found is not None
+    return found.model
+
+
+def plan_of(model: str, cache: Path) -> Plan:
+    return make_plan(load_settings([model, "--device", "cpu", "--cache-dir", str(cache)]))
+
+
+@pytest.fixture
+def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hub], None]:
+    """Let the processes of this test ask a hub, with an empty cache of its files."""
+
+    def do(hub: Hub) -> None:
+        for name, value in hub.environment(tmp_path / "hub").items():
+            monkeypatch.setenv(name, value)
+
+    return do
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in ("BGE-M3", "pickled modules") else []) for name in LAYOUTS],
+)
+def test_a_hub_id_is_the_model_of_the_folder(name, connect, tmp_path, monkeypatch):
+    monkeypatch.setattr(pickles, "convert", convert)  # starts no process
+    folder = LAYOUTS[name](tmp_path / "model")
+    for other in ("README.md", "tf_model.h5", "flax_model.msgpack", "training_args.bin", "openvino/openvino_model.bin"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_text("not asked for")
+    with Hub(model=folder) as stand_in:
+        connect(stand_in)
+        first = plan_of("org/model", tmp_path / "cache")
+        fetched = sorted(stand_in.fetched)
+        assert identity_of(first) == identity_of(plan_of(str(folder), tmp_path / "cache"))
+        assert not [path for path in fetched if path.endswith((".md", ".h5", ".msgpack", "args.bin"))]
+        assert not [path for path in fetched if path.startswith("openvino") and not path.endswith(".json")]
+        assert plan_of("org/model", tmp_path / "cache").card == first.card
+        assert sorted(stand_in.fetched) == fetched, "the second start fetches nothing"
+
+
+def test_pickles_are_fetched_only_where_there_are_no_safetensors(connect, tmp_path):
+    folder = save_export(tmp_path / "model")
+    save_body(folder, "bert")
+    (folder / "pytorch_model.bin").write_text("not asked for")
+    with Hub(model=folder) as stand_in:
+        connect(stand_in)
+        assert plan_of("org/model", tmp_path / "cache").card.export_file == ""
+        assert not [path for path in stand_in.fetched if "bin" in path or "onnx" in path]
+
+
+def test_without_torch_no_pickle_is_fetched(monkeypatch, tmp_path):
+    """In this process, to which the stand-in cannot be told: the library is a function that copies what it is asked
+    for."""
+    folder = pickled(save_template(tmp_path / "model"))
+    asked: list[str] = []
+
+    def download(model: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "has_torch", lambda: False)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError) as caught:
+        hub.fetch("org/model", None)
+    why = "has neither safetensors nor onnx/model.onnx, and making safetensors of pickles"
+    assert str(caught.value) == f"org/model: {why} {programs.NEEDS_TORCH}"
+    assert "pytorch_model*.bin" not in asked

@@ -1,0 +1,263 @@
+"""Wherever a run is killed, the next one makes of what is left an output with every row once."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.bulk_server import DIM, vectors_of
+from vecd.client.embed.files import Commit, Journal, OutputFile, OutputFiles, journal_path, npy_header
+from vecd.client.embed.inputs import InputSource, RowBatch
+from vecd.client.embed.options import EmbedError, EmbedOptions, RunEnded
+from vecd.client.embed.rows import InputRow, Position
+from vecd.client.embed.service import Results
+
+FORMATS = ("npy", "jsonl", "parquet")
+PARTS = {
+    ".npy": (".part", ".rows.npy.part", ".rejected.jsonl.part"),
+    ".jsonl": (".part", ".rejected.jsonl.part"),
+    ".parquet": (".part", ".fields.part", ".rejected.jsonl.part"),
+}
+BAD = (3, 4, 9)
+NUM_ROWS = 12
+
+
+def open_output(out: Path, on_bad_row: str) -> OutputFiles:
+    output = OutputFiles(make_options(out, on_bad_row))
+    output.open(DIM)
+    return output
+
+
+def make_options(out: Path, on_bad_row: str = "blank") -> EmbedOptions:
+    return EmbedOptions(files=[], out=out, keep=() if out.suffix == ".npy" else ("id",), on_bad_row=on_bad_row)
+
+
+def make_done(numbers: range) -> tuple[RowBatch, Results]:
+    """Rows as a run has them answered; those of `BAD` have no text."""
+    rows = [InputRow(n + 1, None if n in BAD else f"text {n}", "", (n,)) for n in numbers]
+    vectors = vectors_of([f"text {n}" for n in numbers])
+    reasons = {index: "bad" for index, n in enumerate(numbers) if n in BAD}
+    vectors[list(reasons)] = np.nan
+    source = InputSource("/a.txt", "txt", is_stream=False, is_gzip=False)
+    return RowBatch(source, rows, Position(row=numbers.stop), 0), Results(vectors, reasons)
+
+
+def append(output: OutputFiles, written: Commit, numbers: range) -> Commit:
+    num_written = output.append(*make_done(numbers))
+    return Commit(Position(row=numbers.stop), output.lengths, written.num_written + num_written)
+
+
+def read_rows(out: Path, on_bad_row: str) -> tuple[list[int], np.ndarray]:
+    """The row numbers, and the vectors, NaN where there is none."""
+    nothing = [None] * DIM
+    match out.suffix:
+        case ".npy":
+            vectors = np.load(out)
+            numbers = np.load(f"{out}.rows.npy").tolist() if on_bad_row == "skip" else list(range(len(vectors)))
+        case ".jsonl":
+            lines = [orjson.loads(line) for line in out.read_bytes().splitlines()]
+            assert all(line["id"] == line["row"] for line in lines)
+            numbers = [line["row"] for line in lines]
+            vectors = np.array([line["embedding"] or nothing for line in lines], np.float32)
+        case _:
+            table = pyarrow.parquet.read_table(out)
+            numbers = table["row"].to_pylist()
+            assert table["id"].to_pylist() == numbers
+            vectors = np.array([vector or nothing for vector in table["embedding"].to_pylist()], np.float32)
+    return numbers, vectors
+
+
+def check_whole(out: Path, on_bad_row: str, num_rows: int = NUM_ROWS) -> None:
+    """Every row once, in order, with its own vector; beside it nothing but what belongs there."""
+    numbers, vectors = read_rows(out, on_bad_row)
+    skipped = BAD if on_bad_row == "skip" else ()
+    assert numbers == [n for n in range(num_rows) if n not in skipped]
+    good = [index for index, n in enumerate(numbers) if n not in BAD]
+    np.testing.assert_array_equal(vectors[good], vectors_of([f"text {numbers[index]}" for index in good]))
+    assert np.isnan(np.delete(vectors, good, axis=0)).all()
+    told = [orjson.loads(line)["row"] for line in out.with_name(out.name + ".rejected.jsonl").read_bytes().splitlines()]
+    assert told == [n for n in BAD if n < num_rows]
+    companions = {".rejected.jsonl", *([".rows.npy"] if out.suffix == ".npy" and on_bad_row == "skip" else [])}
+    assert {path.name for path in out.parent.iterdir()} == {out.name, *(out.name + name for name in companions)}
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    format=st.sampled_from(FORMATS),
+    on_bad_row=st.sampled_from(["blank", "skip"]),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=8),
+)
+def test_killed_anywhere_every_row_is_there_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, format: str, on_bad_row: str, sizes: list[int]
+) -> None:
+    """Each life appends some batches, commits some of them, and dies; what it wrote behind its last commit may be there
+    in full, in part, or not at all, in each file by itself."""
+    out = tmp_path_factory.mktemp("out") / f"v.{format}"
+    journal = Journal({}, on_bad_row, [], {"dim": DIM}, Commit(Position()))
+    journal.save(journal_path(out))
+    for _ in range(data.draw(st.integers(0, 3), "kills")):
+        live(out, on_bad_row, sizes, data, dies=True)
+    live(out, on_bad_row, sizes, data, dies=False)
+    check_whole(out, on_bad_row)
+
+
+def live(out: Path, on_bad_row: str, sizes: list[int], data: st.DataObject, *, dies: bool) -> None:
+    journal = Journal.load(journal_path(out))
+    assert journal is not None
+    output = open_output(out, on_bad_row)
+    output.begin(journal.commit.lengths)
+    written = committed = replace(journal.commit, lengths=output.lengths)
+    batches = itertools.cycle(sizes)
+    num_batches = data.draw(st.integers(0, 6), "batches") if dies else 1000
+    while written.position.row < NUM_ROWS and num_batches:
+        num_batches -= 1
+        start = written.position.row
+        written = append(output, written, range(start, min(start + next(batches), NUM_ROWS)))
+        if dies and data.draw(st.booleans(), "commits"):
+            replace(journal, commit=written).save(journal_path(out))
+            committed = written
+    output.close()
+    if dies:
+        for suffix, safe, most in zip(PARTS[out.suffix], committed.lengths, written.lengths, strict=True):
+            part = out.with_name(out.name + suffix)
+            length = data.draw(st.integers(safe, most), "left")
+            part.write_bytes(part.read_bytes()[:length])
+        journal_path(out).with_name(out.name + ".journal.new").write_bytes(b'{"half of')
+    else:
+        finish(out, on_bad_row, journal, written)
+
+
+def finish(out: Path, on_bad_row: str, journal: Journal, written: Commit) -> None:
+    replace(journal, commit=written).save(journal_path(out))
+    output = open_output(out, on_bad_row)
+    output.finish(written.lengths, written.num_written)
+    journal_path(out).unlink()
+    output.close()
+
+
+class Killed(BaseException):
+    """Nothing that is meant for errors catches it."""
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("on_bad_row", ["blank", "skip"])
+def test_killed_at_any_step_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, on_bad_row: str
+) -> None:
+    """Before each rename, removal and write in turn; then once more in the next life, at the same step of that one."""
+    steps = [(Path, "rename"), (Path, "unlink"), (OutputFile, "overwrite"), (OutputFile, "cut"), (OutputFile, "sync")]
+    for num_steps in itertools.count(1):
+        folder = tmp_path / str(num_steps)
+        folder.mkdir()
+        out = folder / f"v.{format}"
+        output = open_output(out, on_bad_row)
+        output.begin(())
+        commit = append(output, Commit(Position()), range(NUM_ROWS))
+        output.close()
+        deaths = 0
+        for limit in (num_steps, num_steps, 1000):
+            with monkeypatch.context() as patch:
+                left = [limit]
+                for owner, name in steps:
+                    patch.setattr(owner, name, counted(getattr(owner, name), left))
+                output = open_output(out, on_bad_row)
+                try:
+                    output.finish(commit.lengths, commit.num_written)
+                except Killed:
+                    deaths += 1
+                output.close()
+        check_whole(out, on_bad_row)
+        if not deaths:
+            break
+    assert num_steps > 5
+
+
+def counted(step: Any, left: list[int]) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise Killed
+        return step(*arguments, **options)
+
+    return run
+
+
+def test_parts_that_are_shorter_than_the_journal_says_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "v.npy.part").write_bytes(b"short")
+    output = open_output(tmp_path / "v.npy", "blank")
+    with pytest.raises(EmbedError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
+        output.begin((160, 144, 0))
+    with pytest.raises(EmbedError, match=r"v\.npy was complete, and is gone"):
+        output.finish((160, 144, 0), 2)
+    output.close()
+
+
+def test_two_runs_cannot_have_one_output(tmp_path: Path) -> None:
+    first = OutputFiles(make_options(tmp_path / "v.npy"))
+    with pytest.raises(EmbedError, match="another vecd embed"):
+        OutputFiles(make_options(tmp_path / "v.npy"))
+    first.close()
+    OutputFiles(make_options(tmp_path / "v.npy")).close()
+
+
+@pytest.mark.parametrize("then", ["append", "sync", "finish"])
+def test_a_run_ends_when_another_that_no_lock_keeps_away_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Without that, what the first run appends next would lie behind a hole of zeros."""
+    monkeypatch.setattr(OutputFile, "lock", lambda self: True)  # as where locks are each machine's own
+    first, second = (open_output(tmp_path / "v.npy", "blank") for _ in range(2))
+    first.begin(())
+    commit = append(first, Commit(Position()), range(6))
+    second.begin(())
+    steps: dict[str, Callable[[], object]] = {
+        "append": lambda: append(first, commit, range(6, NUM_ROWS)),
+        "sync": first.sync,
+        "finish": lambda: first.finish(commit.lengths, commit.num_written),
+    }
+    with pytest.raises(RunEnded, match=r"v\.npy\.part has 128 bytes where this run wrote 224: another run writes it"):
+        steps[then]()
+    whole = append(second, Commit(Position()), range(NUM_ROWS))
+    second.finish(whole.lengths, whole.num_written)
+    first.close()
+    second.close()
+    check_whole(tmp_path / "v.npy", "blank")
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 4), (10**12, 10**5)])
+def test_headers_are_numpys(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    header = npy_header("float16", shape)
+    assert len(header) == len(npy_header("int64", (0,)))
+    path = tmp_path / "v.npy"
+    path.write_bytes(header + bytes(2 * 12))
+    with path.open("rb") as file:
+        assert np.lib.format.read_magic(file) == (1, 0)
+        assert np.lib.format.read_array_header_1_0(file) == (shape, False, np.dtype("<f2"))
+    if shape == (3, 4):
+        assert np.load(path).shape == shape
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"version": 2}', b'{"version": 3}', b"\xff"])
+def test_journals_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "v.npy.journal").write_bytes(content)
+    with pytest.raises(EmbedError, match="--restart"):
+        Journal.load(tmp_path / "v.npy.journal")
+
+
+def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "v.npy.journal"
+    commit = Commit(Position(1, 2, 3, 4, "digest"), (5, 6), 7, 8, 9, is_complete=True)
+    journal = Journal({"dtype": "float32"}, "skip", [{"path": "/a"}], {"dim": 4, "probe": [0.5]}, commit)
+    journal.save(path)
+    assert Journal.load(path) == journal
+    assert Journal.load(tmp_path / "other") is None

@@ -1,0 +1,159 @@
+"""Ollama's dialect: what its golden file cannot show, of one server without prompts and strict names."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.support.asking import PLAIN, ask, body_of
+from vecd.gateway.api.operation import Call
+from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.app.app import ROUTES, render_error
+from vecd.gateway.dialects.ollama import DIALECT
+from vecd.gateway.errors import ApiError, BadRequest, InvalidApiKey, ModelNotFound, NotFound
+from vecd.gateway.request import EmbedRequest, Overflow, Priority, Response
+
+NAMED = replace(PLAIN, aliases=("all-minilm", "all-minilm:33m"), prompts={"query": "query: "}, is_matryoshka=True)
+STRICT = replace(NAMED, is_strict=True)
+PATHS = ("embed", "embeddings")
+
+
+def requested(body: dict[str, Any], path: str = "embed", headers: dict[str, str] | None = None) -> EmbedRequest:
+    operation = DIALECT.operations[f"POST /api/{path}"]
+    return ask(operation, {"input": "a", "prompt": "a", **body}, headers, NAMED).request
+
+
+def reply(path: str, body: dict[str, Any], model_info: ModelInfo = NAMED) -> Response:
+    operation = DIALECT.operations[f"POST /api/{path}"]
+    assert operation.reply is not None
+    response = operation.reply(Call(operation.fields.read(body), {}, model_info))
+    assert isinstance(response, Response)
+    return response
+
+
+def listed(model_info: ModelInfo, path: str = "tags") -> list[dict[str, Any]]:
+    describe = DIALECT.operations[f"GET /api/{path}"].describe
+    assert describe is not None
+    models: list[dict[str, Any]] = orjson.loads(body_of(describe([model_info], path)))["models"]
+    return models
+
+
+# --- embed ------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_have_length_1_but_those_of_the_older_operation():
+    assert [requested({}, path).normalize for path in PATHS] == [True, False]
+
+
+@pytest.mark.parametrize(("truncate", "overflow"), [(True, Overflow.TRUNCATE), (False, Overflow.ERROR), (None, None)])
+def test_truncate(truncate, overflow):
+    assert requested({"truncate": truncate}).tokenizing.overflow is overflow
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("num_ctx", "max_tokens"), [(16, 16), (None, None), (NAMED.max_tokens, None), (8192, None)])
+def test_num_ctx_bounds_a_text(path, num_ctx, max_tokens):
+    assert requested({"options": {"num_ctx": num_ctx}}, path).tokenizing.max_tokens == max_tokens
+
+
+def test_num_ctx_of_0_is_refused():
+    with pytest.raises(BadRequest, match=r"^'options\.num_ctx' must be at least 1, is 0$"):
+        requested({"options": {"num_ctx": 0}})
+
+
+def test_dimensions_and_headers():
+    headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"}
+    request = requested({"dimensions": 64}, headers=headers)
+    assert (request.dimensions, request.priority, request.timeout_s) == (64, Priority.BULK, 1.5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("model", "prompt"), [("minilm:query", "query: "), ("minilm:latest", None)])
+def test_a_tag_may_name_a_prompt(path, model, prompt):
+    assert requested({"model": model}, path).tokenizing.prompt == prompt
+
+
+def test_more_texts_than_the_server_takes_are_refused():
+    with pytest.raises(BadRequest, match="5 inputs, at most 4"):
+        requested({"input": ["a"] * 5})
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_another_model_is_refused_where_names_matter_even_with_nothing_to_embed(path):
+    operation = DIALECT.operations[f"POST /api/{path}"]
+    for body in ({"input": "a", "prompt": "a"}, {"input": [], "prompt": ""}):
+        with pytest.raises(ModelNotFound) as caught:
+            ask(operation, {"model": "nomic-embed-text", **body}, model_info=STRICT)
+    assert orjson.loads(body_of(DIALECT.render_error(caught.value))) == {
+        "error": "model \"nomic-embed-text\" not found, try pulling it first; this server has 'minilm', 'all-minilm', "
+        "'all-minilm:33m'"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [
+        ("all-minilm:latest", True),
+        ("all-minilm:33m", True),
+        ("nomic-embed-text", False),
+        ("library/minilm", False),
+    ],
+)
+def test_what_can_be_embedded_with_can_be_asked_about_and_pulled(name, is_own):
+    """mem0 pulls the model that it is about to use, and gives up if it cannot."""
+    for model_info in (NAMED, STRICT) if is_own else (NAMED,):
+        shown = orjson.loads(body_of(reply("show", {"model": name}, model_info)))
+        assert shown["model_info"]["general.basename"] == "minilm"
+        assert reply("pull", {"model": name, "stream": False}, model_info).body == b'{"status":"success"}'
+    if not is_own:
+        with pytest.raises(ModelNotFound):
+            reply("show", {"model": name}, STRICT)
+        with pytest.raises(NotFound, match="pull model manifest: file does not exist"):
+            reply("pull", {"model": name}, STRICT)
+
+
+def test_a_model_is_listed_by_all_its_names():
+    assert [model["name"] for model in listed(NAMED)] == ["minilm:latest", "all-minilm:latest", "all-minilm:33m"]
+
+
+@pytest.mark.parametrize("path", ["tags", "ps"])
+def test_a_digest_is_of_the_model_that_is_served(path):
+    """Ollama's command shows twelve characters of it, and has no model without."""
+    [model] = listed(PLAIN, path)
+    assert re.fullmatch("[0-9a-f]{64}", model["digest"])
+    same = replace(PLAIN, aliases=("alias",), created_at=5, max_inputs=1, is_strict=True)
+    assert {other["digest"] for other in listed(same, path)} == {model["digest"]}
+    for change in (
+        {"model": "m"}, {"version": "2"}, {"dim": 8}, {"max_tokens": 8}, {"pooling": ("cls",)}, {"default_prompt": "p"},
+        {"prompts": {"query": "q"}}, {"weights_bytes": 7},
+    ):  # fmt: skip
+        assert listed(replace(PLAIN, **change), path)[0]["digest"] != model["digest"]
+    assert listed(replace(PLAIN, weights_bytes=7), path)[0]["size"] == 7
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "path", "body"),
+    [
+        (NotFound("no"), "/api/generate", {"error": "no"}),
+        (NotFound("no"), "/v2/chat", {"message": "no"}),
+        (NotFound("no"), "/v2/rerank", {"message": "no", "detail": "no", "error": "no"}),
+        (
+            NotFound("no"),
+            "/apiary",
+            {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}, "detail": "no"},
+        ),
+        # Of a 401 Ollama's Go client prints `status`, and nothing of `error`.
+        (InvalidApiKey("no"), "/api/embed", {"error": "no", "status": "no"}),
+    ],
+)
+def test_errors_have_the_shape_of_the_path(error: ApiError, path: str, body: dict[str, Any]):
+    """Even where there is nothing: clients of one API read no other's errors."""
+    assert orjson.loads(body_of(render_error(error, path, ROUTES))) == body

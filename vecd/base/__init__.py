@@ -1,0 +1,1 @@
+"""What any room may use: flags, failures, programs, logs, the status line."""

@@ -1,0 +1,115 @@
+"""The programs and packages that this one needs, and how it starts its own modules as processes.
+
+Owns the command lines, and the words for a package that is missing. Imports none of the packages.
+"""
+
+import ctypes
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from vecd.base.failures import without_interrupts
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    # -P: a folder named `vecd` in the current directory must not be imported instead of ours.
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def self_command(command: str) -> list[str]:
+    return command_of("vecd.child", command)
+
+
+def start_child(
+    kind: str, *arguments: str, fd: int, env: Mapping[str, str] | None = None, umask: int = -1
+) -> "subprocess.Popen[bytes]":
+    """Start `vecd.child`, whose last argument is `fd`, which it inherits. Raises OSError. SIGINT stays blocked in it: a
+    terminal sends Ctrl-C to the whole process group."""
+    with without_interrupts():
+        return subprocess.Popen(
+            [*self_command(kind), *arguments, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=env, umask=umask
+        )
+
+
+def run_child(
+    kind: str, *arguments: str, fd: int, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> int:
+    """Run a child that ends with this process; returns its exit status. Its last two arguments are this process's id
+    and `fd`. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`; then it is killed."""
+    with start_child(kind, *arguments, str(os.getpid()), fd=fd, env=env) as process:
+        try:
+            return process.wait(timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+
+
+def ask_child(kind: str, *arguments: str, **options: Any) -> tuple[int, str]:
+    """Run a child as `run_child` does; returns its exit status and its answer."""
+    with tempfile.TemporaryFile("w+") as answer:
+        status = run_child(kind, *arguments, fd=answer.fileno(), **options)
+        answer.seek(0)
+        return status, answer.read()
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment without its secrets and systemd's sockets, and with what every child needs."""
+    not_theirs = _SECRET_VARIABLES | SYSTEMD_VARIABLES
+    inherited = {name: value for name, value in os.environ.items() if name not in not_theirs}
+    # Importing transformers makes torch create its compiler's cache folder, which nothing here uses: one that exists
+    # is named, so that none is left behind.
+    return {**inherited, **_CHILD_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}
+
+
+_SECRET_VARIABLES = {"VECD_API_KEY", "VECD_API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+SYSTEMD_VARIABLES = {"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+
+_CHILD_ENVIRONMENT = {
+    # A thread pool started before a fork makes the child hang, and one per library makes processes large.
+    "OMP_NUM_THREADS": "1",
+    # For torch's threads, where cores are leased: they wait 0.1 ms for work before they sleep, not 10 ms.
+    "GOMP_SPINCOUNT": "3000",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # The model was found before the children started: they never look for another.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    # Counting GPUs must not touch CUDA before the fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+# Tells users what to do about a package that is not there.
+
+
+def not_installed(*packages: str) -> str:
+    """The end of a sentence about `packages`, which are named as for pip."""
+    if getattr(sys, "frozen", False):
+        return "not in this binary: use an installed vecd"
+    return f"not installed: pip install {shlex.join(packages)}"
+
+
+# Which of the packages that only some engines need are installed.
+
+NEEDS_TORCH = f"needs torch and transformers ({not_installed('torch', 'transformers')})"
+
+
+def has_torch() -> bool:
+    """Every engine but the lean one needs both, and so does the reference model."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+# Return memory that was freed to the kernel, which the allocator of libc keeps otherwise.
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the kernel; takes a few milliseconds. Does nothing if libc is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -1,0 +1,82 @@
+"""The `vecd` command: which subcommand runs.
+
+Owns the list of subcommands and their help. Imports each one only when it is called, because some take a second to
+import.
+"""
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_INTERRUPTED, EXIT_OK, exit_at_interrupt
+
+_USAGE = """\
+usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd serve --help)
+       vecd bench [--flags]            measure a running server (vecd bench --help)
+       vecd top [--flags]              watch a running server (vecd top --help)
+       vecd embed FILE... -o OUT       files of texts to files of vectors, or --output-dir (vecd embed --help)
+       vecd check [MODEL] [--flags]    what a model is, how it is served here, if it is right (vecd check --help)
+       vecd check --fleet URL URL…     whether servers may be mixed behind one name
+       vecd key NAME                   make an API key, and its entry for --keys-file
+       vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
+       vecd reload [PID | --port N]    have a server read its configuration again, and wait for it
+       vecd --version"""
+_RETIRED = {
+    "models": "vecd check --all --quick lists what is configured, /info and vecd top what is served",
+    "plan": "vecd bench --documents N says how long N documents take",
+}
+
+
+def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.default_int_handler) -> int:
+    """Returns the exit code: 130 when it is interrupted, unless the subcommand has another. Side effect:
+    `interrupt_handler` handles SIGINT once the subcommand is imported; before, SIGINT ends the process."""
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    run: Callable[[list[str]], int]
+    exit_at_interrupt()
+    match command:
+        case "serve":
+            if not {"--help", "-h"} & set(arguments):
+                from vecd.launch import prestart
+
+                exit_at_interrupt(prestart.end_rest)
+                prestart.begin("gateway")
+            from vecd.supervisor import serve as run
+        case "bench":
+            from vecd.client.bench.command import main as run
+        case "embed":
+            from vecd.client.embed.command import main as run
+        case "top":
+            from vecd.client.top.command import main as run
+        case "check":
+            from vecd.launch.check.command import main as run
+        case "key":
+            from vecd.launch.config.keys import main as run
+        case "reload":
+            from vecd.launch.systemd.reload_command import main as run
+        case "install-service":
+            from vecd.launch.systemd.install_service import main as run
+        case "--version" | "version":
+            from vecd.launch.config.plan import version
+
+            print(f"vecd {version()}")
+            return EXIT_OK
+        case "--help" | "-h" | "help":
+            print(_USAGE)
+            return EXIT_OK
+        case _:
+            from vecd.base.flags import closest
+
+            if command in _RETIRED:
+                print(f"vecd: vecd {command} is no more: {_RETIRED[command]}", file=sys.stderr)
+                return EXIT_BAD_CONFIGURATION
+            meant = closest(command, re.findall("vecd ([a-z-]+) ", _USAGE))
+            hint = f"; did you mean {meant}?" if meant else ""
+            print(f"vecd: unknown command {command!r}{hint}\n\n{_USAGE}", file=sys.stderr)
+            return EXIT_BAD_CONFIGURATION
+    signal.signal(signal.SIGINT, interrupt_handler)
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:  # outside of the subcommand's own handling
+        return EXIT_INTERRUPTED

@@ -1,0 +1,261 @@
+"""The layers of one model: its numbers, and the full names of its tensors.
+
+Owns the reading of config.json by the table of families (`vecd.workers.families`), and the refusal of settings that
+change a layer's computation. Reads no tensor and knows no backend.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.model.architecture import native_config
+from vecd.model.card import ModelCard
+from vecd.workers.families import FAMILIES, Family
+
+ACTIVATIONS = MappingProxyType(
+    {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+)
+"""By transformers' names, of which some mean the same; gelu_new is the approximation with tanh."""
+
+
+class NotDescribed(Exception):
+    """No table describes this model's layers. Raised before any computation; the model then runs in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Full names of tensors, without ".weight" and ".bias"."""
+
+    qkv: tuple[str, ...]
+    """Query, key and value; or one tensor with the rows of all three. The keys may have fewer heads than the
+    queries."""
+    query_norm: str | None
+    key_norm: str | None
+    """Of each head by itself, [head dim], before the rotation."""
+    out: str
+    attended_norm: str | None
+    attention_norm: str | None
+    up: tuple[str, ...]
+    """One; with a gate, the gate first: two, or one tensor with the rows of both (`EncoderSpec.is_gate_last`)."""
+    down: str
+    fed_forward_norm: str | None
+    norm: str
+    theta: float | None
+    """The base of the rotary positions of queries and keys; None: positions are added to the words."""
+    frequency_divisor: float
+    """Of every frequency of the rotary positions; 1 where they are not scaled."""
+    window: int | None
+    """The largest distance that a token sees, in tokens; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """A stack of layers, with the norms after the residual sums
+
+    x ─┬─ qkv ─ attention ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
+       └───────────────────────┘            └──────────────────────┘
+
+    or before the two halves, if there is a final norm:
+
+    x ─┬─ norm ─ qkv ─ attention ─ out + x ─┬─ norm ─ up, activation ─ down + x ─ x
+       └──────────────────────────────┘     └─────────────────────────────┘
+
+    Gemma's have one more in each half, before the sum: `attended_norm`, `fed_forward_norm`.
+    """
+
+    num_heads: int
+    epsilon: float
+    """Of each norm."""
+    is_rms: bool
+    norm_offset: float
+    """Added to the weights of every norm."""
+    has_all_biases: bool
+    """False: a bias is added where the weights have one."""
+    is_causal: bool
+    """A token sees no later one."""
+    is_gated: bool
+    is_gate_last: bool
+    """In one tensor with the rows of both, the gate comes second."""
+    activation: str
+    words: str
+    words_factor: float
+    positions: str | None
+    """None: the layers have rotary positions."""
+    types: str | None
+    embedding_norm: str | None
+    projection: str | None
+    """ELECTRA's, from the tables' width to the layers', after the norm; None: the widths are the same."""
+    positions_after: int | None
+    """The padding id after which positions begin; None: positions begin at 0."""
+    distance_bias: str | None
+    """MPNet's table of a bias by the distance of two tokens, the same in every layer, [buckets, heads]."""
+    layers: tuple[LayerSpec, ...]
+    final_norm: str | None
+
+
+def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
+    """The layers of the model of `card`. Raises NotDescribed for another family or setting, OSError, ValueError,
+    TypeError or KeyError for a config.json that cannot be read or lacks a setting."""
+    family = FAMILIES.get(card.model_type)
+    if family is None:
+        raise NotDescribed(f"{card.model_type} has no table of its layers")
+    stored = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
+    config = native_config(stored) or stored
+    if config["model_type"] != card.model_type:
+        raise NotDescribed("an architecture under another name")
+    _refuse_other_computations(family, config)
+    prefix = _prefix(family, names)
+    has_types = family.has_token_types and config.get("type_vocab_size") != 0
+    epsilon, after = family.norm_epsilon, family.positions_after
+    projection = _named(prefix, family.projection)
+    return EncoderSpec(
+        num_heads=int(config[family.num_heads]),
+        epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
+        activation=ACTIVATIONS[config[family.activation]],
+        is_rms=family.is_rms,
+        norm_offset=family.norm_offset,
+        has_all_biases=family.has_all_biases,
+        is_causal=family.is_causal and not _sees_later(config),
+        is_gated=family.is_gated,
+        is_gate_last=family.is_gate_last,
+        words=prefix + family.words,
+        words_factor=card.hidden_size**0.5 if family.is_scaled_by_width else 1.0,
+        positions=f"{prefix}embeddings.position_embeddings" if family.thetas is None else None,
+        types=f"{prefix}embeddings.token_type_embeddings" if has_types else None,
+        embedding_norm=_named(prefix, family.embedding_norm),
+        projection=projection if f"{projection}.weight" in names else None,
+        positions_after=int(config[after]) if isinstance(after, str) else after,
+        distance_bias=_named(prefix, family.distance_bias),
+        layers=tuple(_layer(family, config, prefix, index) for index in range(int(config[family.num_layers]))),
+        final_norm=_named(prefix, family.final_norm),
+    )
+
+
+def _named(prefix: str, name: str | None) -> str | None:
+    return None if name is None else prefix + name
+
+
+def _prefix(family: Family, names: Collection[str]) -> str:
+    for prefix in family.prefixes:
+        if f"{prefix}{family.words}.weight" in names:
+            return prefix
+    raise NotDescribed(f"the weights have no {family.words}.weight")
+
+
+def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> None:
+    if config[family.activation] not in ACTIVATIONS:
+        raise NotDescribed(f"activation {config[family.activation]}")
+    if config.get("is_decoder") or config.get("add_cross_attention"):
+        raise NotDescribed("a decoder: its tokens do not see later tokens")
+    sees_later = _sees_later(config) and not family.may_see_later
+    if family.is_causal and (sees_later or config.get("is_causal") is False):
+        raise NotDescribed("a decoder whose tokens see later tokens")
+    if "query_pre_attn_scalar" in config and config["query_pre_attn_scalar"] != config["head_dim"]:
+        raise NotDescribed("scores that are not divided by the square root of the width of a head")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise NotDescribed(f"position_embedding_type {config['position_embedding_type']}")
+
+
+def _sees_later(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_bidirectional_attention"))
+
+
+def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -> LayerSpec:
+    at = prefix + family.layer.format(index)
+    window = _window(config, index)
+    theta, divisor = (None, 1.0) if family.thetas is None else _rotary(family.thetas, config, window)
+    return LayerSpec(
+        qkv=tuple(at + name for name in family.qkv),
+        query_norm=_named(at, family.query_norm),
+        key_norm=_named(at, family.key_norm),
+        out=at + family.out,
+        attended_norm=_named(at, family.attended_norm),
+        attention_norm=None if family.is_first_norm_absent and index == 0 else at + family.attention_norm,
+        up=tuple(at + name for name in family.up),
+        down=at + family.down,
+        fed_forward_norm=_named(at, family.fed_forward_norm),
+        norm=at + family.norm,
+        theta=theta,
+        frequency_divisor=divisor,
+        window=window,
+    )
+
+
+def _window(config: Mapping[str, Any], index: int) -> int | None:
+    """The largest distance that a token of layer `index` sees; None: any. Source: transformers' classes of settings."""
+    match config["model_type"]:
+        case "modernbert":
+            is_local = index % int(config.get("global_attn_every_n_layers", 3)) > 0
+        case "qwen2" | "qwen3":
+            is_local = config.get("use_sliding_window", False) and index >= config["max_window_layers"]
+        case "mistral":
+            is_local = config["sliding_window"] is not None
+        case "gemma3_text":
+            is_local = (index + 1) % int(config.get("sliding_window_pattern", 6)) > 0
+        case _:
+            return None
+    types = config.get("layer_types")
+    if types is not None:
+        is_local = types[index] == "sliding_attention"
+    if not is_local:
+        return None
+    # Where tokens see later ones, the setting counts both sides; elsewhere the token itself.
+    if config["model_type"] == "modernbert":
+        return int(config["local_attention"]) // 2
+    return int(config["sliding_window"]) // 2 if _sees_later(config) else int(config["sliding_window"]) - 1
+
+
+def _rotary(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> tuple[float, float]:
+    kind = "full_attention" if window is None else "sliding_attention"
+    rotary = config.get("rope_parameters") or {}
+    rotary = rotary.get(kind, rotary)
+    scaling = rotary.get("rope_type", "default")
+    if config.get("rope_scaling") or scaling not in ("default", "linear"):
+        raise NotDescribed("rotary positions that are scaled")
+    if rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
+        raise NotDescribed("rotary positions of a part of each head")
+    theta = rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]]
+    return float(theta), float(rotary["factor"]) if scaling == "linear" else 1.0
+
+
+def window_band(num_queries: int, before: int, after: int) -> NDArray[np.float32]:
+    """What is added to scores where tokens see `before` and `after` them alone: 0 or -inf, float32 [num_queries, keys];
+    the first key is `before` the first query."""
+    distances = np.arange(num_queries + before + after) - before - np.arange(num_queries)[:, None]
+    return np.where((distances >= -before) & (distances <= after), np.float32(0), np.float32(-np.inf))
+
+
+# --- MPNet's distances ------------------------------------------------------------------------------------------
+
+
+def bias_of_distances(table: NDArray[np.float32], max_tokens: int) -> NDArray[np.float32]:
+    """What MPNet adds to the scores, float32 [heads, max_tokens, max_tokens], from its table [buckets, heads]."""
+    positions = np.arange(max_tokens)
+    buckets = _distance_buckets(positions[None, :] - positions[:, None])
+    return np.ascontiguousarray(table[buckets].transpose(2, 0, 1))
+
+
+def _distance_buckets(distances: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Key position minus query position → 0 … _NUM_BUCKETS - 1, half of them for each direction. In each half, the
+    first half of the buckets is for one distance each; the rest grow logarithmically up to 128. Source: T5, section 2.1
+    of arXiv:1910.10683, as MPNet uses it."""
+    per_direction = _NUM_BUCKETS // 2
+    num_exact = per_direction // 2
+    apart = np.abs(distances)
+    # float32, as in transformers: in float64 some distances fall into another bucket.
+    ratio = np.maximum(apart, 1).astype(np.float32) / np.float32(num_exact)
+    logarithmic = np.log(ratio) / np.float32(np.log(_FARTHEST / num_exact))
+    coarse = np.minimum(num_exact + (logarithmic * (per_direction - num_exact)).astype(np.int64), per_direction - 1)
+    buckets: NDArray[np.int64] = np.where(apart < num_exact, apart, coarse) + (distances > 0) * per_direction
+    return buckets
+
+
+_NUM_BUCKETS = 32
+_FARTHEST = 128
+"""Tokens. transformers' MPNet has both fixed: relative_attention_num_buckets sizes the table, and is not asked."""

@@ -1,1 +1,0 @@
-"""Engines that compute with torch. Nothing outside this package imports torch."""

@@ -1,1 +1,0 @@
-"""The layers of model families, as data that every engine reads."""

@@ -1,0 +1,148 @@
+"""The machine as the kernel describes it: cores, instruction sets, memory.
+
+Imports neither torch nor numpy, because the supervisor imports it. Linux only; every source may be missing, as in some
+containers.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP_ROOT, _PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cores(cgroup_root: Path = _CGROUP_ROOT, proc_cgroup: Path = _PROC_CGROUP) -> int:
+    """The cores that this process may use: those of its affinity mask, limited by its cgroup's quota, rounded up; at
+    least 1. A container with a quota of 2 of 64 processors sees all 64 in its affinity mask."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_quota(cgroup_root, proc_cgroup)
+    return max(1, min(cores, math.ceil(quota)) if quota is not None else cores)
+
+
+def cgroup_quota(cgroup_root: Path, proc_cgroup: Path) -> float | None:
+    """The tightest CPU quota of this process's cgroup and its ancestors, in cores; None without one."""
+    groups = cgroups("cpu", cgroup_root, proc_cgroup)
+    quotas = [_quota(*group) for group in groups]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def cgroups(controller: str, cgroup_root: Path, proc_cgroup: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's cgroup and its ancestors that have `controller` ("cpu" or "memory"), and whether
+    each is of version 2."""
+    try:
+        memberships = [line.split(":", 2) for line in proc_cgroup.read_text().splitlines()]
+    except OSError:
+        return
+    for _hierarchy, controllers, path in memberships:
+        is_v2 = controllers == ""
+        if not is_v2 and controller not in controllers.split(","):
+            continue
+        base = cgroup_root if is_v2 else cgroup_root / controller
+        group = base / path.lstrip("/")
+        # Inside a container the path may be the host's and not exist here; the mount's root is then the group.
+        for folder in [group, *group.parents] if group.is_dir() else [base]:
+            if folder == base or base in folder.parents:
+                yield folder, is_v2
+
+
+def _quota(folder: Path, is_v2: bool) -> float | None:
+    names = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    try:
+        quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max"
+        return None
+
+
+def cpuinfo(name: str, root: Path = Path("/")) -> str:
+    return line_of(root / "proc/cpuinfo", name)
+
+
+def line_of(path: Path, name: str) -> str:
+    """The text of the first line "name: text" of a file; empty if there is none. `name`: a regular expression."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    return frozenset(cpuinfo("flags|Features", root).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    flags: frozenset[str]
+    vendor: str
+    """As in /proc/cpuinfo, for example "AuthenticAMD"."""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return bool(self.flags & {"avx512_bf16", "amx_tile"})
+
+    @property
+    def is_fast_in_bfloat16(self) -> bool:
+        """Whether products of bfloat16 are known to be faster than those of float32. Intel's AVX512-BF16 has half the
+        rate of float32."""
+        return "amx_tile" in self.flags or ("avx512_bf16" in self.flags and self.vendor == "AuthenticAMD")
+
+
+def this_processor() -> Processor:
+    return Processor(cpu_flags(), cpuinfo("vendor_id"))
+
+
+def has_vnni() -> bool:
+    return bool(cpu_flags() & {"avx512_vnni", "avx_vnni"})
+
+
+# The memory of the machine and of this process's cgroup, as the kernel reports it.
+
+_NO_LIMIT_MB = 1 << 33
+
+
+def available_mb(root: Path = Path("/")) -> int:
+    """Memory that can be used without swapping, in MB: of the machine, and of the cgroup if it has a limit; 0 if the
+    kernel does not say. `root`: the folder that contains /proc and /sys."""
+    in_kilobytes = line_of(root / "proc/meminfo", "MemAvailable").split()
+    of_machine = int(in_kilobytes[0]) >> 10 if in_kilobytes else 0
+    limit_mb, used_mb = cgroup_memory_mb(root)
+    return of_machine if limit_mb is None else min(of_machine, max(0, limit_mb - used_mb))
+
+
+def cgroup_memory_mb(root: Path = Path("/")) -> tuple[int | None, int]:
+    """The tightest memory limit of this process's cgroup and its ancestors, and the memory used of it, in MB. Cached
+    files count as free, because the kernel drops them when needed."""
+    return min(_cgroup_limits(root), key=lambda pair: pair[0] - pair[1], default=(None, 0))
+
+
+def memory_limit_mb(root: Path = Path("/")) -> int:
+    """In MB: the machine's memory, or less if the cgroup or one of its ancestors has a limit; 0 if the kernel does not
+    say."""
+    in_kilobytes = line_of(root / "proc/meminfo", "MemTotal").split()
+    of_machine = [int(in_kilobytes[0]) >> 10] if in_kilobytes else []
+    return min([*of_machine, *(limit_mb for limit_mb, _ in _cgroup_limits(root))], default=0)
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for group, is_v2 in cgroups("memory", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        with suppress(OSError, ValueError):  # no limit
+            limit_mb, used_mb = (int((group / name).read_text()) >> 20 for name in names)
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+            if limit_mb < _NO_LIMIT_MB:
+                found.append((limit_mb, used_mb - (int(cached[1]) >> 20 if cached else 0)))
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

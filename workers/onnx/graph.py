@@ -1,0 +1,441 @@
+"""The packed forward pass as one graph for ONNX Runtime.
+
+Owns the operators of a layer, and which weights they take in which shape. Knows no file and runs nothing.
+
+    token ids, positions [T] ─ embeddings ─ layers ─ hidden states [T, H]
+    token types [T]: of a model for pairs that has types; elsewhere every token has type 0
+    starts, counts, lengths [R]: the runs of sequences of equal length, which attention computes one after the other
+    pieces of a kind of attention [5, P]: the same where a token does not see all others (`pieces_of`)
+
+Choices, each measured with all-MiniLM-L6-v2 on a core with AVX-512: Add and LayerNormalization instead of
+SkipLayerNormalization, which takes six times as long (512 tokens: 1.0 → 0.16 ms); a condition around the loop over the
+runs, because a loop of one turn costs 4 % of a text of 12 tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vecd.model.card import ModelCard
+from vecd.workers.batch import Ints, Run
+from vecd.workers.description import EncoderSpec, LayerSpec, bias_of_distances, window_band
+from vecd.workers.machine import has_vnni
+from vecd.workers.onnx.file import MICROSOFT, Element, Graph, Int8Products, Value, quantize
+
+Array = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class EncoderGraph:
+    """A graph and the weights that its session needs. Borrows the arrays that it was made of."""
+
+    content: bytes
+    weights: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """By the names of the graph's initializers; C-contiguous; float32, but whole numbers for products in int8. The
+    session keeps no copy of them but for `products`, which it lays out anew for its own kernels."""
+    products: set[str] = field(default_factory=set)
+    """Names of the weights that are the right side of a product."""
+    windows: dict[str, int | None] = field(default_factory=dict)
+    has_types: bool = False
+    has_first_tokens_only: bool = False
+
+
+def encoder_graph(
+    card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], *, is_int8: bool = False
+) -> EncoderGraph:
+    """The graph of the model of `card`, which `encoder` describes. `is_int8`: products by weights are computed in int8.
+    Raises KeyError for a missing tensor."""
+    return _Builder(card, encoder, tensors, is_int8).build()
+
+
+class _Builder:
+    def __init__(self, card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], is_int8: bool) -> None:
+        self._encoder = encoder
+        self._tensors = tensors
+        self._max_tokens = card.max_tokens
+        self._has_unattended = card.tokens is not None and card.tokens.has_unattended
+        self._graph = Graph("pass")
+        self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
+        has_types = card.has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
+        self._made = EncoderGraph(b"", has_types=has_types, has_first_tokens_only=card.reads_first_tokens_only)
+        self._positions: Value = ""
+        """[T, 1]."""
+        self._rotations: dict[tuple[float, float], list[Value]] = {}
+        self._attentions: dict[int | None, _Attention] = {}
+
+    def build(self) -> EncoderGraph:
+        graph = self._graph
+        token_ids, positions = (graph.input(name, Element.INT64, ["tokens"]) for name in ("token_ids", "positions"))
+        runs = tuple(graph.input(name, Element.INT64, ["runs"]) for name in ("starts", "counts", "lengths"))
+        words = self._tensor(self._encoder.words)
+        x = self._embeddings(words, token_ids, positions)
+        width = int(words.shape[1])
+        if self._encoder.projection is not None:
+            x = self._linear(self._encoder.projection, x)
+            width = int(self._tensor(self._encoder.projection).shape[0])
+        starts, counts, lengths = runs
+        whole = _Pieces(starts, starts, counts, lengths, lengths)
+        if any(layer.theta is not None for layer in self._encoder.layers):
+            self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
+        firsts = graph.input("firsts", Element.INT64, ["sequences"]) if self._made.has_first_tokens_only else None
+        last = len(self._encoder.layers) - 1
+        for index, layer in enumerate(self._encoder.layers):
+            wanted = firsts if index == last else None
+            x = self._layer(layer, x, self._attention(layer, whole), f"attention_{index}", wanted)
+        if self._encoder.final_norm is not None:
+            x = self._norm(self._encoder.final_norm, x)
+        graph.output(x, Element.FLOAT32, ["tokens" if firsts is None else "sequences", width])
+        self._made.content = graph.to_bytes()
+        return self._made
+
+    def _embeddings(self, words: Array, token_ids: Value, positions: Value) -> Value:
+        encoder = self._encoder
+        x = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
+        if encoder.words_factor != 1:
+            factor = np.array([encoder.words_factor], dtype=np.float32)
+            x = self._graph.node("Mul", x, self._weight("embeddings/factor", factor))
+        types = None if encoder.types is None else self._tensor(encoder.types)
+        if types is not None and self._made.has_types:
+            given = self._graph.input("token_types", Element.INT64, ["tokens"])
+            x = self._plus(x, self._graph.node("Gather", self._weight("embeddings/types", types), given))
+            types = None
+        if encoder.positions is not None:
+            table = self._tensor(encoder.positions)
+            if types is not None:
+                table = table + types[0]
+            places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
+            x = self._plus(x, places)
+        elif types is not None:
+            x = self._plus(x, self._weight("embeddings/types", types[0]))
+        return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
+
+    def _layer(
+        self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None = None
+    ) -> Value:
+        """`wanted`: the tokens that the result has; None: all. The others are computed as far as attention alone."""
+        if self._encoder.final_norm is None:
+            attended = self._attended(layer, x, attention, name, wanted)
+            x = self._norm(layer.attention_norm, self._plus(attended, self._some(x, wanted)))
+            return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
+        attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name, wanted)
+        x = self._plus(self._norm(layer.attended_norm, attended), self._some(x, wanted))
+        return self._plus(self._norm(layer.fed_forward_norm, self._fed_forward(layer, self._norm(layer.norm, x))), x)
+
+    def _some(self, x: Value, wanted: Value | None) -> Value:
+        return x if wanted is None else self._graph.node("Gather", x, wanted)
+
+    def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None) -> Value:
+        if layer.theta is None:
+            weight, bias = (self._side_by_side(layer.qkv, part) for part in ("weight", "bias"))
+            qkv = self._product(layer.qkv[0], x, weight, bias)
+            thirds = self._constant([weight.shape[0] // 3] * 3)
+            query, key, value = self._graph.nodes("Split", attention.framed(qkv, 3), thirds, num_outputs=3, axis=2)
+        else:
+            rotated = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
+            query, key, value = (attention.framed(each) for each in rotated)
+        attended = self._some(attention(query, key, value, name), wanted)
+        if wanted is not None and self._int8 is not None:
+            self._int8.use_fewer_rows()
+        return self._linear(layer.out, attended)
+
+    def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
+        num_heads = self._encoder.num_heads
+        head_dim = self._tensor(layer.out).shape[1] // num_heads
+        num_rows = sum(len(self._tensor(name)) for name in layer.qkv)
+        num_key_heads = (num_rows // head_dim - num_heads) // 2
+        ends = [num_heads * head_dim, (num_heads + num_key_heads) * head_dim]
+        query, key, value = self._parts(layer.qkv, x, ends)
+        query, key = self._head_norm(layer.query_norm, query, head_dim), self._head_norm(layer.key_norm, key, head_dim)
+        query, key = (self._rotate(each, base, head_dim) for each in (query, key))
+        key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
+        return query, key, value
+
+    def _head_norm(self, name: str | None, x: Value, head_dim: int) -> Value:
+        if name is None:
+            return x
+        heads = self._graph.node("Reshape", x, self._constant([-1, head_dim]))
+        return self._graph.node("Reshape", self._norm(name, heads), self._graph.node("Shape", x))
+
+    def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
+        if base not in self._rotations:
+            theta, divisor = base
+            # float32 at every step, as in transformers.
+            powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+            frequencies = np.float32(1) / np.power(np.float32(theta), powers) / np.float32(divisor)
+            angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies
+            tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
+            self._rotations[base] = [self._weight(f"rotary/{theta}/{divisor}/{name}", table) for name, table in tables]
+        # The operator wants [batch, length, width]: each token is a sequence of its own.
+        apart = self._graph.node("Unsqueeze", x, self._constant([1]))
+        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)
+        return self._graph.node("Squeeze", rotated, self._constant([1]))
+
+    def _for_all_heads(self, x: Value, num_key_heads: int, head_dim: int) -> Value:
+        """[T, key heads · head dim] → [T, heads · head dim]: each key head for its group of query heads."""
+        num_heads = self._encoder.num_heads
+        if num_key_heads == num_heads:
+            return x
+        heads = self._graph.node("Reshape", x, self._constant([-1, num_key_heads, 1, head_dim]))
+        group = self._constant([1, 1, num_heads // num_key_heads, 1])
+        return self._graph.node(
+            "Reshape", self._graph.node("Expand", heads, group), self._constant([-1, num_heads * head_dim])
+        )
+
+    def _fed_forward(self, layer: LayerSpec, x: Value) -> Value:
+        if not self._encoder.is_gated:
+            return self._linear(layer.down, self._activated(layer.up[0], x))
+        half = sum(len(self._tensor(name)) for name in layer.up) // 2
+        gate, up = self._parts(layer.up, x, [half])
+        if self._encoder.is_gate_last:
+            gate, up = up, gate
+        return self._linear(layer.down, self._graph.node("Mul", self._activation(gate), up))
+
+    def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:
+        if len(names) > 1:
+            return [self._linear(name, x) for name in names]
+        weights, bias = np.split(self._tensor(names[0]), ends), self._bias(names[0])
+        biases = [None] * len(weights) if bias is None else np.split(bias, ends)
+        parts = enumerate(zip(weights, biases, strict=True))
+        return [self._product(f"{names[0]}/{index}", x, weight, part) for index, (weight, part) in parts]
+
+    def _linear(self, name: str, x: Value) -> Value:
+        return self._product(name, x, self._tensor(name), self._bias(name))
+
+    def _activated(self, name: str, x: Value) -> Value:
+        operator = {"gelu": "BiasGelu", "gelu_new": "FastGelu"}.get(self._encoder.activation)
+        if operator is None:
+            return self._activation(self._linear(name, x))
+        # The operator adds the bias, which the product would otherwise do apart.
+        product = self._product(name, x, self._tensor(name))
+        bias = self._weight(f"{name}.bias", self._tensor(name, "bias"))
+        return self._graph.node(operator, product, bias, domain=MICROSOFT)
+
+    def _activation(self, x: Value) -> Value:
+        match self._encoder.activation:
+            case "relu":
+                return self._graph.node("Relu", x)
+            case "silu":
+                return self._graph.node("QuickGelu", x, domain=MICROSOFT, alpha=1.0)
+            case activation:
+                operator = {"gelu": "Gelu", "gelu_new": "FastGelu"}[activation]
+                return self._graph.node(operator, x, domain=MICROSOFT)
+
+    def _product(self, name: str, x: Value, weight: Array, bias: Array | None = None) -> Value:
+        """x [T, K] times weight [N, K], plus bias [N]."""
+        if self._int8 is not None:
+            values, scales = quantize(weight, is_signed=self._int8.is_signed)
+            quantized = [self._weight(f"{name}.int8", values), self._weight(f"{name}.scales", scales)]
+            self._made.products.add(quantized[0])
+            product = self._int8(x, *quantized)
+            return product if bias is None else self._plus(product, self._weight(f"{name}.bias", bias))
+        inputs = [x, self._weight(f"{name}.weight", weight)]
+        self._made.products.add(inputs[1])
+        if bias is not None:
+            inputs.append(self._weight(f"{name}.bias", bias))
+        return self._graph.node("Gemm", *inputs, transB=1)
+
+    def _plus(self, x: Value, residual: Value) -> Value:
+        return self._graph.node("Add", x, residual)
+
+    def _norm(self, name: str | None, x: Value) -> Value:
+        if name is None:
+            return x
+        weight = self._tensor(name)
+        if self._encoder.norm_offset:
+            weight = weight + np.float32(self._encoder.norm_offset)
+        inputs = [x, self._weight(f"{name}.weight", weight)]
+        operator = "SimplifiedLayerNormalization" if self._encoder.is_rms else "LayerNormalization"
+        bias = None if self._encoder.is_rms else self._bias(name)
+        if bias is not None:
+            inputs.append(self._weight(f"{name}.bias", bias))
+        return self._graph.node(operator, *inputs, axis=1, epsilon=self._encoder.epsilon)
+
+    def _attention(self, layer: LayerSpec, whole: "_Pieces") -> "_Attention":
+        if layer.window not in self._attentions:
+            name, pieces, bias = "whole", whole, self._distance_bias()
+            sees_all = not self._encoder.is_causal and layer.window is None
+            if self._has_unattended or not sees_all:
+                name = f"pieces_{layer.window}"
+                self._made.windows[name] = layer.window
+                given = self._graph.input(name, Element.INT64, [5, "pieces"])
+                rows = [self._graph.node("Gather", given, self._graph.constant(row), axis=0) for row in range(5)]
+                pieces = _Pieces(*rows)
+            if not sees_all:
+                bias = self._window_bias(layer.window)
+            width, num_heads = int(self._tensor(layer.out).shape[1]), self._encoder.num_heads
+            made = _Attention(name, self._graph, pieces, width, num_heads, *bias, has_unattended=self._has_unattended)
+            self._attentions[layer.window] = made
+        return self._attentions[layer.window]
+
+    def _window_bias(self, window: int | None) -> tuple[Value, int]:
+        """A band that all pieces cut their part out of, 0 or -inf, [1, 1, queries, keys]; and the key that the first
+        query is."""
+        size = min(PIECE_TOKENS, self._max_tokens)
+        reach = self._max_tokens if window is None else min(window, self._max_tokens)
+        after = 0 if self._encoder.is_causal else reach
+        return self._weight(f"window_{window}", window_band(size, reach, after)[None, None]), reach
+
+    def _distance_bias(self) -> tuple[Value | None, int]:
+        if self._encoder.distance_bias is None:
+            return None, 0
+        bias = bias_of_distances(self._tensor(self._encoder.distance_bias), self._max_tokens)
+        return self._weight("distance_bias", bias[None]), 0
+
+    def _side_by_side(self, names: tuple[str, ...], part: str) -> Array:
+        return np.concatenate([self._tensor(name, part) for name in names])
+
+    def _tensor(self, name: str, part: str = "weight") -> Array:
+        return self._tensors[f"{name}.{part}"]
+
+    def _bias(self, name: str) -> Array | None:
+        is_there = self._encoder.has_all_biases or f"{name}.bias" in self._tensors
+        return self._tensor(name, "bias") if is_there else None
+
+    def _constant(self, value: list[int]) -> Value:
+        return self._graph.constant(value)
+
+    def _weight(self, name: str, array: NDArray[Any]) -> Value:
+        self._made.weights[name] = np.ascontiguousarray(array)
+        return self._graph.weight(name, array)
+
+
+# --- attention --------------------------------------------------------------------------------------------------
+
+PIECE_TOKENS = 256
+"""Queries at a time where a token does not see all others. Fewer see fewer keys that the band hides; more share a
+product. Not measured."""
+
+
+def pieces_of(runs: Sequence[Run], window: int | None, is_causal: bool) -> Ints:
+    """What attention computes at a time, [5, P]: the first query and the first key (tokens), the number of sequences,
+    the queries and the keys of each. A run that is longer than PIECE_TOKENS is cut, unless its tokens see all others,
+    and a piece has only those keys that one of its queries sees: scores of 8,192 × 8,192 tokens would take 268 MB for
+    each head. Queries that see no token that is attended to are a piece without keys: they get zeros, as in torch."""
+    pieces = []
+    for run in runs:
+        size = run.length if window is None and not is_causal else PIECE_TOKENS
+        if run.length <= size and not run.attended:
+            pieces.append((run.start, run.start, run.count, run.length, run.length))
+            continue
+        reach = run.length if window is None else window
+        for start, attended in zip(
+            range(run.start, run.stop, run.length), run.attended or run.count * (run.length,), strict=True
+        ):
+            borders = {*range(0, run.length, size), min(run.length, attended + reach), run.length}
+            for first, last in pairwise(sorted(borders)):
+                first_key = max(0, first - reach)
+                last_key = min(attended, last if is_causal else last + reach)
+                pieces.append((start + first, start + first_key, 1, last - first, max(0, last_key - first_key)))
+    return np.array(pieces, dtype=np.int64).T.copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    queries: Value
+    keys: Value
+    counts: Value
+    num_queries: Value
+    num_keys: Value
+
+
+class _Attention:
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        pieces: _Pieces,
+        width: int,
+        num_heads: int,
+        bias: Value | None,
+        reach: int,
+        *,
+        has_unattended: bool,
+    ) -> None:
+        """`name` is unique in the graph. `bias`: added to the scores, [1, heads or 1, queries, keys]. A piece uses the
+        part that begins with its first query, and with the key that lies `reach` before that. `has_unattended`: a run
+        that is not cut may have fewer keys than queries."""
+        self._graph = graph
+        self._pieces = pieces
+        self._num_heads = num_heads
+        self._bias = bias
+        constant = graph.constant
+        self._zero, self._axes, self._axes_of_scores = constant([0]), constant([1]), constant([2, 3])
+        self._width, self._flat, self._reach = constant([width]), constant([-1, width]), constant([reach])
+        self._true = constant(True)
+        self._num_pieces = graph.node("Size", pieces.queries)
+        self._is_one_piece = graph.node("Equal", self._num_pieces, constant(1))
+        if has_unattended:
+            sums = (graph.node("ReduceSum", each, keepdims=0) for each in (pieces.num_queries, pieces.num_keys))
+            self._is_one_piece = graph.node("And", self._is_one_piece, graph.node("Equal", *sums))
+        of_one = _branch(
+            f"{name}/one", lambda one: one.node("Concat", pieces.counts, pieces.num_queries, axis=0), Element.INT64
+        )
+        of_many = _branch(f"{name}/many", lambda many: many.node("Identity", constant([1, -1])), Element.INT64)
+        frame = graph.node("If", self._is_one_piece, then_branch=of_one, else_branch=of_many)
+        self._shapes = {times: graph.node("Concat", frame, constant([times * width]), axis=0) for times in (1, 3)}
+
+    def framed(self, x: Value, times: int = 1) -> Value:
+        """[T, times · W] → [count, length, times · W] if there is one piece, which is then a run that was not cut; else
+        [1, T, times · W]."""
+        return self._graph.node("Reshape", x, self._shapes[times])
+
+    def __call__(self, query: Value, key: Value, value: Value, name: str) -> Value:
+        """Each framed → [T, W]. `name` is unique in the graph."""
+        pieces, qkv = self._pieces, (query, key, value)
+        one = _branch(f"{name}/one", lambda graph: self._attend(graph, qkv, pieces))
+        many = _branch(f"{name}/many", lambda graph: self._each_piece(graph, qkv, f"{name}/piece"))
+        attended = self._graph.node("If", self._is_one_piece, then_branch=one, else_branch=many)
+        return self._graph.node("Reshape", attended, self._flat)
+
+    def _each_piece(self, graph: Graph, qkv: tuple[Value, Value, Value], name: str) -> Value:
+        body = Graph(name)
+        index = body.input(f"{name}/index", Element.INT64, [])
+        goes_on = body.input(f"{name}/goes_on", Element.BOOL, [])
+        before = body.input(f"{name}/before", Element.FLOAT32, None, is_sequence=True)
+        index = body.node("Unsqueeze", index, self._zero)
+        all_pieces = self._pieces
+        given = (all_pieces.queries, all_pieces.keys, all_pieces.counts, all_pieces.num_queries, all_pieces.num_keys)
+        piece = _Pieces(*(body.node("Gather", values, index) for values in given))
+        query_stop, key_stop = (
+            body.node("Add", start, body.node("Mul", piece.counts, number))
+            for start, number in ((piece.queries, piece.num_queries), (piece.keys, piece.num_keys))
+        )
+        query, key, value = qkv
+        cut = (
+            body.node("Slice", query, piece.queries, query_stop, self._axes),
+            *(body.node("Slice", each, piece.keys, key_stop, self._axes) for each in (key, value)),
+        )
+        of_queries, of_keys = (
+            body.node("Concat", piece.counts, number, self._width, axis=0)
+            for number in (piece.num_queries, piece.num_keys)
+        )
+        shapes = (of_queries, of_keys, of_keys)
+        apart = [body.node("Reshape", part, shape) for part, shape in zip(cut, shapes, strict=True)]
+        attended = body.node("Reshape", self._attend(body, apart, piece), self._flat)
+        body.output(body.node("Identity", goes_on), Element.BOOL, [])
+        body.output(body.node("SequenceInsert", before, attended), Element.FLOAT32, None, is_sequence=True)
+        empty = graph.node("SequenceEmpty", dtype=int(Element.FLOAT32))
+        pieces = graph.node("Loop", self._num_pieces, self._true, empty, body=body)
+        return graph.node("ConcatFromSequence", pieces, axis=0)
+
+    def _attend(self, graph: Graph, qkv: Sequence[Value], piece: _Pieces) -> Value:
+        """The sequences of a piece, each [count, length, W], to queries of that shape. The fields of `piece` have shape
+        [1]."""
+        inputs = list(qkv)
+        if self._bias is not None:
+            first_key = graph.node("Add", graph.node("Sub", piece.keys, piece.queries), self._reach)
+            begin = graph.node("Concat", self._zero, first_key, axis=0)
+            last_key = graph.node("Add", first_key, piece.num_keys)
+            end = graph.node("Concat", piece.num_queries, last_key, axis=0)
+            inputs += ["", "", graph.node("Slice", self._bias, begin, end, self._axes_of_scores)]
+        return graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=self._num_heads)
+
+
+def _branch(name: str, fill: Callable[[Graph], Value], element: Element = Element.FLOAT32) -> Graph:
+    graph = Graph(name)
+    graph.output(fill(graph), element, None)
+    return graph

@@ -1,0 +1,118 @@
+"""A worker process from its start to its end: set up the process, map the arena, load the engine, report ready, serve.
+
+Owns the process: its name, its signals, its exit code.
+"""
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Sequence
+
+from vecd.base import logs
+from vecd.base.tasks import ZMQ_THREADS, NoTasks, require_threads
+from vecd.model.card import ModelError
+from vecd.shm.control import Channel, ChildFailed, Progress, WorkerReady
+from vecd.shm.views import map_arena
+from vecd.shm.wire import Incarnation
+from vecd.workers.batch import Engine
+from vecd.workers.config import WorkerConfig
+from vecd.workers.load import load_engine
+from vecd.workers.process.kernel import (
+    die_with_parent,
+    outlive_sent_faults,
+    private_memory_mb,
+    set_process_name,
+    trace_crashes,
+    volunteer_for_oom_kill,
+)
+from vecd.workers.process.loop import EngineLost, Loop, connected
+
+log = logging.getLogger("vecd.worker")
+
+EXIT_OK, EXIT_COULD_NOT_START, EXIT_INTERNAL_ERROR = 0, 3, 70
+
+
+def run(
+    config: WorkerConfig,
+    incarnation: Incarnation,
+    channel: Channel,
+    arena_fd: int,
+    address_fds: Sequence[int],
+    *,
+    parent_pid: int,
+    engine: Engine | None,
+) -> int:
+    """Run as `incarnation` until the supervisor ends; returns the exit code. Owns `channel`, the worker's end of its
+    control connection, `arena_fd`, and `address_fds`, the O_PATH descriptors of the gateways' ZeroMQ sockets.
+    `parent_pid` is the fork server's, whose death during the fork would not be noticed otherwise. `engine`: None if the
+    worker loads its own.
+
+    Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
+    """
+    try:
+        if not die_with_parent(parent_pid):
+            return EXIT_OK
+        set_process_name(f"vecd-worker-{incarnation.worker}")
+        leave_signals_to_supervisor()
+        volunteer_for_oom_kill()
+        outlive_sent_faults()
+        trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
+        logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
+        return _live(config, incarnation, channel, arena_fd, address_fds, engine)
+    except ConnectionError:
+        return EXIT_OK  # the supervisor has closed the control channel
+    except EngineLost as error:
+        log.error("%s ends: %s", incarnation, error)
+        return EXIT_INTERNAL_ERROR
+    except Exception:
+        log.exception("%s ends by a bug", incarnation)
+        return EXIT_INTERNAL_ERROR
+
+
+def leave_signals_to_supervisor() -> None:
+    """Ctrl-C in a terminal reaches the whole process group, and SIGTERM may; a child serves until its control channel
+    ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _live(
+    config: WorkerConfig,
+    incarnation: Incarnation,
+    channel: Channel,
+    arena_fd: int,
+    address_fds: Sequence[int],
+    engine: Engine | None,
+) -> int:
+    slots = map_arena(arena_fd, config.arena, writable=True)
+    os.close(arena_fd)
+    try:
+        require_threads(ZMQ_THREADS + config.num_threads - 1)
+        if engine is None:
+            engine = load_engine(config, lambda stage: channel.send(Progress(stage)))
+        engine.use_threads(config.num_threads)
+    except (ModelError, NoTasks) as error:
+        log.error("%s", error)
+        channel.send(ChildFailed(str(error)))
+        return EXIT_COULD_NOT_START
+    engine.adopt([rows for views in slots for rows in views.rows])
+    choices: Sequence[int] = [config.num_threads]
+    if config.max_threads > 1:
+        # At most one worker of a server has weights of its own.
+        choices = engine.allow_leases(config.max_threads, may_copy_weights=incarnation.worker == 0)
+    # Loaded objects stay; the collector need not examine them again between batches.
+    gc.collect()
+    gc.freeze()
+    facts = {
+        **engine.facts,
+        "pid": os.getpid(),
+        "parent_pid": os.getppid(),
+        "threads": config.num_threads,
+        "thread_choices": list(choices),
+        "private_memory_mb": private_memory_mb(),
+    }
+    with connected(address_fds, incarnation) as sockets:
+        channel.send(WorkerReady(facts, engine.warnings))
+        Loop(sockets, channel, engine, slots, config.arena, config.card).run()
+    return EXIT_OK

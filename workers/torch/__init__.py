@@ -1,0 +1,1 @@
+"""Engines on torch, and the reference models."""

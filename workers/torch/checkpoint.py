@@ -1,0 +1,86 @@
+"""A model's tensors by name, read from its safetensors files.
+
+The tensors borrow no file: what becomes of the files changes nothing. Knows no architecture.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from vecd.workers.arrays import StoredTensors
+from vecd.workers.weights import weight_files
+
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool
+}  # fmt: skip
+
+
+class Tensors(StoredTensors, Mapping[str, Tensor]):
+    """As stored, read at each access; norms by their new names."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, kind, shape, begin, count = self._places[name]
+        if not count:
+            return torch.empty(shape, dtype=_TYPES[kind])
+        return torch.from_numpy(file.read(begin, count)).view(_TYPES[kind]).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def own_tensors(folder: Path) -> Tensors:
+    """Of a model. Raises OSError, ValueError or KeyError for files that are missing, ModelError for broken ones."""
+    return Tensors(weight_files(folder))
+
+
+# Keys and values of a prefix during one pass: those known from an earlier pass, and those computed in this one.
+
+KeysValues: TypeAlias = tuple[Tensor, Tensor]
+"""Of a prefix in one layer: each [1, key heads, tokens, head dim], after norm and rotation."""
+
+
+class PrefixStates:
+    def __init__(
+        self, num_known: int, num_computed: int, known: Sequence[KeysValues] = (), *, is_kept: bool = False
+    ) -> None:
+        """`num_known` tokens of the prefix come first, whose states are at the beginning of those in `known`, a pair
+        for each layer. The pass computes `num_computed` more. `is_kept`: collect the states of all in `kept`."""
+        self.num_known = num_known
+        self.num_computed = num_computed
+        self.kept: list[KeysValues] = []
+        self._known = known
+        self._is_kept = is_kept
+        self._layer = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_known + self.num_computed
+
+    def of_next_layer(self, keys: Tensor, values: Tensor) -> KeysValues:
+        """The keys and values of the whole prefix, given those of its computed tokens. May be views of both."""
+        if self.num_known:
+            known_keys, known_values = (states[:, :, : self.num_known] for states in self._known[self._layer])
+            self._layer += 1
+            if not self.num_computed:
+                return known_keys, known_values
+            keys, values = torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2)
+        if self._is_kept:
+            # Copies, because both may be views of what the whole batch has computed.
+            self.kept.append((_copy(keys), _copy(values)))
+        return keys, values
+
+
+def _copy(states: Tensor) -> Tensor:
+    return states.clone(memory_format=torch.contiguous_format)
+
+
+def bytes_of(states: Sequence[KeysValues]) -> int:
+    return sum(keys.nbytes + values.nbytes for keys, values in states)

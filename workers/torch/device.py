@@ -1,0 +1,157 @@
+"""Devices: moves token ids to a model and vectors from it into a slot.
+
+Owns the two kinds of device. On a processor everything is complete on return. On an accelerator, vectors are copied
+back while the next batch is computed::
+
+    compute stream   … batch N ─┬─ in the batch's order ─┬─ batch N+1 …
+    copy stream                 │                        └─ copy ─ event
+    Finish                      └── is_ready, wait ─────────────────┘
+
+The copy goes into the slot itself if the driver has pinned the arena's pages (`adopt`), else through a pinned buffer of
+torch's. Knows no model. The calls into CUDA are in `vecd.workers.torch.cuda`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vecd.shm.views import Rows
+from vecd.workers.batch import COMPLETE, Finish, Ints
+from vecd.workers.torch import cuda
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of `values` on `device`. On a processor it borrows their memory. On a GPU the copy may still be in
+    progress, but computations that use it wait for it."""
+    tensor = torch.from_numpy(values)
+    return cuda.upload(tensor, device) if device.type == "cuda" else tensor.to(device)
+
+
+class Device:
+    """Where a model computes. This one is a processor."""
+
+    def adopt(self, slots: Sequence[Rows]) -> str | None:
+        """See `Engine.adopt`. Returns a warning, or None."""
+        return None
+
+    def write(self, vectors: Tensor, order: Ints, rows: Rows) -> Finish:
+        """Begin to write vector i of `vectors`, float32 [R, D] on this device, into row order[i]; `order`, shape [R],
+        has each number below R once."""
+        rows[order] = vectors.cpu().numpy()
+        return COMPLETE
+
+    def free_memory(self) -> None:
+        """Return the memory that the allocator keeps for later. On a processor, torch keeps none."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def open_device(device: torch.device) -> Device:
+    return Accelerator(cuda.Cuda(device)) if device.type == "cuda" else Device()
+
+
+class Event(Protocol):
+    """Like torch.cuda.Event: a place in a stream of work."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class DeviceCalls(Protocol):
+    """The functions of CUDA that `Accelerator` needs."""
+
+    def name(self) -> str: ...
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A copy on the device of a tensor in the processor's memory, for use by the next computation."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin memory of this process until its end. Raises RuntimeError when the driver refuses it."""
+
+    def pinned(self, shape: tuple[int, ...]) -> Tensor:
+        """A new float32 tensor in pinned memory."""
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Event:
+        """Copy `source` on the device to `target` in pinned memory, after the computations so far and in parallel to
+        the next ones. Copies run one after the other. The caller keeps `target` until the event has occurred."""
+
+    def free_memory(self) -> None: ...
+
+
+class Accelerator(Device):
+    def __init__(self, calls: DeviceCalls) -> None:
+        self._calls = calls
+        self._pinned = range(0)
+
+    def adopt(self, slots: Sequence[Rows]) -> str | None:
+        # Never unpinned: the end of the process does that, as it unmaps the memory.
+        addresses = span(slots)
+        try:
+            self._calls.pin(addresses.start, len(addresses))
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            return f"the arena's memory cannot be pinned, so vectors are copied twice: {why}"
+        self._pinned = addresses
+        return None
+
+    def write(self, vectors: Tensor, order: Ints, rows: Rows) -> Finish:
+        # Ordered on the device, so that one block is copied.
+        ordered = vectors.index_select(0, self._calls.upload(torch.from_numpy(inverse(order))))
+        target = rows[: order.size]
+        if self._holds(target):
+            return _Written(self._calls.start_copy(torch.from_numpy(target), ordered))
+        staged = self._calls.pinned(tuple(target.shape))
+        return _Staged(self._calls.start_copy(staged, ordered), staged, target)
+
+    def _holds(self, rows: Rows) -> bool:
+        addresses = span([rows])
+        return addresses.start in self._pinned and addresses.stop <= self._pinned.stop
+
+    def free_memory(self) -> None:
+        self._calls.free_memory()
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "gpu": self._calls.name()}
+
+
+class _Written:
+    def __init__(self, copied: Event) -> None:
+        self._copied = copied
+
+    def is_ready(self) -> bool:
+        try:
+            return self._copied.query()
+        except RuntimeError:  # the device is lost; the call raises the same
+            return True
+
+    def __call__(self) -> None:
+        self._copied.synchronize()
+
+
+class _Staged(_Written):
+    def __init__(self, copied: Event, staged: Tensor, rows: Rows) -> None:
+        super().__init__(copied)
+        self._staged = staged
+        self._rows = rows
+
+    def __call__(self) -> None:
+        super().__call__()
+        self._rows[:] = self._staged.numpy()
+
+
+def inverse(order: Ints) -> Ints:
+    """The permutation that undoes `order`: where each row of the batch is in the layout."""
+    places = np.empty_like(order)
+    places[order] = np.arange(order.size)
+    return places
+
+
+def span(slots: Sequence[Rows]) -> range:
+    starts = [rows.ctypes.data for rows in slots]
+    stops = [rows.ctypes.data + rows.nbytes for rows in slots]
+    return range(min(starts), max(stops))

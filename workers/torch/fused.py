@@ -1,0 +1,341 @@
+"""The fused forward pass: a transformer over packed sequences, from the weights' files alone.
+
+Owns the computation of a layer: one linear kernel for query, key and value, activation, gate and residual inside the
+kernels (`vecd.workers.torch.linear`), no padding and no copies between them. Attention is in
+`vecd.workers.torch.attention`. Does not import transformers, which takes seconds. The differences between families are
+data (`vecd.workers.description`).
+
+    x ─┬─ qkv ─ attention per run ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
+       └────────────────────────────────┘           └──────────────────────┘
+
+Where the norms come first, they are before qkv and up. A gate is a product of its own, because oneDNN activates it in
+the same call, and multiplies with it in the next: a joint product of gate and up needs two passes more over its output,
+and takes 1.03 times as long (median over 16–1,024 tokens of two shapes in bfloat16, on a core with AVX512-BF16).
+
+Where all that is read of a sequence is its first token, as by BERT's classifiers and rerankers, the last layer computes
+no more than attention for the other tokens: 0.90 times the processor time of MiniLM's six layers in float32 (0.87–0.92,
+pairs of 122 tokens, interleaved, AVX512-BF16, beside other load).
+
+A batch is computed with a few additional tokens (`_rounded`), because oneDNN compiles its kernels for each number of
+tokens: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text of 12 tokens takes 5 ms.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from vecd.model.card import ModelCard, ModelError
+from vecd.workers.batch import Layout, Run
+from vecd.workers.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
+from vecd.workers.families import FUSED_FAMILIES
+from vecd.workers.torch.attention import Attention, Rotation, SlidingWindow, normalize_rms_, paired, rotations, up_to
+from vecd.workers.torch.checkpoint import PrefixStates, own_tensors
+from vecd.workers.torch.linear import ACTIVATIONS, Activation, PrepackedLinear, make_linear, type_between_layers
+
+# --- the parts --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """LayerNorm, or RMSNorm, which has no bias. Computes in float32."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+    is_rms: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.is_rms:
+            return normalize_rms_(x.to(torch.float32, copy=True), self.epsilon).mul_(self.weight).to(x.dtype)
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+def _no_norm(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A token's word plus its position, if the family has a table of these, normalized in float32, then projected."""
+
+    words: Tensor
+    positions: Tensor | None
+    """With the row of token type 0 added, where a family has types."""
+    type_difference: Tensor | None
+    """The row of type 1 less that of type 0, float32 [H], for the second part of a pair. None where all have type 0."""
+    norm: Callable[[Tensor], Tensor]
+    projection: PrepackedLinear | None
+    positions_after: int | None
+
+    def __call__(self, layout: Layout, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """`dtype` [num_tokens, H]; the tokens behind the layout's own are word 0 at position 0. A layout with a prefix
+        is for families without a table of positions."""
+        x = self.words[_extended(layout.computed_ids(), num_tokens)].float()
+        if self.positions is not None:
+            after = self.positions_after
+            positions = layout.offsets() if after is None else layout.positions_after(after)
+            x += self.positions[_extended(positions, num_tokens)]
+        if self.type_difference is not None and layout.borders is not None:
+            x[torch.from_numpy(np.flatnonzero(layout.token_types()))] += self.type_difference
+        x = self.norm(x).to(dtype)
+        return x if self.projection is None else self.projection(x)
+
+
+def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int) -> Tensor:
+    extended = np.zeros(num_tokens, dtype=np.int64)
+    extended[: ids.size] = ids
+    return torch.from_numpy(extended)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    is_norm_first: bool
+    attention_norm: Callable[[Tensor], Tensor]
+    qkv: PrepackedLinear
+    attention: Attention
+    out: PrepackedLinear
+    norm: Norm
+    gate: PrepackedLinear | None
+    up: PrepackedLinear
+    activation: Activation
+    down: PrepackedLinear
+
+    def __call__(
+        self, x: Tensor, runs: list[Run], prefix: PrefixStates | None = None, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x [T', H] → [T', H]. `prefix`: its computed tokens come first. `wanted`: int64, the rows that are returned,
+        in this order; None for all."""
+        normed = self.attention_norm(x) if self.is_norm_first else x
+        attended = self.attention(self.qkv(normed), runs, prefix)
+        if wanted is not None:
+            x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+        x = self.out.plus(attended, x)
+        if self.is_norm_first:
+            return self.down.plus(self._activated(self.norm(x)), x)
+        x = self.attention_norm(x)
+        return self.norm(self.down.plus(self._activated(x), x))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.up(x, self.activation)
+        return self.up.times(x, self.gate(x, self.activation))
+
+
+class FusedForward:
+    path = "fused"
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        layers: list[Layer],
+        norm: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        *,
+        has_first_tokens_only: bool = False,
+    ) -> None:
+        """`norm`: of the last layer's hidden states. `has_first_tokens_only`: it returns the states of each sequence's
+        first token, [B, H]; most of the last layer need not be computed for the others."""
+        self._has_first_tokens_only = has_first_tokens_only
+        self._embeddings = embeddings
+        self._layers = layers
+        self._norm = norm
+        self._dtype = dtype
+        self.num_padding_tokens = 0
+        self.can_share = all(layer.attention.can_share for layer in layers)
+
+    def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
+        num_before = layout.prefix.size
+        num_tokens = num_before + layout.token_ids.size
+        num_computed = _rounded(num_tokens)
+        self.num_padding_tokens += num_computed - num_tokens
+        x = self._embeddings(layout, num_computed, self._dtype)
+        *layers, last = self._layers
+        for layer in layers:
+            x = layer(x, layout.runs, prefix)
+        if self._has_first_tokens_only:
+            starts = _extended(num_before + layout.starts, _rounded(layout.starts.size))
+            return self._norm(last(x, layout.runs, prefix, starts)[: layout.starts.size])
+        return self._norm(last(x, layout.runs, prefix)[num_before:num_tokens])
+
+    def warm(self, max_tokens: int) -> None:
+        """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer
+        is enough. 0.1 s for all-MiniLM-L6-v2."""
+        with torch.inference_mode():
+            for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
+                x = torch.zeros(num_tokens, self._layers[0].norm.weight.shape[0], dtype=self._dtype)
+                self._layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
+
+
+_STEP_OF_SHORT = 4
+_WARM_UP_TO = 64
+
+
+def _rounded(num_tokens: int) -> int:
+    """The number of tokens to compute: one of 104 numbers up to 2,048, because oneDNN keeps compiled kernels for each,
+    some 100 KB for each of four, in every worker. At most 3 more for a short text, 1 % for a full batch."""
+    step = _STEP_OF_SHORT if num_tokens <= 128 else 16 if num_tokens <= 512 else 32
+    return up_to(step, num_tokens)
+
+
+# --- loading a model's files ------------------------------------------------------------------------------------
+
+
+def load_fused(card: ModelCard, dtype: str) -> FusedForward:
+    """Load with linear kernels for `dtype`: "float32" or "bfloat16". Raises NotDescribed for another family, setting or
+    type, or for a tensor under another name."""
+    if card.model_type not in FUSED_FAMILIES:
+        raise NotDescribed(f"{card.model_type} is no family of the fused path")
+    if type_between_layers(dtype) is None:
+        raise NotDescribed(f"there are no linear kernels for {dtype} here")
+    try:
+        weights = own_tensors(Path(card.weights_folder))
+        forward = _Builder(
+            describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
+        ).build(has_first_tokens_only=card.reads_first_tokens_only)
+        forward.warm(card.max_tokens)
+        return forward
+    except (OSError, ModelError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        # The packed path reads the same files and reports their faults.
+        raise NotDescribed(f"{type(error).__name__}: {error}") from error
+
+
+def _refuse_other_parts(encoder: EncoderSpec) -> None:
+    has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
+    if has_others or any(layer.frequency_divisor != 1 or layer.attended_norm for layer in encoder.layers):
+        raise NotDescribed("the fused path does not compute all parts of layers like these")
+
+
+class _Builder:
+    def __init__(
+        self, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str, max_tokens: int, *, has_segments: bool
+    ) -> None:
+        self._encoder = encoder
+        self._has_segments = has_segments
+        self._weights = weights
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._bias = self._distance_bias()
+        # Shared by the layers: by theta, and by distance.
+        self._tables: dict[float, Tensor] = {}
+        self._windows: dict[int, SlidingWindow] = {}
+
+    def build(self, *, has_first_tokens_only: bool) -> FusedForward:
+        """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
+        _refuse_other_parts(self._encoder)
+        layers = [self._layer(layer) for layer in self._encoder.layers]
+        between = type_between_layers(self._dtype)
+        assert between is not None
+        norm = self._norm_or_none(self._encoder.final_norm)
+        return FusedForward(self._embeddings(), layers, norm, between, has_first_tokens_only=has_first_tokens_only)
+
+    def _embeddings(self) -> Embeddings:
+        encoder = self._encoder
+        positions = None if encoder.positions is None else self._weights[f"{encoder.positions}.weight"].float()
+        difference = None
+        if positions is not None and encoder.types is not None:
+            types = self._weights[f"{encoder.types}.weight"][:2].float()
+            positions = positions + types[0]
+            difference = types[1] - types[0] if self._has_segments and len(types) > 1 else None
+        return Embeddings(
+            words=self._weights[f"{encoder.words}.weight"],
+            positions=positions,
+            type_difference=difference,
+            norm=self._norm_or_none(encoder.embedding_norm),
+            projection=None if encoder.projection is None else self._linear(encoder.projection),
+            positions_after=encoder.positions_after,
+        )
+
+    def _layer(self, layer: LayerSpec) -> Layer:
+        up, biases = self._rows(layer.up), self._biases(layer.up)
+        gate = None
+        if self._encoder.is_gated:
+            half = len(up) // 2
+            gate = make_linear(up[:half], None if biases is None else biases[:half], self._dtype)
+            up, biases = up[half:], None if biases is None else biases[half:]
+        qkv, attention = self._attention(layer)
+        return Layer(
+            is_norm_first=self._encoder.final_norm is not None,
+            attention_norm=self._norm_or_none(layer.attention_norm),
+            qkv=qkv,
+            attention=attention,
+            out=self._linear(layer.out),
+            norm=self._norm(layer.norm),
+            gate=gate,
+            up=make_linear(up, biases, self._dtype),
+            activation=ACTIVATIONS[self._encoder.activation],
+            down=self._linear(layer.down),
+        )
+
+    def _attention(self, layer: LayerSpec) -> tuple[PrepackedLinear, Attention]:
+        """Without a rotation, the scale of the scores, 1/√(head dim), goes into the query."""
+        weight, bias = self._rows(layer.qkv), self._biases(layer.qkv)
+        num_heads = self._encoder.num_heads
+        head_dim = self._weights[f"{layer.out}.weight"].shape[1] // num_heads
+        num_key_heads = (len(weight) // head_dim - num_heads) // 2
+        rotation = None
+        if layer.theta is None:
+            scale = torch.ones(len(weight))
+            scale[: num_heads * head_dim] = head_dim**-0.5
+            weight, bias = weight.float() * scale[:, None], None if bias is None else bias.float() * scale
+        else:
+            num_rotated = (num_heads + num_key_heads) * head_dim
+            weight = torch.cat([paired(weight[:num_rotated], head_dim), weight[num_rotated:]])
+            if bias is not None:
+                bias = torch.cat([paired(bias[:num_rotated], head_dim), bias[num_rotated:]])
+            norm = self._head_norms(layer, num_heads, num_key_heads, head_dim)
+            rotation = Rotation(self._table(layer.theta, head_dim), norm, self._encoder.epsilon)
+        is_causal, window = self._encoder.is_causal, self._window(layer.window)
+        attention = Attention(num_heads, num_key_heads, self._bias, rotation, is_causal, window)
+        return make_linear(weight, bias, self._dtype), attention
+
+    def _head_norms(self, layer: LayerSpec, num_heads: int, num_key_heads: int, head_dim: int) -> Tensor | None:
+        if layer.query_norm is None:
+            return None
+        query, key = (
+            paired(self._weights[f"{name}.weight"].float(), head_dim) for name in (layer.query_norm, layer.key_norm)
+        )
+        return torch.cat([query.expand(num_heads, -1), key.expand(num_key_heads, -1)])
+
+    def _table(self, theta: float, head_dim: int) -> Tensor:
+        if theta not in self._tables:
+            self._tables[theta] = rotations(theta, head_dim, self._max_tokens)
+        return self._tables[theta]
+
+    def _window(self, distance: int | None) -> SlidingWindow | None:
+        if distance is None or distance >= self._max_tokens - 1:
+            return None
+        if distance not in self._windows:
+            self._windows[distance] = SlidingWindow(distance, self._encoder.is_causal)
+        return self._windows[distance]
+
+    def _distance_bias(self) -> Tensor | None:
+        if self._encoder.distance_bias is None:
+            return None
+        table = self._weights[f"{self._encoder.distance_bias}.weight"].float().numpy()
+        return torch.from_numpy(bias_of_distances(table, self._max_tokens))
+
+    def _linear(self, name: str) -> PrepackedLinear:
+        return make_linear(self._rows((name,)), self._biases((name,)), self._dtype)
+
+    def _rows(self, names: tuple[str, ...]) -> Tensor:
+        weights = [self._weights[f"{name}.weight"] for name in names]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def _biases(self, names: tuple[str, ...]) -> Tensor | None:
+        names = tuple(f"{name}.bias" for name in names)
+        if not self._encoder.has_all_biases and not any(name in self._weights for name in names):
+            return None
+        return torch.cat([self._weights[name] for name in names])
+
+    def _norm(self, name: str) -> Norm:
+        bias = None if self._encoder.is_rms else self._biases((name,))
+        weight = self._weights[f"{name}.weight"].float()
+        return Norm(weight, None if bias is None else bias.float(), self._encoder.epsilon, self._encoder.is_rms)
+
+    def _norm_or_none(self, name: str | None) -> Callable[[Tensor], Tensor]:
+        return _no_norm if name is None else self._norm(name)
