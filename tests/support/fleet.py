@@ -26,8 +26,7 @@ import httpx
 import psutil
 import yaml
 
-from tests.support.serving import clean_environment, command_line, eventually
-from tests.support.soak.faults import is_alive
+from tests.support.serving import clean_environment, command_line, eventually, is_alive
 from tests.support.soak.questions import Answer, Question, Tenant
 from tests.support.soak.traffic import Tally, Traffic
 from vecd.workers.process.kernel import die_with_parent

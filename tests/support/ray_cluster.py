@@ -23,8 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.serving import cache_folder, command_line
-from tests.support.soak.faults import is_alive
+from tests.support.serving import cache_folder, command_line, is_alive
 from vecd.client.ray.start import environment
 from vecd.workers.process.kernel import die_with_parent
 

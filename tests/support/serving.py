@@ -159,6 +159,13 @@ def command_line(process: psutil.Process) -> str:
     return ""
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Not one that has ended and may not have been reaped yet."""
+    with suppress(psutil.NoSuchProcess):  # between the two calls
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 @contextmanager
 def running_server(
     *flags: str,
@@ -194,7 +201,7 @@ def running_server(
         assert not told + leaks, told + leaks
         if must_exit_cleanly:
             assert server.process.returncode == 0, server.stderr
-        eventually(lambda: not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE])
+        eventually(lambda: not any(map(is_alive, processes)))
         assert os.listdir(folder / "tmp") == []
         assert not [f for f in set(os.listdir("/dev/shm")) - shm_before if "vecd" in f or f.startswith("psm_")]
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import vecd
-from tests.support.serving import eventually
+from tests.support.serving import eventually, is_alive
 
 ARGUMENTS = {"engine": "dummy", "workers": 1}
 _HOLD = """
@@ -52,7 +52,7 @@ def tree_of(server: vecd.Server) -> list[psutil.Process]:
 
 
 def have_ended(processes: list[psutil.Process]) -> bool:
-    return not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return not any(map(is_alive, processes))
 
 
 def test_it_ends_with_its_block_and_can_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.serving import clean_environment, eventually
+from tests.support.serving import clean_environment, eventually, is_alive
 from vecd.base.failures import EXIT_COULD_NOT_START
 
 _RUN = "import os, subprocess, sys; subprocess.run([*sys.argv[1:], str(os.getpid()), '1'])"
@@ -27,7 +27,7 @@ def test_a_download_ends_with_the_supervisor(tmp_path: Path) -> None:
         [child] = psutil.Process(supervisor.pid).children()
         supervisor.kill()
         supervisor.wait()
-        eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        eventually(lambda: not is_alive(child))
         connection.close()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.serving import Server, command_line
+from tests.support.serving import Server, command_line, is_alive
 from tests.support.soak.injection import sitecustomize
 
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
@@ -24,13 +24,6 @@ def injecting(switch: Path) -> dict[str, str]:
     """The environment of a server whose engine misbehaves on the ids of `injection` while the file `switch` exists."""
     path = os.pathsep.join([str(Path(sitecustomize.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "TRIAL_FAULTS": str(switch)}
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _named(server: Server, kind: str) -> list[psutil.Process]:

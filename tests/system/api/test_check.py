@@ -122,7 +122,7 @@ def test_a_process_that_does_not_answer_or_dies(
     others = psutil.Process().children()  # servers of other tests
     with pytest.raises(ModelError, match=says):
         found_by("check", {}, timeout_s=1)
-    assert psutil.Process().children() == others
+    assert set(psutil.Process().children()) <= set(others)
     assert list(environment.iterdir()) == []
 
 

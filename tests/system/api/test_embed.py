@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.support.serving import RunningServer, Server, clean_environment, eventually
+from tests.support.serving import RunningServer, Server, clean_environment, eventually, is_alive
 from tests.support.shared_servers import DUMMY, shared_server
 from tests.support.soak.embedding import kill_twice_and_compare
 from tests.support.texts import make_texts
@@ -51,7 +51,7 @@ def test_standard_input_through_a_server_of_its_own(tmp_path: Path) -> None:
         family = psutil.Process(first.pid).children(recursive=True)
         assert len(family) >= 3
         first.kill()
-    eventually(lambda: not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], timeout_s=60)
+    eventually(lambda: not any(map(is_alive, family)), timeout_s=60)
 
     lines = b"one\ntwo\n\nfour\n"
     second = subprocess.run(command, input=lines, capture_output=True, env=environment, timeout=180, check=False)

@@ -19,9 +19,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.support.serving import Load, Server, clean_environment, eventually, running_server, vecd
+from tests.support.serving import Load, Server, clean_environment, eventually, is_alive, running_server, vecd
 from tests.support.shared_servers import DUMMY
-from tests.support.soak.faults import fork_servers, is_alive
+from tests.support.soak.faults import fork_servers
 from tests.support.soak.form import only_long
 from tests.support.texts import make_texts
 from tests.system.faults.test_start import fail_to_start
@@ -283,7 +283,7 @@ def test_no_zombie_stays_of_a_fork_server_that_is_killed_while_it_chooses(tmp_pa
         eventually(lambda: is_selecting(server), 60)
         fork_servers(server)[0].kill()
         eventually(lambda: is_ready(server), 120)
-        eventually(lambda: psutil.STATUS_ZOMBIE not in [process.status() for process in server.processes()])
+        eventually(lambda: all(map(is_alive, server.processes())))
 
 
 def is_selecting(server: Server) -> bool:

@@ -13,12 +13,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.serving import Server, running_server
+from tests.support.serving import Server, is_alive, running_server
 from tests.support.soak.faults import (
     every,
     fork_servers,
     gateways,
-    is_alive,
     kill_one,
     processes_in,
     wait_until,

@@ -83,13 +83,14 @@ def relatives() -> list[psutil.Process]:
         if child not in _strangers:
             with suppress(psutil.NoSuchProcess):
                 found += [child, *child.children(recursive=True)]
-    return [process for process in found if _is_ours(process)]
+    return [process for process in found if _name(process).startswith("vecd-")]
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _name(process: psutil.Process) -> str:
+    """Empty for one that has ended."""
     with suppress(psutil.NoSuchProcess):
-        return process.name().startswith("vecd-")
-    return False
+        return process.name()
+    return ""
 
 
 def order(modules: list[str] | None = None, config: WorkerConfig | None = None) -> ForkServerStart:
@@ -278,7 +279,7 @@ async def test_a_fork_server_that_is_given_up_ends(zygote, endpoint, module):
     await asyncio.wait([waiting])
     other = fork_server(zygote)
     worker = await fork(other, endpoint, 1)  # forked after the one that was given up
-    await until(lambda: [child.name() for child in relatives()].count("vecd-forkserver") == 1)
+    await until(lambda: [_name(child) for child in relatives()].count("vecd-forkserver") == 1)
     await end(worker, other)
 
 
@@ -313,7 +314,7 @@ async def test_a_fork_that_fails_is_reported(zygote, endpoint, module, failure):
     server = fork_server(zygote, module(failure))
     with pytest.raises(ChildDied, match=r"^the fork server cannot be started: (no more threads|\[Errno 11\])"):
         await fork(server, endpoint, 0)
-    await until(lambda: [child.name() for child in relatives()] == ["vecd-zygote"])
+    await until(lambda: [_name(child) for child in relatives()] == ["vecd-zygote"])
 
 
 async def test_after_a_fork_that_failed_the_next_is_tried(zygote, endpoint, module):
