@@ -112,7 +112,7 @@ def test_places_are_right_for_any_letters(kind):
             assert min(map(len, ids)) > num
 
     check()
-    assert num_found > 10
+    assert num_found > 3  # 12 to 21 of 50 for the kind that has the fewest
 
 
 def test_a_part_whose_beginning_depends_on_its_end_is_not_cut():
