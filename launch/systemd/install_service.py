@@ -78,7 +78,7 @@ def _unit(name: str, program: Sequence[str], config: Path, options: argparse.Nam
         common, privileged = text.split("# What follows only the system's service manager can do")
         text = common + privileged[privileged.index("[Install]") :].replace("multi-user.target", "default.target")
         return text.replace("Wants=network-online.target\nAfter=network-online.target", "After=default.target")
-    if any(str(path).startswith(("/home/", "/root/", "/run/user/")) for path in needed):
+    if {"home", "root", "run"} & {path.parts[1] for path in needed}:  # ProtectHome= hides them: systemd.exec(5)
         text = text.replace("ProtectHome=yes", "ProtectHome=read-only")
     if options.run_as:
         return text.replace("DynamicUser=yes", f"User={_quoted(options.run_as)}")

@@ -50,9 +50,10 @@ def test_settings_stay(install, tmp_path):
         assert (tmp_path / "etc/vecd.toml").read_text() == "workers = 2\n"
 
 
-def test_nothing_is_written_where_it_is_printed(install, tmp_path, capsys):
-    assert install("--print") == (0, [])
-    assert capsys.readouterr().out.count("[Service]") == 1
+def test_nothing_is_written_where_it_is_printed(install, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.executable", "/usr/bin/python3")
+    assert install("--print", program="/home/me/vecd") == (0, [])
+    assert (printed := capsys.readouterr().out).count("[Service]") == printed.count("\nProtectHome=read-only\n") == 1
     assert not list(tmp_path.iterdir())
 
 
