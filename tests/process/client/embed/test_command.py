@@ -16,7 +16,8 @@ import orjson
 import pyarrow.parquet
 import pytest
 
-from tests.support.bulk_server import AT_ONCE, DIM, BulkServer, vectors_of
+from tests.support.bulk_server import AT_ONCE, DIM, BulkServer, Fail, vectors_of
+from tests.support.serving import eventually
 from vecd.client.embed import run as run_module
 from vecd.client.embed.command import main
 from vecd.client.embed.service import PROBE
@@ -57,6 +58,9 @@ class Run:
 
     def journal(self) -> Any:
         return orjson.loads(self.out.with_name("v.npy.journal").read_bytes())
+
+    def num_done(self) -> int:
+        return self.journal()["commit"]["position"]["row"]
 
     def rejected(self) -> list[dict[str, Any]]:
         return [orjson.loads(line) for line in Path(f"{self.out}.rejected.jsonl").read_bytes().splitlines()]
@@ -147,6 +151,11 @@ def refuse(*bad: str, status: int = 400) -> Callable[[list[str]], tuple[int, str
     return lambda texts: (status, f"not {len(texts)} such") if set(bad) & set(texts) else None
 
 
+def when(text: str, act: Callable[[], tuple[int, str] | None]) -> Fail:
+    """The server does this when it is asked for that text."""
+    return lambda texts: act() if text in texts else None
+
+
 LINES = [*TEXTS[:13], "", *TEXTS[14:27], "refused", *TEXTS[28:]]
 REASONS = {13: "the line is empty", 27: "not 1 such"}
 
@@ -210,16 +219,16 @@ def test_trouble_that_passes(embed, server, status):
 
 def test_an_ill_server_rejects_nothing(embed, server, capsys):
     """Not even a row on its own: the server has failed on the probe, too."""
-    is_ill = [False]
 
-    def fail(texts: list[str]) -> tuple[int, str] | None:
-        is_ill[0] |= "text 50" in texts
-        return (500, "ill") if is_ill[0] else None
+    def fall_ill() -> tuple[int, str]:
+        eventually(lambda: embed.num_done() >= 40)
+        server.fail = lambda _: (500, "ill")
+        return server.fail([])
 
-    server.fail = fail
+    server.fail = when("text 50", fall_ill)
     assert embed("--batch-texts", "1", "--retry-for", "2") == 1
     assert "has served nothing for" in capsys.readouterr().err
-    num_done = embed.journal()["commit"]["position"]["row"]
+    num_done = embed.num_done()
     assert 40 <= num_done <= 50
     assert embed.journal()["commit"]["num_rejected"] == 0
     server.fail = lambda texts: None
@@ -259,14 +268,14 @@ def test_what_will_never_be_served_is_not_asked_twice(embed, server, status, tol
 
 @pytest.mark.parametrize("batch_texts", ["10", "1"])
 def test_vectors_of_two_models_are_never_mixed(embed, server, batch_texts, capsys):
-    def fail(texts: list[str]) -> None:
-        if "text 55" in texts:
-            server.model = "another"
+    def change() -> None:
+        eventually(lambda: embed.num_done() > 0)
+        server.model = "another"
 
-    server.fail = fail
+    server.fail = when("text 55", change)
     assert embed("--batch-texts", batch_texts) == 1
     assert "has another model than this run began with" in capsys.readouterr().err
-    assert 0 < embed.journal()["commit"]["position"]["row"] <= 55
+    assert 0 < embed.num_done() <= 55
     server.fail = lambda texts: None
     assert embed() == 2
     assert "had another model: other vectors for the same text. --restart" in capsys.readouterr().err
@@ -286,26 +295,17 @@ def test_each_request_brings_the_probe_along(embed, server):
 
 def test_a_model_of_other_dimensions(embed, server, capsys):
     embed.pace = AT_ONCE._replace(first_commit_s=60.0)  # so that no commit finds it first
-
-    def fail(texts: list[str]) -> None:
-        if "text 55" in texts:
-            server.dim = DIM - 1
-
-    server.fail = fail
+    server.fail = when("text 55", lambda: setattr(server, "dim", DIM - 1))
     assert embed() == 1
     assert "its vectors have 3 dimensions, not 4; 50 rows are done" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_and_gone_on(embed, server, number, capsys):
-    def fail(texts: list[str]) -> None:
-        if "text 55" in texts:
-            os.kill(os.getpid(), number)
-
-    server.fail = fail
+    server.fail = when("text 55", lambda: os.kill(os.getpid(), number))
     assert embed() == 128 + number
     assert "the same command goes on behind them" in capsys.readouterr().err
-    num_done = embed.journal()["commit"]["position"]["row"]
+    num_done = embed.num_done()
     assert 50 <= num_done < 100
     server.fail = lambda texts: None
     server.bodies.clear()
@@ -407,11 +407,11 @@ def test_a_field_that_a_stream_does_not_have(embed, tmp_path, out, capsys):
 def test_another_stream_without_the_field_costs_no_vectors(embed, tmp_path, capsys):
     pipe, lines = tmp_path / "pipe.csv", [*TEXTS[:55], " ", *TEXTS[56:]]
     assert embed.through_pipe(pipe, "\n".join(["text", *lines]), "--on-bad-row", "fail") == 1
-    num_done = embed.journal()["commit"]["position"]["row"]
+    num_done = embed.num_done()
     assert num_done > 0
     assert embed.through_pipe(pipe, "\n".join(["body", *lines]), "--on-bad-row", "fail") == 1
     assert "its header has no field 'text'" in capsys.readouterr().err
-    assert embed.journal()["commit"]["position"]["row"] == num_done
+    assert embed.num_done() == num_done
 
 
 def test_closed_standard_streams(embed, server, tmp_path):
