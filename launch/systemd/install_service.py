@@ -5,6 +5,7 @@ Fills its paths into the units of deploy/, which are links in `data`, installs a
 
 import argparse
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def _unit(name: str, program: Sequence[str], config: Path, options: argparse.Nam
         common, privileged = text.split("# What follows only the system's service manager can do")
         text = common + privileged[privileged.index("[Install]") :].replace("multi-user.target", "default.target")
         return text.replace("Wants=network-online.target\nAfter=network-online.target", "After=default.target")
-    if {"home", "root", "run"} & {path.parts[1] for path in needed}:  # ProtectHome= hides them: systemd.exec(5)
+    if any(re.match("/(home|root|run/user)/", str(path)) for path in needed):  # ProtectHome= hides: systemd.exec(5)
         text = text.replace("ProtectHome=yes", "ProtectHome=read-only")
     if options.run_as:
         return text.replace("DynamicUser=yes", f"User={_quoted(options.run_as)}")
@@ -100,7 +101,7 @@ def _change(texts: dict[str, str], folder: Path, config: Path, systemctl: Callab
     OSError."""
     there = [path for name in (SOCKET, SERVICE) if os.path.lexists(path := folder / name)]
     if strange := [path for path in there if not (path.is_file() and path.read_bytes().startswith(_MADE_BY))]:
-        raise ConfigurationError(*([f"{path}: is not of `vecd install-service`: remove it first" for path in strange]))
+        raise ConfigurationError(*[f"{path}: is not of `vecd install-service`: remove it first" for path in strange])
     if not texts:
         if there:
             systemctl("disable", "--now", *(path.name for path in there))
