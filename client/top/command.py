@@ -9,8 +9,10 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import termios
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,15 +22,7 @@ import orjson
 from vecd.base.flags import TlsOptions, flag, number, parse
 from vecd.base.programs import not_installed
 from vecd.base.target import Target
-from vecd.client.top.figures import (
-    Figures,
-    History,
-    Stats,
-    StatsRefused,
-    StatsUnavailable,
-    fetch_stats,
-    render_stats_request,
-)
+from vecd.client.top.figures import History, StatsRefused, StatsUnavailable, fetch_stats, render_stats_request
 
 _INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
 _SIGNALS = {
@@ -38,7 +32,8 @@ _SIGNALS = {
 }
 _KEYS = {"Q": "q", "\x04": "q", "P": "p", " ": "p", "=": "+", "_": "-"}
 """By another way to type it, a key."""
-_FILE_COLUMNS = 100
+_MAX_KEYS = 64
+_FILE_COLUMNS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +70,6 @@ class TopOptions(TlsOptions):
     def target(self) -> Target:
         return self.read_target(self.url)
 
-    async def fetch(self) -> Stats:
-        """Raises StatsUnavailable or StatsRefused."""
-        return await fetch_stats(self.target, self.api_key)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 ended by the user, 1 the server refuses its figures or did not answer --once, 2 bad arguments."""
@@ -92,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(_write(options) if options.json or options.once else Watch(options).run())
     except StatsRefused as error:
-        print(f"vecd top: {error}", file=sys.stderr)
+        print(f"vecd top: {options.target} {error}", file=sys.stderr)
         return 1
     except StatsUnavailable as error:
         print(f"vecd top: {options.target} does not answer: {error}", file=sys.stderr)
@@ -104,139 +95,137 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# --- without a terminal ----------------------------------------------------------------------------------------
-
-
 async def _write(options: TopOptions) -> None:
-    """Raises StatsRefused; with --once also StatsUnavailable."""
+    """Without a terminal. Raises StatsRefused; with --once also StatsUnavailable."""
     history = History()
     while True:
         line: dict[str, Any] = {"target": str(options.target), "error": None}
         try:
-            figures = history.add(await options.fetch())
+            line |= history.add(await fetch_stats(options.target, options.api_key))
         except StatsUnavailable as error:
             if options.once:
                 raise
-            print(orjson.dumps({**line, "error": f"no answer: {error}"}).decode(), flush=True)
-        else:
-            if figures["elapsed_s"] is not None:
-                if options.json:
-                    print(orjson.dumps({**line, **figures}).decode(), flush=True)
-                else:
-                    _write_picture(options, figures, history)
-                if options.once:
-                    return
+            line["error"] = f"no answer: {error}"
+        if line["error"] or line["elapsed_s"] is not None:
+            if options.json:
+                print(orjson.dumps(line).decode(), flush=True)
+            else:
+                from vecd.client.top.view import Scene
+
+                scene = Scene(target=line["target"], interval_s=options.interval, figures=line, rates=history.rates)
+                width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_COLUMNS
+                _console(width=width, no_color=True, force_terminal=False).print(scene)
+            if options.once:
+                return
         await asyncio.sleep(options.interval)
 
 
-def _write_picture(options: TopOptions, figures: Figures, history: History) -> None:
-    from rich.console import Console
+def _console(**options: Any) -> Any:
+    from rich.console import Console  # an extra, and --json needs none
 
-    from vecd.client.top.view import Scene
-
-    console = Console(
-        width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS") or _FILE_COLUMNS),
-        no_color=True,
-        force_terminal=False,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-    scene = Scene(target=str(options.target), interval_s=options.interval, figures=figures, rates=tuple(history.rates))
-    with console.capture() as captured:
-        console.print(scene)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-# --- on a terminal ---------------------------------------------------------------------------------------------
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    return Console(highlight=False, markup=False, emoji=False, **options)
 
 
 class Watch:
-    """Keeps the picture up to date. `run` once."""
+    """Keeps the picture on a terminal up to date. `run` once."""
 
     def __init__(self, options: TopOptions) -> None:
-        from vecd.client.top.view import Scene, Terminal  # rich is an extra, and --json needs none
+        from vecd.client.top.view import Scene
 
         self._options = options
         self._history = History()
-        self._latest: Figures | None = None
-        """As `figures` of the scene, which stay while it is paused."""
-        self._scene = Scene(target=str(options.target), interval_s=options.interval)
-        self._terminal = Terminal(self._scene)
-        self._scene.has_keys = self._terminal.keyboard is not None
-        self._events: asyncio.Queue[str] = asyncio.Queue()
-        """Keys, and the names of what else there is to draw or to do."""
+        self._keyboard = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._scene = Scene(
+            target=str(options.target), interval_s=options.interval, has_keys=self._keyboard is not None
+        )
+        self._events: asyncio.Queue[str | StatsRefused] = asyncio.Queue()
+        """Keys, the names of what else there is to draw or to do, and what ends it."""
 
     async def run(self) -> None:
         """Until q, Ctrl-C or SIGTERM. Raises StatsRefused."""
-        loop, happen = asyncio.get_running_loop(), self._events.put_nowait
+        loop = asyncio.get_running_loop()
         for signal_number, event in _SIGNALS.items():
-            loop.add_signal_handler(signal_number, happen, event)
-        with self._terminal, suppress(OSError):  # OSError: the terminal has gone
-            if self._terminal.keyboard is not None:
-                loop.add_reader(self._terminal.keyboard, self._read_keys)
-            reading = self._start_reading()
-            try:
-                self._terminal.draw()
-                while (event := await self._next_event(reading)) != "q":
-                    if event == "due":
-                        reading = self._start_reading()
-                        continue
-                    self._handle(event)
-                    self._terminal.draw()
-            finally:
-                reading.cancel()
-                if self._terminal.keyboard is not None:
-                    loop.remove_reader(self._terminal.keyboard)
+            loop.add_signal_handler(signal_number, self._events.put_nowait, event)
+        if self._keyboard is not None:
+            loop.add_reader(self._keyboard, self._read_keys)
+        with suppress(OSError, termios.error):  # the terminal has gone
+            while await self._draw() == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)  # not SIGTSTP, which is handled here: a shell sees no difference
 
-    def _read_keys(self) -> None:
-        for key in self._terminal.keys() or "q":
-            self._events.put_nowait(_KEYS.get(key, key))
+    async def _draw(self) -> str:
+        """Returns which event ended it, with the terminal as it was. Raises StatsRefused, and OSError when the terminal
+        has gone."""
+        from rich.live import Live
 
-    async def _next_event(self, reading: "asyncio.Task[float]") -> str:
-        """Raises StatsRefused."""
-        # From one answer to the next request, so that a server that reads its processes' times once a second reads them
-        # again for each.
-        due_at = reading.result() + self._scene.interval_s if reading.done() else None
+        for name in ("COLUMNS", "LINES"):  # rich would believe them, and they do not change with the terminal
+            os.environ.pop(name, None)
+        console = _console(force_terminal=True, force_interactive=True)
+        polling = asyncio.create_task(self._poll())
         try:
-            async with asyncio.timeout_at(due_at):
-                return await self._events.get()
-        except TimeoutError:
-            return "due"
+            with (
+                _keys_without_enter(self._keyboard),
+                Live(self._scene, console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live,
+            ):
+                while (event := await self._events.get()) not in ("q", "stopped"):
+                    if isinstance(event, StatsRefused):
+                        raise event
+                    self._take(event)
+                    if event in ("p", "+", "-"):  # requested anew: what is shown, and how often, has changed
+                        polling.cancel()
+                        polling = asyncio.create_task(self._poll())
+                    live.refresh()
+        finally:
+            polling.cancel()
+        return event
 
-    def _handle(self, event: str) -> None:
+    def _take(self, event: str) -> None:
         scene = self._scene
         match event:
             case "p":
                 scene.is_paused = not scene.is_paused
-                self._show_latest()
             case "+":
                 scene.interval_s = min((s for s in _INTERVALS_S if s > scene.interval_s), default=scene.interval_s)
             case "-":
                 scene.interval_s = max((s for s in _INTERVALS_S if s < scene.interval_s), default=scene.interval_s)
-            case "stopped":
-                self._terminal.stop()
 
-    def _start_reading(self) -> "asyncio.Task[float]":
-        reading = asyncio.create_task(self._read())
-        reading.add_done_callback(lambda _: self._events.put_nowait("answered"))
-        return reading
-
-    async def _read(self) -> float:
-        """Returns when the answer came, by the clock of the event loop. Raises StatsRefused."""
-        try:
-            self._latest = self._history.add(await self._options.fetch())
-            self._scene.trouble = None
-        except StatsUnavailable as error:
-            self._scene.trouble = f"no answer, trying again: {error}"
-        self._show_latest()
-        return asyncio.get_running_loop().time()
-
-    def _show_latest(self) -> None:
+    async def _poll(self) -> None:
         scene = self._scene
-        if not scene.is_paused or scene.figures is None:
-            scene.figures = self._latest
-            scene.rates, scene.num_restarts = tuple(self._history.rates), self._history.num_restarts
+        while True:
+            try:
+                figures = self._history.add(await fetch_stats(self._options.target, self._options.api_key))
+                scene.trouble = None
+                if not scene.is_paused or scene.figures is None:
+                    scene.figures, scene.rates = figures, tuple(self._history.rates)
+            except StatsUnavailable as error:
+                scene.trouble = f"no answer, trying again: {error}"
+            except StatsRefused as error:
+                self._events.put_nowait(error)
+                return
+            self._events.put_nowait("answered")
+            # From an answer on, so that a server that reads its processes' times once a second reads them for each.
+            await asyncio.sleep(scene.interval_s)
+
+    def _read_keys(self) -> None:
+        keys = ""
+        with suppress(OSError):
+            keys = os.read(self._keyboard or 0, _MAX_KEYS).decode("latin-1")
+        for key in keys or "q":  # the terminal has gone
+            self._events.put_nowait(_KEYS.get(key, key))
+
+
+@contextmanager
+def _keys_without_enter(keyboard: int | None) -> Iterator[None]:
+    if keyboard is None:
+        yield
+        return
+    modes = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, modes)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """The figures of `vecd top`: rates, percentiles and shares, from two answers of a server to `/stats`.
 
-Owns the connection to `/stats`, which answers are compared, and the past rates. A server that was started again begins
+Owns the request for `/stats`, which answers are compared, and the past rates. A server that was started again begins
 anew. Draws nothing, and knows no clock but the server's. A figure without anything to divide by is None.
 """
 
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import orjson
@@ -33,35 +31,35 @@ _OWN_DIALECT = "vecd"
 _MAX_CHARACTERS = 200
 
 STAGES = ("parse", "tokenize", "queue", "compute", "encode", "total")
-_WORK = ("inputs", "tokens", "padding_tokens", "batches", "sequences")
 _FAULTS = ("refused", "expired", "retried", "stuck", "poisoned")
 
 Stats: TypeAlias = Mapping[str, Any]
-"""The body of `/stats`, and `answers`: the number of answers to requests for work by status."""
+"""The body of `/stats`, with workers, gateways and models by their names, and `answers`: the number of answers to
+requests for work by status."""
 Figures: TypeAlias = Mapping[str, Any]
 """What `compute_figures` returns, and a line of --json contains."""
 
 
-class NotStats(Exception):
-    """Raised when an answer is not that of `/stats` of this version. The message says what is wrong with it."""
-
-
 def read_stats(body: bytes) -> Stats:
-    """Text loses the characters that could move a terminal's cursor. Raises NotStats."""
+    """Text loses the characters that could move a terminal's cursor. Raises StatsRefused for what is no such body."""
     try:
         stats: dict[str, Any] = _printable(orjson.loads(body))
+        for kind in ("worker", "gateway", "model"):
+            stats[f"{kind}s"] = {entry[kind]: entry for entry in stats.get(f"{kind}s", ())}
         stats["answers"] = answers = Counter[int]()
         for entry in stats["requests"]:
             if entry["dialect"] != _OWN_DIALECT:
                 answers[entry["status"]] += entry["count"]
         compute_figures(None, stats)  # which needs every field
-    except orjson.JSONDecodeError as error:
-        raise NotStats("no JSON") from error
+    except orjson.JSONDecodeError:
+        why = "no JSON"
     except KeyError as error:
-        raise NotStats(f"no field {error}, which a server older than this vecd top does not send") from error
-    except (AttributeError, IndexError, RecursionError, TypeError, ValueError) as error:
-        raise NotStats("a field of a wrong type") from error
-    return stats
+        why = f"no field {error}, which a server older than this vecd top does not send"
+    except (AttributeError, IndexError, RecursionError, TypeError, ValueError):
+        why = "a field of a wrong type"
+    else:
+        return stats
+    raise StatsRefused(f"has not the figures of this version: {why}")
 
 
 def _printable(value: Any) -> Any:
@@ -83,96 +81,105 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
     """
     elapsed_s = now["now_s"] - before["now_s"] if before is not None else None
     before = before or now  # nothing has grown, and no rate is known
-    cpu_shares = _cpu_shares(cpu_before or before, now)
-    processes = now["processes"]
-    done = {name: now["totals"][name] - before["totals"][name] for name in _WORK}
+    grown: Stats = _growth(before, now)
+    totals, cache, fill = grown["totals"], grown["vector_cache"], grown["batch_fill"]
+    answers = now["answers"] - before["answers"]
+    processes, cpu_shares = now["processes"], _cpu_shares(cpu_before or before, now)
 
-    def per_s(earlier: float | None, later: float) -> float | None:
-        return (later - earlier) / elapsed_s if earlier is not None and elapsed_s else None
+    def per_s(count: float | None) -> float | None:
+        return count / elapsed_s if count is not None and elapsed_s else None
+
+    def rates(entry: Stats, *counts: str) -> dict[str, float | None]:
+        return {f"{count}_per_s": per_s(entry[count]) for count in counts}
 
     def usage(name: str) -> dict[str, float | None]:
-        memory_bytes = _memory(processes[name]) if name in processes else None
-        return {"memory_bytes": memory_bytes, "cpu_share": cpu_shares.get(name)}  # of one core
-
-    def rates(kind: str, one: Stats, *counts: str) -> dict[str, float | None]:
-        old = entries[kind].get(one[kind], {})
-        return {f"{count}_per_s": per_s(old.get(count), one[count]) for count in counts}
-
-    def worker_figures(worker: Stats) -> Figures:
-        busy = rates("worker", worker, "busy_s")["busy_s_per_s"]
         return {
-            "worker": worker["worker"],
+            "memory_bytes": _memory(processes[name]) if name in processes else None,
+            "cpu_share": cpu_shares.get(name),  # of one core
+        }
+
+    def worker_figures(number: int, worker: Stats) -> Figures:
+        busy = per_s(grown["workers"][number]["busy_s"])
+        return {
+            "worker": number,
             "state": worker["state"],
             "num_restarts": max(0, worker["life"] - 1),
             # A batch counts when it is done, so a long one may be more than the time between two answers.
             "busy_share": min(1.0, busy) if busy is not None else None,
-            **rates("worker", worker, "batches", "tokens"),
+            **rates(grown["workers"][number], "batches", "tokens"),
             "pid": worker["pid"],
-            **usage(f"worker-{worker['worker']}"),
+            **usage(f"worker-{number}"),
         }
 
-    def gateway_figures(gateway: Stats) -> Figures:
-        return {
-            **_numbers(gateway, "gateway", "pid", "uptime_s", "connections", "requests"),
-            **rates("gateway", gateway, "answered"),
-            **usage(f"gateway-{gateway['gateway']}"),
-        }
-
-    def model_figures(model: Stats) -> Figures:
-        return {
-            **{name: model[name] for name in ("model", "state", "kind")},
-            **_numbers(model, "workers", "num_workers", "requests", "queued_tokens", "loads", "failed_loads"),
-            **rates("model", model, "tokens"),
-            "memory_bytes": model["bytes"] or None,
-        }
-
-    entries = {kind: {one[kind]: one for one in before.get(f"{kind}s", ())} for kind in ("worker", "gateway", "model")}
-    found_before, found = before["vector_cache"], now["vector_cache"]
-    hits = found["hits"] - found_before["hits"]
-    fill_before, fill = before["batch_fill"], now["batch_fill"]  # tokens ÷ room for tokens
     # How the workers compute; known once one of them has started.
-    computing: Stats = next((worker for worker in now["workers"] if worker["path"]), {})
-    return {
+    computing: Stats = next((worker for worker in now["workers"].values() if worker["path"]), {})
+    figures = {
         "version": now["server"]["version"],
         "model": now["model"],
         "dtype": computing.get("dtype"),
         "path": computing.get("path"),
-        "uptime_s": max((gateway["uptime_s"] for gateway in now["gateways"]), default=0.0),
+        "uptime_s": max((gateway["uptime_s"] for gateway in now["gateways"].values()), default=0.0),
         "elapsed_s": elapsed_s,
-        "requests_per_s": per_s(before["answers"].total(), now["answers"].total()),
-        "inputs_per_s": per_s(0, done["inputs"]),
-        "tokens_per_s": per_s(0, done["tokens"]),
-        "latencies": [_latency(stage, before, now) for stage in STAGES],
+        "requests_per_s": per_s(answers.total()),
+        **rates(totals, "inputs", "tokens"),
+        "latencies": [_latency(stage, now["stage_bounds_s"], grown["stages"][stage]["counts"]) for stage in STAGES],
         "errors": [
-            {"status": status, "per_s": per_s(before["answers"][status], num), "num": num}
+            {"status": status, "per_s": per_s(answers[status]), "num": num}
             for status, num in sorted(now["answers"].items())
             if status >= 400
         ],
         "faults": {name: now["totals"][name] for name in _FAULTS if now["totals"][name]},
-        "queue": _numbers(now["queue"], "requests", "sequences", "tokens", "age_s"),
-        "arena": _numbers(now["arena"], "rows", "rows_in_use"),
+        "queue": _part(now["queue"], "requests", "sequences", "tokens", "age_s"),
+        "arena": _part(now["arena"], "rows", "rows_in_use"),
         "vector_cache": {
-            **_numbers(found, "max_bytes", "bytes"),
-            "hit_share": _share(hits, hits + found["misses"] - found_before["misses"]),
+            **_part(now["vector_cache"], "max_bytes", "bytes"),
+            "hit_share": _share(cache["hits"], cache["hits"] + cache["misses"]),
         },
         "batches": {
-            "per_s": per_s(0, done["batches"]),
-            "mean_sequences": _share(done["sequences"], done["batches"]),
-            "mean_tokens": _share(done["tokens"], done["batches"]),
-            "mean_fill": _share(fill["sum"] - fill_before["sum"], sum(fill["counts"]) - sum(fill_before["counts"])),
-            "padding_share": _share(done["padding_tokens"], done["tokens"] + done["padding_tokens"]),
+            "per_s": per_s(totals["batches"]),
+            "mean_sequences": _share(totals["sequences"], totals["batches"]),
+            "mean_tokens": _share(totals["tokens"], totals["batches"]),
+            "mean_fill": _share(fill["sum"], sum(fill["counts"])),  # tokens ÷ room for tokens
+            "padding_share": _share(totals["padding_tokens"], totals["tokens"] + totals["padding_tokens"]),
         },
-        **({"models": [model_figures(model) for model in now["models"]]} if now.get("models") else {}),
-        "workers": [worker_figures(worker) for worker in now["workers"]],
-        "gateways": [gateway_figures(gateway) for gateway in now["gateways"]],
+        "models": [
+            {
+                **_part(model, "model", "state", "kind", "workers", "num_workers", "requests", "queued_tokens", "loads",
+                        "failed_loads"),
+                **rates(grown["models"][name], "tokens"),
+                "memory_bytes": model["bytes"] or None,
+            }
+            for name, model in now["models"].items()
+        ],
+        "workers": [worker_figures(number, worker) for number, worker in now["workers"].items()],
+        "gateways": [
+            {
+                **_part(gateway, "gateway", "pid", "uptime_s", "connections", "requests"),
+                **rates(grown["gateways"][number], "answered"),
+                **usage(f"gateway-{number}"),
+            }
+            for number, gateway in now["gateways"].items()
+        ],
         "num_processes": len(processes),
         "memory_bytes": sum(map(_memory, processes.values())),
         "cpu_cores": sum(cpu_shares.values()) if cpu_shares else None,
-    }
+    }  # fmt: skip
+    if not figures["models"]:
+        del figures["models"]
+    return figures
 
 
-def _numbers(described: Stats, *names: str) -> dict[str, float]:
-    return {name: +described[name] for name in names}  # + raises TypeError for what is no number
+def _growth(before: Any, now: Any) -> Any:
+    """`now` with the growth of each number in its place; None for one that was not there before."""
+    if isinstance(now, Mapping):
+        return {name: _growth((before or {}).get(name), value) for name, value in now.items()}
+    if isinstance(now, list):
+        return list(map(_growth, before, now)) if before is not None else None
+    return now - before if isinstance(now, int | float) and before is not None else None
+
+
+def _part(entry: Stats, *names: str) -> dict[str, Any]:
+    return {name: entry[name] for name in names}
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -185,20 +192,17 @@ def _memory(process: Stats) -> float:
 
 
 def _cpu_shares(before: Stats, now: Stats) -> dict[str, float]:
-    if now["now_s"] <= before["now_s"]:
-        return {}
-    old = before["processes"]
+    """By process, if it is the same one."""
+    elapsed_s, grown = now["now_s"] - before["now_s"], _growth(before["processes"], now["processes"])
     return {
-        name: max(0.0, process["cpu_s"] - old[name]["cpu_s"]) / (now["now_s"] - before["now_s"])
-        for name, process in now["processes"].items()
-        if name in old and old[name]["pid"] == process["pid"]
+        name: max(0.0, process["cpu_s"]) / elapsed_s
+        for name, process in grown.items()
+        if process["pid"] == 0 and elapsed_s > 0
     }
 
 
-def _latency(stage: str, before: Stats, now: Stats) -> Figures:
-    pairs = zip(before["stages"][stage]["counts"], now["stages"][stage]["counts"], strict=True)
-    counts = [later - earlier for earlier, later in pairs]
-    p50_s, p90_s, p99_s = (percentile(now["stage_bounds_s"], counts, share) for share in (0.5, 0.9, 0.99))
+def _latency(stage: str, bounds: Sequence[float], counts: Sequence[float]) -> Figures:
+    p50_s, p90_s, p99_s = (percentile(bounds, counts, share) for share in (0.5, 0.9, 0.99))
     return {"stage": stage, "num": sum(counts), "p50_s": p50_s, "p90_s": p90_s, "p99_s": p99_s}
 
 
@@ -208,16 +212,15 @@ def percentile(bounds: Sequence[float], counts: Sequence[float], share: float) -
     Values are taken to lie evenly in their bucket, as by histogram_quantile of Prometheus. Above the last bound the
     result is that bound.
     """
-    total = sum(counts)
-    if total <= 0:
+    num_left, lower = share * sum(counts), 0.0
+    if num_left <= 0:
         return None
-    sums = list(accumulate(counts))
-    bucket = bisect_left(sums, share * total)
-    if bucket >= len(bounds):
-        return bounds[-1]
-    below = sums[bucket - 1] if bucket else 0
-    lower = bounds[bucket - 1] if bucket else 0.0
-    return lower + (bounds[bucket] - lower) * (share * total - below) / counts[bucket]
+    for bound, count in zip(bounds, counts, strict=False):
+        if num_left <= count:
+            return lower + (bound - lower) * num_left / count
+        num_left -= count
+        lower = bound
+    return lower
 
 
 # --- from answer to answer -------------------------------------------------------------------------------------
@@ -229,12 +232,10 @@ class History:
     def __init__(self) -> None:
         self.rates: deque[tuple[float, float, float]] = deque(maxlen=NUM_REMEMBERED)
         """Requests, inputs and tokens a second of the last answers, oldest first."""
-        self.num_restarts = 0
         self._recent: deque[Stats] = deque(maxlen=NUM_REMEMBERED)
 
     def add(self, stats: Stats) -> Figures:
         if self._recent and not is_same_life(self._recent[-1], stats):
-            self.num_restarts += 1
             self._recent.clear()
             self.rates.clear()
         while len(self._recent) > 1 and stats["now_s"] - self._recent[0]["now_s"] > _CPU_WINDOW_S:
@@ -289,19 +290,16 @@ async def fetch_stats(target: Target, api_key: str | None) -> Stats:
     try:
         response = await or_mismatch(target, _exchange(target, render_stats_request(target, api_key)))
     except TlsMismatch as error:
-        raise StatsRefused(f"{target}: {error}") from error
+        raise StatsRefused(str(error)) from error
     except (OSError, BadResponse) as error:
         raise StatsUnavailable(name_failure(error)) from error
     if response.status == 401 and api_key is not None:
-        raise StatsRefused(f"{target} does not know the key of --api-key")
+        raise StatsRefused("does not know the key of --api-key")
     if response.status in _REFUSALS:
-        raise StatsRefused(f"{target} {_REFUSALS[response.status]}")
+        raise StatsRefused(_REFUSALS[response.status])
     if response.status != 200:
         raise StatsUnavailable(f"status {response.status}")
-    try:
-        return read_stats(response.body)
-    except NotStats as error:
-        raise StatsRefused(f"{target}{_PATH} has not the figures of this version: {error}") from error
+    return read_stats(response.body)
 
 
 async def _exchange(target: Target, request: bytes) -> ServerResponse:

@@ -237,7 +237,7 @@ def test_without_a_terminal_it_prints_one_picture_as_text(served):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "all-MiniLM-L6-v2" in done.stdout
-    assert re.search(r"^gateway +answers/s", done.stdout, re.MULTILINE)
+    assert re.search(r"^2 gateways +answers/s", done.stdout, re.MULTILINE)
 
 
 def test_for_programs_it_writes_a_line_of_json(served, capsys):
