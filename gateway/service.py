@@ -165,7 +165,9 @@ class Service:
         config, tokenizer = self.config, self._tokenizer
         return Context(
             config=config,
-            model_info=ModelInfo.of(config, int(time.time()), tokenizer.least_tokens, tokenizer.vocabulary),
+            model_info=ModelInfo(
+                config, self.residence, self.identity, int(time.time()), tokenizer.least_tokens, tokenizer.vocabulary
+            ),
             bodies=Bodies(
                 tokenizer.threads,
                 max_inputs=config.max_inputs,
@@ -637,11 +639,8 @@ def _quarantine_key(key: bytes, model: str) -> bytes:
 
 def _by_alias(context: Context) -> list[Context]:
     """The model once more for each alias that has request defaults, as `Models` takes them."""
-    info = context.model_info
-    return [
-        replace(context, model_info=info.by_alias(defaults), identity=context.identity.by_alias[defaults.alias])
-        for defaults in info.alias_defaults
-    ]
+    infos = [context.model_info.by_alias(defaults) for defaults in context.config.alias_defaults]
+    return [replace(context, model_info=info, identity=info.identity) for info in infos]
 
 
 def read_tokenizer(config: GatewayConfig) -> Tokenizer:

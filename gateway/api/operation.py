@@ -202,11 +202,11 @@ def add_others(
     is served, and which of all models of this server could answer the request. Leaves other errors as they are."""
     if error.can is None:
         return
-    served = _served_at(model_info.capabilities, routes)
+    served = _served_at(model_info.card.capabilities, routes)
     if isinstance(error, WrongModel) and served not in error.message:
         error.message += served
     others = (info for info in all_infos if info is not model_info)
-    able = [info.model for info in others if is_able(operation, info.capabilities) and error.can(info)]
+    able = [info.model for info in others if is_able(operation, info.card.capabilities) and error.can(info)]
     if able:
         error.message += f". Models of this server that can: {listed(able)}"
 
@@ -285,7 +285,7 @@ def _complete(request: EmbedRequest, body: JsonMapping, model_info: ModelInfo) -
     request = request._replace(tokenizing=how)
     if defaults.dimensions is None or request.output not in _VECTORS or _gives(body, _DIMENSIONS):
         return request
-    is_default = defaults.dimensions == (model_info.truncate_dim or model_info.dim)
+    is_default = defaults.dimensions == model_info.card.default_dim
     return request._replace(dimensions=None if is_default else defaults.dimensions)
 
 

@@ -1,20 +1,21 @@
 """The served models as dialects see them: names, prompts and limits, and which model a name means, the same in every
-dialect. Immutable; a reload makes another. Pure, but for the log."""
+dialect. A reload makes another. Pure, but for the log."""
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 from vecd.gateway.config import AliasDefaults, GatewayConfig
+from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable, quoted
-from vecd.gateway.request import Overflow, Role
+from vecd.gateway.request import Identity, Overflow, Role
 from vecd.gateway.tokenization.tokenizer import NO_VOCABULARY, TokenVocabulary
-from vecd.model.steps import ScoreHead, SparseHead, TokenHead
-from vecd.shm.control import ModelState
+from vecd.model.card import ModelCard
 from vecd.shm.output import Output
 
 # The purposes of texts that clients name, each with the names of prompts to look for, in this order. Sources: Cohere's
@@ -52,108 +53,47 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(shown[:_MAX_LISTED]) + more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ModelInfo:
-    model: str
-    """Reported in every response."""
-    aliases: tuple[str, ...]
-    is_strict: bool
-    dim: int
-    hidden_size: int
-    max_tokens: int
-    is_normalized: bool
-    """The model's own vectors have length 1."""
-    is_matryoshka: bool
-    matryoshka_dims: tuple[int, ...]
-    pools_prompt: bool
-    model_type: str
-    pooling: tuple[str, ...]
-    max_inputs: int
-    max_request_tokens: int | None
-    max_body_bytes: int
-    overflow: Overflow
-    compute_type: str
-    """"cpu" or "gpu"."""
-    version: str
+    """One of them. What is configured counts more than what its card says."""
+
+    config: GatewayConfig
+    residence: Residence
+    """Whether it is loaded."""
+    identity: Identity
     created_at: int
     """Seconds since 1970."""
-    default_prompt: str = ""
-    has_chat_template: bool = False
-    has_quantization_ranges: bool = False
-    """int8 and uint8 are quantized with ranges of the model's own vectors."""
     least_tokens: int = 1
     """The smallest limit on an input's tokens: its special tokens, and one of the text."""
-    weights_bytes: int = 0
-    """Of their files."""
-    prompts: dict[str, str] = field(default_factory=dict)
-    """By the names in the model's files."""
-    capabilities: tuple[str, ...] = ("dense",)
-    """As in `vecd.model.card.ModelCard`, like all that follows."""
-    outputs: frozenset[Output] = frozenset({Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS})
-    num_labels: int = 0
-    token_dim: int = 0
-    truncate_dim: int = 0
-    vocab_size: int = 0
-    row_dim: int = 0
-    score: ScoreHead | None = None
-    sparse: SparseHead | None = None
-    tokens: TokenHead | None = None
-    pools_states: bool = True
     vocabulary: TokenVocabulary = NO_VOCABULARY
-    folder_name: str = ""
-    """The last part of the folder's path."""
-    allows_keep_alive: bool = False
-    """Clients may set the time that the model stays loaded."""
-    state: str = ModelState.READY.value
-    """A `vecd.shm.control.ModelState`. This and what follows are as they were when the model was described, by
-    `vecd.gateway.app.routes.Context.describe_model`."""
-    is_resident: bool = True
-    """It has weights in memory that requests can be served from."""
-    expires_at: float | None = None
-    """When it is unloaded if no request comes, in seconds since 1970; None: it stays."""
-    identity: str | None = None
-    """As in `vecd.gateway.request.Identity`."""
-    identity_by_alias: Mapping[str, str | None] = field(default_factory=dict)
-    """Of the aliases that have one of their own."""
-    alias_defaults: tuple[AliasDefaults, ...] = ()
-    """Of the aliases that have request defaults."""
     defaults: AliasDefaults | None = None
     """Those of the alias by which the model is seen; None for every other name. See `by_alias`."""
-    model_prompt: str | None = None
+
+    card: ModelCard = field(init=False)
+    model: str = field(init=False)
+    """Reported in every response."""
+    names: tuple[str, ...] = field(init=False)
+    is_strict: bool = field(init=False)
+    outputs: frozenset[Output] = field(init=False)
+    prompts: dict[str, str] = field(init=False)
+    """By the names in the model's files."""
+    overflow: Overflow = field(init=False)
+    default_prompt: str = field(init=False)
+    model_prompt: str | None = field(init=False, default=None)
     """The model's own default prompt, where `default_prompt` is that of an alias; None: it is the model's."""
 
-    @classmethod
-    def of(
-        cls, config: GatewayConfig, created_at: int, least_tokens: int, vocabulary: TokenVocabulary = NO_VOCABULARY
-    ) -> "ModelInfo":
-        """What the card and the configuration have under the same name is taken from there; the configuration counts
-        more."""
-        names, card = [each.name for each in fields(cls)], config.card
-        same = {name: getattr(source, name) for source in (card, config) for name in names if hasattr(source, name)}
-        own = {
-            "is_strict": config.is_strict or config.unknown_model == "refuse",
-            "overflow": Overflow(config.overflow),
-            "created_at": created_at,
-            "default_prompt": card.prompt,
-            "has_chat_template": config.chat_template is not None,
-            "has_quantization_ranges": config.quantization_ranges is not None,
-            "least_tokens": least_tokens,
-            "prompts": dict(card.prompts),
-            "vocabulary": vocabulary,
-            "folder_name": PurePath(card.folder).name,
-        }
-        return cls(**same | own)
+    def __post_init__(self) -> None:
+        config, card, defaults = self.config, self.config.card, self.defaults
+        self.card, self.model, self.names = card, config.model, (config.model, *config.aliases)
+        self.is_strict = config.is_strict or config.unknown_model == "refuse"
+        self.outputs, self.prompts, self.default_prompt = card.outputs, dict(card.prompts), card.prompt
+        self.overflow = Overflow((defaults and defaults.overflow) or config.overflow)
+        if defaults is not None and (prompt := self._prompt_by(defaults)) is not None:
+            self.default_prompt, self.model_prompt = prompt, card.prompt
 
     def by_alias(self, defaults: AliasDefaults) -> "ModelInfo":
         """The model as it is seen by an alias with request defaults: what they say is its own default there."""
-        prompt, overflow = self._prompt_by(defaults), defaults.overflow
-        return replace(
-            self,
-            defaults=defaults,
-            default_prompt=self.default_prompt if prompt is None else prompt,
-            model_prompt=None if prompt is None else self.default_prompt,
-            overflow=self.overflow if overflow is None else Overflow(overflow),
-        )
+        return replace(self, defaults=defaults, identity=self.identity.by_alias.get(defaults.alias, self.identity))
 
     def _prompt_by(self, defaults: AliasDefaults) -> str | None:
         """The default prompt by an alias; None: the model's. A multi-vector model has templates for both roles, which
@@ -162,22 +102,28 @@ class ModelInfo:
             return defaults.prompt
         if defaults.prompt_name is not None:
             return self.prompt_named(defaults.prompt_name, "prompt_name")
-        return None if defaults.role is None or self.tokens is not None else self.prompt_for(defaults.role)
+        return None if defaults.role is None or self.card.tokens is not None else self.prompt_for(defaults.role)
 
     def by_name(self, name: str) -> "ModelInfo":
-        found = (each for each in self.alias_defaults if each.alias == name)
+        found = (each for each in self.config.alias_defaults if each.alias == name)
         return next((self.by_alias(defaults) for defaults in found), self)
+
+    @property
+    def expires_at(self) -> float | None:
+        """When it is unloaded if no request comes, in seconds since 1970; None: it stays."""
+        expires_in_s = self.residence.expires_in_s
+        return None if expires_in_s is None else time.time() + expires_in_s
 
     @property
     def num_dimensions(self) -> int:
         """Of a dense vector in the response to a request that does not say."""
         by_alias = None if self.defaults is None else self.defaults.dimensions
-        return by_alias or self.truncate_dim or self.dim
+        return by_alias or self.card.default_dim
 
     @property
     def is_dense(self) -> bool:
         """A text has a vector."""
-        return self.capabilities[0] == "dense"  # which is the first, if it is one of them
+        return self.card.capabilities[0] == "dense"  # which is the first, if it is one of them
 
     def role_of(self, purpose: str | None) -> Role | None:
         """What texts of a purpose are; None for other purposes than retrieval."""
@@ -187,14 +133,7 @@ class ModelInfo:
 
     def what_it_is(self) -> str:
         """For an error message."""
-        return f"This server's model is for: {', '.join(self.capabilities)}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.model, *self.aliases)
-
-    def _is_own(self, name: str) -> bool:
-        return name == self.model or name in self.aliases
+        return f"This server's model is for: {', '.join(self.card.capabilities)}"
 
     def is_suffix(self, suffix: str) -> bool:
         """Whether this may stand behind a name of the model: Ollama's tag, or what chooses a prompt."""
@@ -207,14 +146,14 @@ class ModelInfo:
         Raises ModelNotFound for another model's name if names are strict, and BadRequest for a misspelt prompt: this
         model's name with something behind the colon that is neither a version nor one of its prompts.
         """
-        if name is None or (":" not in name and not self.is_strict) or self._is_own(name):
+        if name is None or (":" not in name and not self.is_strict) or name in self.names:
             return None
         base, colon, suffix = name.rpartition(":")
-        if colon and (not self.is_strict or self._is_own(base)) and self.is_suffix(suffix):
+        if colon and (not self.is_strict or base in self.names) and self.is_suffix(suffix):
             return None if suffix == _TAG else self.prompt_for(suffix, "model")
         if self.is_strict:
             raise ModelNotFound(name, listed(self.names))
-        if colon and self.prompts and self._is_own(base) and not _VERSION.fullmatch(suffix):
+        if colon and self.prompts and base in self.names and not _VERSION.fullmatch(suffix):
             raise self._unknown_prompt(suffix, "model")
         return None
 
@@ -248,7 +187,7 @@ class ModelInfo:
 
     def checked(self, prompt: str, param: str) -> str:
         """`prompt`. Raises BadRequest if it is not empty and this model takes none."""
-        if prompt and not self.pools_prompt:
+        if prompt and not self.card.pools_prompt:
             raise BadRequest(
                 f"'{param}': this model leaves prompts out of its pooling (include_prompt), which is not supported",
                 param=param,
@@ -268,22 +207,23 @@ class ModelInfo:
     def check_dimensions(self, dimensions: int, param: str) -> int | None:
         """The requested `dimensions`; None for those of a request that does not say. Raises BadRequest, with OpenAI's
         message where it has one."""
-        if dimensions == self.dim:
-            return dimensions if self.truncate_dim else None
-        if not self.is_matryoshka:
-            hint = " (--matryoshka allows fewer)" if 1 <= dimensions < self.dim else ""
+        card = self.card
+        if dimensions == card.dim:
+            return dimensions if card.truncate_dim else None
+        if not self.config.is_matryoshka:
+            hint = " (--matryoshka allows fewer)" if 1 <= dimensions < card.dim else ""
             raise BadRequest(
-                f"This model does not support specifying dimensions. Its vectors have {self.dim}, '{param}' is "
-                f"{dimensions}: leave it out, or set {self.dim}{hint}",
+                f"This model does not support specifying dimensions. Its vectors have {card.dim}, '{param}' is "
+                f"{dimensions}: leave it out, or set {card.dim}{hint}",
                 param=param,
             )
-        if self.matryoshka_dims and dimensions not in self.matryoshka_dims:
-            known = ", ".join(map(str, sorted({*self.matryoshka_dims, self.dim})))
+        if card.matryoshka_dims and dimensions not in card.matryoshka_dims:
+            known = ", ".join(map(str, sorted({*card.matryoshka_dims, card.dim})))
             raise BadRequest(
                 f"'{param}' must be one of {known}, is {dimensions} (--matryoshka allows any)", param=param
             )
-        if not 1 <= dimensions <= self.dim:
-            raise BadRequest(f"'{param}' must be 1 to {self.dim}, is {dimensions}", param=param)
+        if not 1 <= dimensions <= card.dim:
+            raise BadRequest(f"'{param}' must be 1 to {card.dim}, is {dimensions}", param=param)
         return dimensions
 
 
@@ -346,8 +286,8 @@ class Models(Generic[M]):
         self._logged = set() if logged is None else logged
         names = [(model.model_info.model, model) for model in models]
         seen = {defaults.alias: model for model in by_alias if (defaults := model.model_info.defaults) is not None}
-        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.model_info.aliases]
-        folders = [(model.model_info.folder_name, model) for model in models]
+        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.model_info.config.aliases]
+        folders = [(PurePath(model.model_info.card.folder).name, model) for model in models]
         self._exact = {**dict(aliases), **dict(names)}
         self._folder = _unique(folders)
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
@@ -439,7 +379,7 @@ class Models(Generic[M]):
         """The models that have one of the capabilities; all, if none is needed."""
         if not needs:
             return self.all
-        return tuple(model for model in self.all if not set(needs).isdisjoint(model.model_info.capabilities))
+        return tuple(model for model in self.all if not set(needs).isdisjoint(model.model_info.card.capabilities))
 
     def _log_unknown(self, default: str) -> None:
         """Once for each model that answers in the place of another, whose name the log must not have: it is the

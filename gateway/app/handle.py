@@ -164,7 +164,7 @@ class OperationsHandler:
             principal.check_quota()  # before the body is parsed
             demand = parse_demand(http.headers)
             if len(self.claims) == 1 and models is None:
-                check_model(first.operation, context.model_info.capabilities, self._routes)
+                check_model(first.operation, context.model_info.card.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
                 body = parse_small(http.body, self._bare_list, self._large, self._small)
                 parsed = self._parse(context, models, http, body)
@@ -175,7 +175,7 @@ class OperationsHandler:
                 )  # fmt: skip
         except ApiError as error:
             if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
-                error.dialect = self.claim_of({error.param: True}, context.model_info.capabilities).dialect.name
+                error.dialect = self.claim_of({error.param: True}, context.model_info.card.capabilities).dialect.name
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
@@ -234,9 +234,9 @@ class OperationsHandler:
             context = models.choose(name, (), refuses_unknown=True)
             path = self._path_of_model.replace("*", models.own_name(context, name))
         elif models is not None and operation.describes_all:
-            return [model.describe_model() for model in models.all], path
+            return [model.model_info for model in models.all], path
         http.identity = context.identity
-        return [context.describe_model()], path
+        return [context.model_info], path
 
     def _choose(
         self, context: Context, models: Models[Context], http: HttpRequest, body: JsonMapping
@@ -278,7 +278,7 @@ class OperationsHandler:
             body = {**body, "model": name_in(self._path_of_model, http.path)}
         if models is not None:
             context, body = self._choose(context, models, http, body)
-        claim = self.claim_of(body, context.model_info.capabilities)
+        claim = self.claim_of(body, context.model_info.card.capabilities)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         if REQUEST_ID.name in operation.fields.small and "x-request-id" not in http.headers:
@@ -287,7 +287,7 @@ class OperationsHandler:
                 http.request_id = own_id  # an error in another field has that name, too
         try:
             if models is not None or len(self.claims) > 1:
-                check_model(operation, context.model_info.capabilities, self._routes)
+                check_model(operation, context.model_info.card.capabilities, self._routes)
             parse: Callable[[Call], Work] | None = operation.embed or operation.reply
             assert parse is not None
             if context.model_info.defaults is not None:

@@ -81,7 +81,11 @@ def describe_api(
     dialects = {claim.dialect.name: claim.dialect for claim in claims}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "vecd", "version": model_infos[0].version, "description": _introduction(model_infos, names)},
+        "info": {
+            "title": "vecd",
+            "version": model_infos[0].config.version,
+            "description": _introduction(model_infos, names),
+        },
         **_servers(path, names),
         "tags": [{"name": dialect.name, "description": dialect.title} for dialect in dialects.values()]
         + [{"name": "server", "description": "What the server says of itself"}],
@@ -111,13 +115,13 @@ def _introduction(model_infos: Sequence[ModelInfo], names: Sequence[str]) -> str
 
 
 def _introduce(model_info: ModelInfo) -> str:
-    most = "any number of" if model_info.max_request_tokens is None else model_info.max_request_tokens
-    is_dense = "dense" in model_info.capabilities
-    what = f"{model_info.num_dimensions} dimensions" if is_dense else ", ".join(model_info.capabilities)
+    most = "any number of" if model_info.config.max_request_tokens is None else model_info.config.max_request_tokens
+    is_dense = "dense" in model_info.card.capabilities
+    what = f"{model_info.num_dimensions} dimensions" if is_dense else ", ".join(model_info.card.capabilities)
     return (
-        f"Serves `{model_info.model}`: {what}, texts of up to {model_info.max_tokens} tokens. "
-        f"A request has at most {model_info.max_inputs} inputs with {most} tokens in all, and a body of "
-        f"at most {model_info.max_body_bytes} bytes."
+        f"Serves `{model_info.model}`: {what}, texts of up to {model_info.config.max_tokens} tokens. "
+        f"A request has at most {model_info.config.max_inputs} inputs with {most} tokens in all, and a body of "
+        f"at most {model_info.config.max_body_bytes} bytes."
     )
 
 
@@ -148,7 +152,7 @@ def _without_unable(table: Table, model_infos: Sequence[ModelInfo]) -> Table:
 
 
 def _able(operation: Operation, model_infos: Sequence[ModelInfo]) -> list[ModelInfo]:
-    return [each for each in model_infos if is_able(operation, each.capabilities)]
+    return [each for each in model_infos if is_able(operation, each.card.capabilities)]
 
 
 def _paths(table: Table, model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool) -> JsonObject:
@@ -253,23 +257,23 @@ def _with_limits(operation: Operation, model_infos: Sequence[ModelInfo]) -> Sche
         if field.is_large:
             for part in _parts(described):
                 if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
-                    part["maxItems"] = max(each.max_inputs for each in model_infos)
+                    part["maxItems"] = max(each.config.max_inputs for each in model_infos)
         if field.name in _DIMENSIONS:
             described.update(_dimensions_of(model_infos, field.schema, returns_tokens=operation.returns_tokens))
         if field.name == "truncate_prompt_tokens":
-            described["maximum"] = max(each.max_tokens for each in model_infos)
+            described["maximum"] = max(each.config.max_tokens for each in model_infos)
     return schema
 
 
 def _dimensions_of(model_infos: Sequence[ModelInfo], declared: Schema, *, returns_tokens: bool) -> Schema:
     """`declared`: the schema of the field without a model. Where its minimum is 0, 0 stands for the model's own."""
-    own = {each.dim for each in model_infos}
+    own = {each.card.dim for each in model_infos}
     if returns_tokens:
-        own |= {each.hidden_size for each in model_infos}
-    if any(each.is_matryoshka and not each.matryoshka_dims for each in model_infos):
+        own |= {each.card.hidden_size for each in model_infos}
+    if any(each.config.is_matryoshka and not each.card.matryoshka_dims for each in model_infos):
         return {"maximum": max(own)}
     zero = [0] if declared.get("minimum") == 0 else []
-    return {"enum": [*zero, *sorted(own.union(*(each.matryoshka_dims for each in model_infos))), None]}
+    return {"enum": [*zero, *sorted(own.union(*(each.card.matryoshka_dims for each in model_infos))), None]}
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:

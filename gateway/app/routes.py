@@ -4,9 +4,8 @@ No handler reaches more than `Context` names: no queue, no socket, no connection
 """
 
 import re
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,18 +67,6 @@ class Context:
     """Of the model, or of the alias that it is seen by."""
     models: "Models[Context] | None" = None
     """All served models; None where this is the only one. Replaced when another begins to serve."""
-
-    def describe_model(self) -> ModelInfo:
-        """The model info with the model's state at this moment."""
-        expires_in_s = self.residence.expires_in_s
-        return replace(
-            self.model_info,
-            state=self.residence.state.value,
-            is_resident=self.residence.is_resident,
-            expires_at=None if expires_in_s is None else time.time() + expires_in_s,
-            identity=self.identity.text,
-            identity_by_alias={alias: identity.text for alias, identity in self.identity.by_alias.items()},
-        )
 
     def models_for(self, principal: Principal) -> "Models[Context] | None":
         """Of `models`, those that a sender reaches."""

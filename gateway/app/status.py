@@ -565,7 +565,7 @@ async def _change_state(action: str, context: Context, http: HttpRequest, princi
 def _describe_state(context: Context) -> JsonObject:
     return {
         "id": context.model_info.model,
-        "aliases": context.model_info.aliases,
+        "aliases": context.model_info.config.aliases,
         **describe_residence(context),
         "unavailable": context.why_unavailable(),
     }

@@ -77,7 +77,7 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
     if is_raw is not None and is_raw is activates:
         raise contradiction(RAW_SCORES.name, USE_ACTIVATION.name)
     activation = "identity" if is_raw or activates is False else None
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
     if labels.classifies_tokens(model_info):
         return _parse_tokens(call, inputs, activation)
 
@@ -129,7 +129,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
     names = values.require(LABELS)
     if not names:
         raise BadRequest(f"'{LABELS.name}' is an empty list, at least 1 label is needed", param=LABELS.name)
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
     if not isinstance(inputs[0], str):
         raise BadRequest("'input' must be texts, as 'labels' are", param=INPUT.name)
     if len(inputs) * len(names) > _MAX_PREDICTIONS:
@@ -145,10 +145,10 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
             f"{_MAX_LABEL_CHARS} in one request",
             param=LABELS.name,
         )
-    if len(inputs) + len(names) > model_info.max_inputs:
+    if len(inputs) + len(names) > model_info.config.max_inputs:
         raise TooManyInputs(
             f"'{INPUT.name}' and '{LABELS.name}' have {len(inputs) + len(names)} texts, at most "
-            f"{model_info.max_inputs} in one request (--max-inputs)",
+            f"{model_info.config.max_inputs} in one request (--max-inputs)",
             param=INPUT.name,
         )
     temperature, num_inputs = values.get(TEMPERATURE) or 1.0, len(inputs)

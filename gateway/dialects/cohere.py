@@ -122,11 +122,11 @@ FIELDS = Fields(
 def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
     """`version`: 1 responds with a bare list of floats to a request without `embedding_types`."""
     values, model_info = call.values, call.model_info
-    texts = _read_texts(values, model_info.max_inputs)
+    texts = _read_texts(values, model_info.config.max_inputs)
     types = values.get(EMBEDDING_TYPES) or ()
     is_bare, names = version == 1 and not types, types or ("float",)
     dimensions, max_tokens = values.get(OUTPUT_DIMENSION), values.get(MAX_TOKENS)
-    limit = model_info.max_tokens
+    limit = model_info.config.max_tokens
     if max_tokens is not None:
         limit = min(limit, model_info.check_max_tokens(max_tokens, MAX_TOKENS.name))
     request = call.request(
@@ -136,12 +136,12 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
         tokenizing=Tokenizing(
             prompt=_read_prompt(values, model_info),
             overflow=values.get(TRUNCATE),
-            max_tokens=limit if limit < model_info.max_tokens else None,
+            max_tokens=limit if limit < model_info.config.max_tokens else None,
         ),
         dimensions=None if dimensions is None else model_info.check_dimensions(dimensions, OUTPUT_DIMENSION.name),
     )
     params = Names(EMBEDDING_TYPES.name, EMBEDDING_TYPES.name, OUTPUT_DIMENSION.name)
-    check_forms(request, model_info, params, has_ranges=model_info.has_quantization_ranges)
+    check_forms(request, model_info.card, params, has_ranges=model_info.config.quantization_ranges is not None)
     # Written here because a large body is parsed in a thread, while responses are rendered on the event loop, and so
     # that no reference to the texts is kept, nor to the call.
     request_id = orjson.dumps(call.request_id)

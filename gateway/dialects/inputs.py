@@ -153,12 +153,12 @@ def read_conversations(
 ) -> ParsedMessages:
     """The conversations of a body that has `messages`. `instead_of`: the field of texts. `add_generation_prompt`: the
     default of the field. Raises BadRequest, also what `proceed` raises for any texts."""
-    if not model_info.has_chat_template:
+    if model_info.config.chat_template is None:
         raise BadRequest(
             f"'{MESSAGES.name}' is not supported: the model has no chat template, or --literal-special-tokens is set. "
             f"Send texts in '{instead_of.name}'",
             param=MESSAGES.name,
-            can=lambda info: info.has_chat_template,
+            can=lambda info: info.config.chat_template is not None,
         )
     if values.get(instead_of) is not None:
         raise _wrong(f"'{MESSAGES.name}' and '{instead_of.name}': send one of them")

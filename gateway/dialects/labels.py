@@ -59,13 +59,13 @@ ENTITY = record(
 
 def head_of(model_info: ModelInfo) -> ScoreHead:
     """Raises WrongModel for a model that classifies nothing."""
-    if model_info.score is None or not _classifies(model_info):
+    if model_info.card.score is None or not _classifies(model_info):
         raise WrongModel(f"{model_info.what_it_is()}: it cannot classify texts", can=_classifies)
-    return model_info.score
+    return model_info.card.score
 
 
 def _classifies(model_info: ModelInfo) -> bool:
-    return model_info.score is not None and not set(NEEDS).isdisjoint(model_info.capabilities)
+    return model_info.card.score is not None and not set(NEEDS).isdisjoint(model_info.card.capabilities)
 
 
 def classifies_tokens(model_info: ModelInfo) -> bool:
@@ -74,7 +74,7 @@ def classifies_tokens(model_info: ModelInfo) -> bool:
 
 def is_large(num_inputs: int, model_info: ModelInfo) -> bool:
     """Whether a response is rendered in a thread."""
-    return classifies_tokens(model_info) or num_inputs * model_info.num_labels > MANY_SCORES
+    return classifies_tokens(model_info) or num_inputs * model_info.card.num_labels > MANY_SCORES
 
 
 def without_chunks(tokenizing: Tokenizing, model_info: ModelInfo) -> Tokenizing:

@@ -87,7 +87,7 @@ VERBOSE = fields.anything("verbose", "ignored", {})
 
 def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
     values, model_info = call.values, call.model_info
-    texts = _read_texts(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    texts = _read_texts(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
     truncate = values.get(TRUNCATE)
     overflow = None if truncate is None else Overflow.TRUNCATE if truncate else Overflow.ERROR
     requested = values.get(DIMENSIONS)
@@ -136,7 +136,7 @@ def _stay(
 ) -> ParsedEmbed | ParsedStay:
     """`work`, and how long the model stays if the client says that and may. `render`: as in `ParsedStay`. Raises
     BadRequest for a time that cannot be read, where it counts."""
-    given, allows = call.values.get(KEEP_ALIVE), call.model_info.allows_keep_alive
+    given, allows = call.values.get(KEEP_ALIVE), call.model_info.config.allows_keep_alive
     if work is not None and (given is None or not allows):
         return work
     if given is None:
@@ -168,7 +168,9 @@ def _type_of(value: Any) -> str:
 
 def _read_tokenizing(values: Values, model_info: ModelInfo, overflow: Overflow | None) -> Tokenizing:
     num_ctx = values.get(OPTIONS)
-    is_less = num_ctx is not None and model_info.check_max_tokens(num_ctx, "options.num_ctx") < model_info.max_tokens
+    is_less = (
+        num_ctx is not None and model_info.check_max_tokens(num_ctx, "options.num_ctx") < model_info.config.max_tokens
+    )
     return Tokenizing(
         prompt=model_info.prompt_of_model_name(values.get(MODEL)),
         overflow=overflow,
@@ -188,12 +190,12 @@ def list_running(model_infos: Sequence[ModelInfo], path: str) -> Response:
     described = [
         {
             **_describe(each.model, each),
-            "context_length": each.max_tokens,
+            "context_length": each.config.max_tokens,
             "expires_at": _moment(_FOR_EVER if each.expires_at is None else min(each.expires_at, _FOR_EVER)),
             "size_vram": 0,
         }
         for each in model_infos
-        if each.is_resident
+        if each.residence.is_resident
     ]
     return json_response(200, {"models": described})
 
@@ -201,21 +203,21 @@ def list_running(model_infos: Sequence[ModelInfo], path: str) -> Response:
 def show(call: Call) -> Response:
     model_info = call.model_info
     model_info.prompt_of_model_name(_required_name(call.values))  # raises ModelNotFound for a name no embedding may use
-    family = model_info.model_type
+    family = model_info.card.model_type
     return json_response(
         200,
         {
             "modelfile": "",
-            "parameters": f"num_ctx {model_info.max_tokens}",
+            "parameters": f"num_ctx {model_info.config.max_tokens}",
             "template": "",
             "details": _details(model_info),
             "model_info": {
                 "general.architecture": family,
                 "general.basename": model_info.model,
-                f"{family}.context_length": model_info.max_tokens,
+                f"{family}.context_length": model_info.config.max_tokens,
                 f"{family}.embedding_length": model_info.num_dimensions,
             },
-            "capabilities": ["embedding"] if "dense" in model_info.capabilities else [],
+            "capabilities": ["embedding"] if "dense" in model_info.card.capabilities else [],
             "modified_at": _moment(model_info.created_at),
         },
     )
@@ -251,7 +253,7 @@ def _describe(name: str, model_info: ModelInfo) -> JsonObject:
         "name": tagged,
         "model": tagged,
         "modified_at": _moment(model_info.created_at),
-        "size": model_info.weights_bytes,
+        "size": model_info.card.weights_bytes,
         "digest": _digest(model_info),
         "details": _details(model_info),
     }
@@ -261,16 +263,16 @@ def _digest(model_info: ModelInfo) -> str:
     """SHA-256 of the known facts that change the model's vectors; the same under all its names."""
     facts = (
         model_info.model,
-        model_info.version,
-        model_info.model_type,
-        model_info.truncate_dim or model_info.dim,
-        model_info.hidden_size,
-        model_info.max_tokens,
-        model_info.pooling,
-        model_info.is_normalized,
+        model_info.config.version,
+        model_info.card.model_type,
+        model_info.card.default_dim,
+        model_info.card.hidden_size,
+        model_info.config.max_tokens,
+        model_info.card.pooling,
+        model_info.card.is_normalized,
         model_info.default_prompt,
         sorted(model_info.prompts.items()),
-        model_info.weights_bytes,
+        model_info.card.weights_bytes,
     )
     return hashlib.sha256(orjson.dumps(facts)).hexdigest()
 
@@ -279,8 +281,8 @@ def _details(model_info: ModelInfo) -> JsonObject:
     return {
         "parent_model": "",
         "format": "safetensors",
-        "family": model_info.model_type,
-        "families": [model_info.model_type],
+        "family": model_info.card.model_type,
+        "families": [model_info.card.model_type],
     }
 
 

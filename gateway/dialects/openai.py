@@ -54,7 +54,7 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     if has_rare_names and values.get(MESSAGES) is not None:
         outputs.check_messages(values)
         return options.read_messages(call, INPUT, parse_embeddings)
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
     if has_rare_names:
         requested, kinds = options.read_form(values, headers), outputs.requested_kinds(values, model_info)
         if values.get(LATE_CHUNKING) is not None:
@@ -169,13 +169,13 @@ def list_models(model_infos: Sequence[ModelInfo], path: str) -> Response:
 
 
 def _listed_names(model_info: ModelInfo) -> list[str]:
-    prompts = model_info.prompts if model_info.pools_prompt else ()
+    prompts = model_info.prompts if model_info.card.pools_prompt else ()
     return [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
 
 
 def _describe_for_cohere(model_info: ModelInfo, name: str) -> JsonObject:
-    endpoints = list(dict.fromkeys(_ENDPOINTS[each] for each in model_info.capabilities if each in _ENDPOINTS))
-    return {"name": name, "endpoints": endpoints, "context_length": model_info.max_tokens}
+    endpoints = list(dict.fromkeys(_ENDPOINTS[each] for each in model_info.card.capabilities if each in _ENDPOINTS))
+    return {"name": name, "endpoints": endpoints, "context_length": model_info.config.max_tokens}
 
 
 def retrieve_model(model_infos: Sequence[ModelInfo], path: str) -> Response:
@@ -194,10 +194,10 @@ def _describe(model_info: ModelInfo, name: str) -> JsonObject:
         "created": model_info.created_at,
         "owned_by": "vecd",
         "root": model_info.model,
-        "max_model_len": model_info.max_tokens,
-        "capabilities": model_info.capabilities,
-        "state": model_info.state,
-        "identity": model_info.identity_by_alias.get(name, model_info.identity),
+        "max_model_len": model_info.config.max_tokens,
+        "capabilities": model_info.card.capabilities,
+        "state": model_info.residence.state,
+        "identity": model_info.identity.by_alias.get(name, model_info.identity).text,
         **({} if seen.defaults is None else {"defaults": seen.defaults.given(), **dimensions}),
     }
 

@@ -192,10 +192,10 @@ def read_tokenizing(
     if not values.has_any(_OVERFLOW_NAMES):
         return USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
     max_tokens, adds = values.get(TRUNCATE_PROMPT_TOKENS), values.get(ADD_SPECIAL_TOKENS) is not False
-    if max_tokens is not None and max_tokens > model_info.max_tokens:
+    if max_tokens is not None and max_tokens > model_info.config.max_tokens:
         raise BadRequest(
-            f"'{TRUNCATE_PROMPT_TOKENS.name}' must be at most {model_info.max_tokens}, as many tokens as the model "
-            f"takes, is {max_tokens}",
+            f"'{TRUNCATE_PROMPT_TOKENS.name}' must be at most {model_info.config.max_tokens}, as many tokens as "
+            f"the model takes, is {max_tokens}",
             param=TRUNCATE_PROMPT_TOKENS.name,
         )
     if max_tokens is not None and max_tokens != -1 and adds:
@@ -384,13 +384,13 @@ def _check_form(request: EmbedRequest, values: Values, model_info: ModelInfo) ->
         request = request._replace(output=Output.TOKEN_VECTORS)
     check_forms(
         request,
-        model_info,
+        model_info.card,
         Names(
             dtype=_first_given(values, (OUTPUT_DTYPE, EMBED_DTYPE, EMBEDDING_TYPE, ENCODING_TYPE)),
             encoding=_first_given(values, (ENCODING, EMBEDDING_TYPE, ENCODING_TYPE)),
             dimensions=_first_given(values, DIMENSION_FIELDS),
         ),
-        has_ranges=model_info.has_quantization_ranges,
+        has_ranges=model_info.config.quantization_ranges is not None,
     )
 
 
@@ -540,7 +540,7 @@ def read_messages(
         return parsed
 
     return read_conversations(
-        values, model_info, proceed, instead_of=instead_of, max_conversations=model_info.max_inputs
+        values, model_info, proceed, instead_of=instead_of, max_conversations=model_info.config.max_inputs
     )
 
 

@@ -10,7 +10,6 @@ clients read them.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -85,15 +84,15 @@ def requested_kinds(values: Values, model_info: ModelInfo) -> frozenset[str]:
         raise contradiction(OUTPUT.name, RETURN_MULTIVECTOR.name)
     if kinds is None:
         kinds = frozenset((_MULTI_VECTOR if multi else _DENSE,))
-    missing = [kind for kind in _KINDS if kind in kinds and kind not in model_info.capabilities]
+    missing = [kind for kind in _KINDS if kind in kinds and kind not in model_info.card.capabilities]
     if missing:
         name = RETURN_MULTIVECTOR.name if multi and values.get(OUTPUT) is None else OUTPUT.name
-        own = [kind for kind in _KINDS if kind in model_info.capabilities]
+        own = [kind for kind in _KINDS if kind in model_info.card.capabilities]
         raise BadRequest(
             f"'{name}': the model served here makes no {missing[0]} vectors; set '{OUTPUT.name}' to one of its own: "
             f"{', '.join(own)}",
             param=name,
-            can=lambda info: kinds.issubset(info.capabilities),
+            can=lambda info: kinds.issubset(info.card.capabilities),
         )
     return kinds
 
@@ -110,7 +109,7 @@ def parse_outputs(call: Call, inputs: TextsOrIds, kinds: frozenset[str], request
     request = request._replace(
         sparse=sparse.read_options(values), tokenizing=without_chunks(request.tokenizing, model_info)
     )
-    normalizes_dense = not model_info.is_normalized and options.read_normalize(values) is True
+    normalizes_dense = not model_info.card.is_normalized and options.read_normalize(values) is True
     write_sparse = partial(
         sparse.vector_pieces,
         vocabulary=model_info.vocabulary,
@@ -155,12 +154,12 @@ _Writer = tuple[bytes, Callable[[int], Iterable[bytes]]]
 def _check_fields(values: Values, kinds: frozenset[str], requested: RequestedForm, model_info: ModelInfo) -> None:
     """Refuse the options that only a dense vector has, or one that is asked for alone."""
     normalizes = options.read_normalize(values)
-    if _DENSE in kinds and model_info.is_normalized and normalizes is False:
+    if _DENSE in kinds and model_info.card.is_normalized and normalizes is False:
         name = next(field.name for field in options.NORMALIZE_FIELDS if values.get(field) is not None)
         raise BadRequest(
             f"'{name}': beside vectors of other kinds a dense vector has length 1, as the model gives it", param=name
         )
-    if _DENSE in kinds and not (model_info.is_normalized or normalizes) and requested.form.dtype in WHOLE:
+    if _DENSE in kinds and not (model_info.card.is_normalized or normalizes) and requested.form.dtype in WHOLE:
         raise BadRequest(
             f"'{options.OUTPUT_DTYPE.name}': {requested.form.dtype.value} is for vectors of length 1, which the dense "
             f"one is not, unless the request has '{options.NORMALIZE.name}' true",
@@ -168,9 +167,10 @@ def _check_fields(values: Values, kinds: frozenset[str], requested: RequestedFor
         )
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
-        if dimensions is not None and (kinds != {_MULTI_VECTOR} or dimensions != model_info.token_dim):
+        if dimensions is not None and (kinds != {_MULTI_VECTOR} or dimensions != model_info.card.token_dim):
             raise BadRequest(
-                f"'{field.name}' is for dense vectors; each vector of a token has {model_info.token_dim} dimensions",
+                f"'{field.name}' is for dense vectors; each vector of a token has {model_info.card.token_dim} "
+                "dimensions",
                 param=field.name,
             )
     if _MULTI_VECTOR not in kinds and _DENSE not in kinds and requested.form.dtype is not Dtype.FLOAT32:
@@ -288,12 +288,13 @@ def parse_late(
         )
     late = call.values.get(LATE_CHUNKING)
     assert late is not None
-    chunking = _chunking(late, texts, is_one=is_one, most=model_info.max_inputs)
+    chunking = _chunking(late, texts, is_one=is_one, most=model_info.config.max_inputs)
     if chunking.are_inputs:
         texts = ["".join(texts)]
     # What is preferred where a request leaves it open: no chunk is cut off unless the client says so.
-    call = call._replace(model_info=replace(model_info, overflow=Overflow.ERROR))
-    request = options.read_request(call, texts, requested)
+    preferring = copy.copy(model_info)
+    preferring.overflow = Overflow.ERROR
+    request = options.read_request(call._replace(model_info=preferring), texts, requested)
     overflow = request.tokenizing.overflow or Overflow.ERROR
     if overflow not in (Overflow.ERROR, Overflow.TRUNCATE):
         raise BadRequest(
@@ -306,15 +307,15 @@ def parse_late(
 
 
 def _check_pooling(model_info: ModelInfo) -> None:
-    if model_info.pools_states:
+    if model_info.card.pools_states:
         return
     own = "; this one has more behind it, or no hidden states"
-    if model_info.pooling != ("mean",):
-        own = f"; this one has the pooling {' + '.join(model_info.pooling)}"
+    if model_info.card.pooling != ("mean",):
+        own = f"; this one has the pooling {' + '.join(model_info.card.pooling)}"
     raise BadRequest(
         f"'{_NAME}' is for models whose vectors are the mean of their tokens' last hidden states{own}",
         param=_NAME,
-        can=lambda info: info.is_dense and info.pools_states,
+        can=lambda info: info.is_dense and info.card.pools_states,
     )
 
 

@@ -135,7 +135,7 @@ def read_tokenizing(values: Values, model_info: ModelInfo) -> Tokenizing:
     default = default_overflow(model_info)
     tokenizing = options.read_tokenizing(values, model_info, None, default)
     instruction = values.get(INSTRUCTION)
-    template = None if model_info.score is None else model_info.score.pair_template
+    template = None if model_info.card.score is None else model_info.card.score.pair_template
     has_place = template is not None and "{instruction}" in template.before + template.between + template.after
     if instruction is not None and not has_place:
         raise BadRequest(f"'{INSTRUCTION.name}': this model has no place for one", param=INSTRUCTION.name)
@@ -224,10 +224,10 @@ def parse(
 def _check(model_info: ModelInfo) -> bool:
     """Whether the model ranks by scores, not by MaxSim. Raises WrongModel if it does neither."""
     if _ranks(model_info):
-        return "rerank" in model_info.capabilities
-    what = "makes embeddings" if model_info.score is None else "classifies texts"
+        return "rerank" in model_info.card.capabilities
+    what = "makes embeddings" if model_info.card.score is None else "classifies texts"
     raise WrongModel(f"The model served here {what}: it cannot rank texts", can=_ranks)
 
 
 def _ranks(model_info: ModelInfo) -> bool:
-    return not set(NEEDS).isdisjoint(model_info.capabilities)
+    return not set(NEEDS).isdisjoint(model_info.card.capabilities)

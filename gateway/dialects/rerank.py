@@ -101,7 +101,7 @@ def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
     """`is_voyage`: the results are `data`, whatever fields the body has."""
     values, model_info = call.values, call.model_info
     documents, name = agreed(values, DOCUMENTS, TEXTS) or (values.require(DOCUMENTS), DOCUMENTS.name)
-    documents = read_documents(documents, name, model_info.max_inputs, values.get(RANK_FIELDS) or ("text",))
+    documents = read_documents(documents, name, model_info.config.max_inputs, values.get(RANK_FIELDS) or ("text",))
     is_of_weaviate = values.get(PROPERTY) is not None
     returns_documents = values.get(RETURN_DOCUMENTS) is True or is_of_weaviate
     num = agreed(values, TOP_N, TOP_K)
@@ -141,7 +141,7 @@ PASSAGES = fields.anything(
 
 def parse_ranking(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
-    passages = read_documents(values.require(PASSAGES), PASSAGES.name, model_info.max_inputs)
+    passages = read_documents(values.require(PASSAGES), PASSAGES.name, model_info.config.max_inputs)
     return ranking.parse(call, [values.require(QUERY)], passages, PASSAGES.name, render_rankings, is_raw=True)
 
 
@@ -177,7 +177,7 @@ def parse_invocation(call: Call) -> ParsedEmbed:
     if pairs is None:
         is_scored = any(call.values.get(SCORED[name]) is not None for name in QUERIES)
         return parse_score(call) if is_scored else parse_rerank(call)
-    documents = read_documents([document for _, document in pairs], TEXT_PAIRS.name, call.model_info.max_inputs)
+    documents = read_documents([document for _, document in pairs], TEXT_PAIRS.name, call.model_info.config.max_inputs)
     return ranking.parse(call, [query for query, _ in pairs], documents, TEXT_PAIRS.name, render_scores)
 
 

@@ -51,11 +51,11 @@ def read_options(given: Given) -> SparseOptions:
 
 def output_of(model_info: ModelInfo) -> Output:
     """Raises WrongModel for a model without sparse vectors."""
-    if model_info.sparse is None:
+    if model_info.card.sparse is None:
         raise WrongModel(
-            f"{model_info.what_it_is()}: it cannot make sparse vectors", can=lambda info: info.sparse is not None
+            f"{model_info.what_it_is()}: it cannot make sparse vectors", can=lambda info: info.card.sparse is not None
         )
-    return Output.LEXICAL if model_info.sparse.is_lexical else Output.SPARSE
+    return Output.LEXICAL if model_info.card.sparse.is_lexical else Output.SPARSE
 
 
 def is_large(inputs: Inputs) -> bool:

@@ -149,7 +149,7 @@ def _check_not_empty(value: Any, name: str) -> None:
 
 def checked_inputs(inputs: Any, name: str, model_info: ModelInfo) -> TextsOrIds:
     _check_not_empty(inputs, name)
-    return parse_inputs(inputs, name, model_info.max_inputs)
+    return parse_inputs(inputs, name, model_info.config.max_inputs)
 
 
 def read_tokenizing(options: Options, model_info: ModelInfo) -> Tokenizing:
@@ -173,7 +173,7 @@ def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
     stages = embedded.stages
     total_ms = str(int(stages.total_s * 1e3))
     return {
-        "x-compute-type": model_info.compute_type,
+        "x-compute-type": model_info.config.compute_type,
         "x-compute-time": total_ms,
         "x-compute-characters": str(embedded.num_chars),
         "x-compute-tokens": str(embedded.num_tokens),
@@ -286,12 +286,12 @@ def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callabl
     model_info = call.model_info
     if model_info.is_dense:
         return embed(call)
-    if model_info.score is None and model_info.sparse is None:
+    if model_info.card.score is None and model_info.card.sparse is None:
         raise WrongModel(
             f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'",
-            can=lambda info: info.is_dense or info.score is not None or info.sparse is not None,
+            can=lambda info: info.is_dense or info.card.score is not None or info.card.sparse is not None,
         )
-    return parse_embed_sparse(call) if model_info.score is None else classify(call)
+    return parse_embed_sparse(call) if model_info.card.score is None else classify(call)
 
 
 def parse_invocation(call: Call) -> ParsedEmbed:
@@ -309,8 +309,8 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     if Output.TOKENS not in model_info.outputs:
         raise WrongModel(
-            f"This model cannot give one vector for each token: they would have {model_info.hidden_size} dimensions, "
-            f"and there is room for the {model_info.dim} of its own vectors",
+            f"This model cannot give one vector for each token: they would have {model_info.card.hidden_size} "
+            f"dimensions, and there is room for the {model_info.card.dim} of its own vectors",
             can=lambda info: info.is_dense and Output.TOKENS in info.outputs,
         )
     tokenizing = labels.without_chunks(read_tokenizing(Options(values), model_info), model_info)
@@ -333,9 +333,9 @@ def _embed_request(call: Call, options: Options, inputs: TextsOrIds) -> EmbedReq
     )
     check_forms(
         request,
-        model_info,
+        model_info.card,
         Names(dimensions=options.name_of(DIMENSIONS)),
-        has_ranges=model_info.has_quantization_ranges,
+        has_ranges=model_info.config.quantization_ranges is not None,
     )
     return request
 
@@ -373,9 +373,10 @@ def read_sequences(value: Any, name: str, model_info: ModelInfo) -> tuple[list[s
                 param=name,
             )
         return _of_one_kind([_texts_of(value, name, name)], name), True
-    if len(value) > model_info.max_inputs:
+    if len(value) > model_info.config.max_inputs:
         raise TooManyInputs(
-            f"'{name}' has {len(value)} sequences, at most {model_info.max_inputs} in one request (--max-inputs)",
+            f"'{name}' has {len(value)} sequences, at most {model_info.config.max_inputs} in one request "
+            "(--max-inputs)",
             param=name,
         )
     sequences = [_texts_of(item, f"{name}[{index}]", name) for index, item in enumerate(value)]
@@ -425,7 +426,7 @@ def parse_by_hub(call: Call) -> ParsedEmbed:
         return _parse_tokens(call)
     value, name = call.values.get(PREDICTED), PREDICTED.name
     if isinstance(value, list) and value and isinstance(value[0], str):
-        value = [[text] for text in parse_texts(value, name, call.model_info.max_inputs)]
+        value = [[text] for text in parse_texts(value, name, call.model_info.config.max_inputs)]
     inputs, _ = read_sequences(value, name, call.model_info)
     return _parse_sequences(call, inputs, is_single=False)
 
@@ -446,7 +447,7 @@ def _parse_tokens(call: Call) -> ParsedEmbed:
     """Flat lists are of texts: there is nothing to say of the tokens of a pair."""
     model_info, options, value = call.model_info, Options(call.values), call.values.get(PREDICTED)
     _check_not_empty(value, PREDICTED.name)
-    texts = parse_texts(value, PREDICTED.name, model_info.max_inputs)
+    texts = parse_texts(value, PREDICTED.name, model_info.config.max_inputs)
     request = _predict_request(call, options, texts, Output.TOKEN_SCORES)
     respond = partial(_render_labels, is_single=isinstance(value, str), model_info=model_info)
     return labels.parse_entities(request, model_info, options, _activation(options), respond)
@@ -531,13 +532,13 @@ def _compared(value: Any, model_info: ModelInfo) -> list[str]:
     name = "inputs.sentences"
     sentences = expect(list, given.get("sentences"), name, "a list of strings", none="missing")
     _check_not_empty(sentences, name)
-    if len(sentences) >= model_info.max_inputs:
+    if len(sentences) >= model_info.config.max_inputs:
         raise TooManyInputs(
-            f"'{name}' has {len(sentences)} texts, at most {model_info.max_inputs - 1} beside the source in one "
+            f"'{name}' has {len(sentences)} texts, at most {model_info.config.max_inputs - 1} beside the source in one "
             "request (--max-inputs)",
             param=name,
         )
-    return [source, *parse_texts(sentences, name, model_info.max_inputs)]
+    return [source, *parse_texts(sentences, name, model_info.config.max_inputs)]
 
 
 # --- ranking ----------------------------------------------------------------------------------------------------
@@ -555,7 +556,7 @@ def parse_rerank(call: Call) -> ParsedEmbed:
     values, model_info = call.values, call.model_info
     texts, name = agreed(values, RANKED, RANKED_DOCUMENTS) or (values.require(RANKED), RANKED.name)
     _check_not_empty(texts, name)
-    texts = read_documents(texts, name, model_info.max_inputs)
+    texts = read_documents(texts, name, model_info.config.max_inputs)
     returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
     repeated = tuple(texts) if returns_texts else ()
     render = partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info)
@@ -583,7 +584,7 @@ def parse_default(call: Call) -> ParsedEmbed:
 
 
 def _takes_pairs(model_info: ModelInfo) -> bool:
-    return "rerank" in model_info.capabilities or model_info.capabilities == ("multi-vector",)
+    return "rerank" in model_info.card.capabilities or model_info.card.capabilities == ("multi-vector",)
 
 
 def parse_pairs(call: Call) -> ParsedEmbed:
@@ -623,7 +624,7 @@ def parse_tokenize(call: Call) -> ParsedTokenize:
     values, model_info = call.values, call.model_info
     texts = values.get(TEXTS)
     _check_not_empty(texts, TEXTS.name)
-    texts = parse_texts(texts, TEXTS.name, model_info.max_inputs)
+    texts = parse_texts(texts, TEXTS.name, model_info.config.max_inputs)
     name = values.get(PROMPT_NAME)
     prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
     adds = values.get(ADD_SPECIAL_TOKENS) is not False
@@ -671,7 +672,7 @@ class TokenLists:
 def parse_decode(call: Call) -> ParsedDecode:
     value = call.values.require(IDS)
     _check_not_empty(value, IDS.name)
-    lists = parse_inputs(value, IDS.name, call.model_info.max_inputs)
+    lists = parse_inputs(value, IDS.name, call.model_info.config.max_inputs)
     if isinstance(lists[0], str):
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
     skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False

@@ -90,7 +90,7 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
         call = call._replace(values=values)
     task = _task_of(values, model_info)
     requested = options.read_form(values, call.headers)
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.max_inputs)
+    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
     request = options.read_request(
         call, inputs, requested, output=task, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
     )
@@ -142,8 +142,8 @@ def render_arrays(
     if isinstance(collector, ScoreRows):
         scores = labels.scores_of(embedded, labels.head_of(model_info), activation)
         fragments = zip(_score_json(row, form) for row in scores)
-    elif model_info.score is not None:
-        activate = partial(labels.activated, head=model_info.score, activation=activation)
+    elif model_info.card.score is not None:
+        activate = partial(labels.activated, head=model_info.card.score, activation=activation)
         matrices = labels.matrices_of(embedded)
         if form == Form():
             fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in matrices)
@@ -169,7 +169,7 @@ def _score_json(scores: Scores, form: Form) -> bytes:
 
 def _check_rows(request: EmbedRequest, values: Values, model_info: ModelInfo) -> None:
     """Refuse the options that only vectors of inputs have. Raises BadRequest."""
-    width, are_tokens = request.output.width_of(model_info), request.output.is_per_token
+    width, are_tokens = request.output.width_of(model_info.card), request.output.is_per_token
     for field in options.DIMENSION_FIELDS:
         dimensions = values.get(field)
         if dimensions is not None and dimensions != width:
@@ -206,7 +206,7 @@ QUERIES = ("queries", "data_1", "text_1")
 def parse_score(call: Call) -> ParsedEmbed:
     """Scores have the model's own activation, as with vLLM."""
     values, model_info = call.values, call.model_info
-    (first, second), texts = _read_scored(values, model_info.max_inputs)
+    (first, second), texts = _read_scored(values, model_info.config.max_inputs)
     queries, documents = texts
     if len(queries) not in (1, len(documents)):
         raise BadRequest(
@@ -218,7 +218,7 @@ def parse_score(call: Call) -> ParsedEmbed:
         documents,
         second,
         partial(render_score, model=model_info.model, request_id=call.request_id),
-        activation="identity" if model_info.score is None else model_info.score.activation,
+        activation="identity" if model_info.card.score is None else model_info.card.score.activation,
     )
 
 
@@ -240,7 +240,7 @@ def render_score(embedded: Embedded, relevance: ranking.Relevance, *, model: str
 
 def parse_invocation(call: Call) -> ParsedEmbed | ParsedMessages:
     """By what the model is for."""
-    embeds = not set(EMBEDDINGS.needs).isdisjoint(call.model_info.capabilities)
+    embeds = not set(EMBEDDINGS.needs).isdisjoint(call.model_info.card.capabilities)
     return parse_embeddings(call) if embeds else parse_classify(call)
 
 
@@ -276,7 +276,7 @@ def parse_tokenize(call: Call) -> ParsedTokenize | ParsedMessages:
 
 def _tokenize(call: Call, texts: list[str], *, prompt: str, add_special_tokens: bool) -> ParsedTokenize:
     tokens = Tokens(wants_texts=call.values.get(RETURN_TOKEN_STRS) is True)
-    render = partial(render_tokenize, tokens, max_tokens=call.model_info.max_tokens)
+    render = partial(render_tokenize, tokens, max_tokens=call.model_info.config.max_tokens)
     return ParsedTokenize(texts, add_special_tokens, prompt, tokens, render)
 
 
@@ -311,7 +311,7 @@ def parse_detokenize(call: Call, key: str = "prompt") -> ParsedDecode:
 
 
 def version(model_infos: Sequence[ModelInfo], path: str) -> Response:
-    return json_response(200, {"version": model_infos[0].version})
+    return json_response(200, {"version": model_infos[0].config.version})
 
 
 _ERROR_TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 501: "NotImplementedError"}

@@ -1,61 +1,52 @@
 """Models that are not, or not only, for dense vectors, as dialects see them, and responses with rows of theirs."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import orjson
 
-from tests.support.asking import PLAIN, body_of, embedded_of, reports_of
+from tests.support.asking import PLAIN, body_of, changed, embedded_of, reports_of
 from vecd.gateway.api.operation import ParsedEmbed
 from vecd.gateway.tokenization.tokenizer import TokenVocabulary
 from vecd.model.steps import ScoreHead, SparseHead, TokenHead
-from vecd.shm.output import Output
 
 WORDS = ("[PAD]", "[CLS]", "[SEP]", "ada", "love", "##lace", "paris")
 VOCABULARY = TokenVocabulary(lambda token_id: WORDS[token_id] if token_id < len(WORDS) else None, "##")
 
-MOODS = replace(
+MOODS = changed(
     PLAIN,
     capabilities=("classify",),
-    outputs=frozenset((Output.SCORES,)),
     num_labels=3,
     score=ScoreHead(("sad", "glad", "mad"), "softmax", "cls"),
 )
-TOXIC = replace(MOODS, score=ScoreHead(("toxic", "insult", "threat"), "sigmoid", "cls"))
-RERANKER = replace(
+TOXIC = changed(MOODS, score=ScoreHead(("toxic", "insult", "threat"), "sigmoid", "cls"))
+RERANKER = changed(
     MOODS, capabilities=("rerank", "classify"), num_labels=1, score=ScoreHead(("LABEL_0",), "identity", "cls")
 )
-NER = replace(
+NER = changed(
     PLAIN,
     capabilities=("token-classify",),
-    outputs=frozenset((Output.TOKEN_SCORES,)),
     num_labels=3,
     score=ScoreHead(("O", "B-PER", "I-PER"), "softmax"),
     vocabulary=VOCABULARY,
 )
-SPLADE = replace(
+SPLADE = changed(
     PLAIN,
     capabilities=("sparse",),
-    outputs=frozenset((Output.SPARSE,)),
     vocab_size=7,
     sparse=SparseHead(()),
     vocabulary=VOCABULARY,
 )
-COLBERT = replace(
+COLBERT = changed(
     PLAIN,
     capabilities=("multi-vector",),
-    outputs=frozenset((Output.TOKEN_VECTORS,)),
     token_dim=2,
     dim=2,
     tokens=TokenHead(()),
 )
-M3 = replace(
+M3 = changed(
     SPLADE,
     capabilities=("dense", "sparse", "multi-vector"),
-    outputs=frozenset(
-        (Output.HYBRID, Output.VECTORS, Output.UNNORMALIZED, Output.TOKENS, Output.LEXICAL, Output.TOKEN_VECTORS)
-    ),
     dim=2,
     hidden_size=2,
     token_dim=2,

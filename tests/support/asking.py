@@ -1,6 +1,7 @@
 """Asks a dialect's operations in process: a body in, what is asked for out, and rows in, an answer out."""
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,37 +10,49 @@ import orjson
 import pytest
 from numpy.typing import NDArray
 
+from tests.support.pipelines import planned_config
 from vecd.gateway.api.large_json import Bounds, PieceReader
 from vecd.gateway.api.operation import Call, Operation, ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.config import GatewayConfig
+from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Collector, Embedded, InputReport, Overflow, Response, Source, Stages
+from vecd.gateway.request import Collector, Embedded, Identity, InputReport, Overflow, Response, Source, Stages
+from vecd.model.card import ModelCard
+from vecd.model.steps import Step
 
 REQUEST_ID = "req_1"
 STAGES = Stages(0.004, 0.001, 0.001, 0.002)
-PLAIN = ModelInfo(
-    model="minilm",
-    aliases=(),
-    is_strict=False,
-    dim=384,
-    hidden_size=384,
-    max_tokens=256,
-    is_normalized=True,
-    is_matryoshka=False,
-    matryoshka_dims=(),
-    pools_prompt=True,
-    model_type="bert",
-    pooling=("mean",),
-    max_inputs=4,
-    max_request_tokens=None,
-    max_body_bytes=1 << 20,
-    overflow=Overflow.TRUNCATE,
-    compute_type="cpu",
-    version="1.2.3",
-    created_at=1_700_000_000,
-)
-"""A model without prompts, under any name; tests replace what they are about."""
+_CARD = ModelCard("/models/minilm", "", "bert", 384, 384, 256, 30522, ("mean",), (Step("normalize"),), False, "")
+_OF_CARD = frozenset(each.name for each in fields(ModelCard))
+_OF_CONFIG = frozenset(each.name for each in fields(GatewayConfig))
+
+
+def changed(model_info: ModelInfo, **changes: Any) -> ModelInfo:
+    """The model with these changes of its configuration, of its card where the configuration has no such field, or of
+    itself."""
+    if (prompts := changes.get("prompts")) is not None:
+        changes["prompts"] = tuple(prompts.items())
+    if isinstance(overflow := changes.get("overflow"), Overflow):
+        changes["overflow"] = overflow.value
+    of_config = {name: changes.pop(name) for name in _OF_CONFIG & changes.keys()}
+    of_card = {name: changes.pop(name) for name in _OF_CARD & changes.keys()}
+    config = replace(model_info.config, **{"card": replace(model_info.card, **of_card), **of_config})
+    return replace(model_info, config=config, **changes)
+
+
+PLAIN = changed(
+    ModelInfo(
+        config=replace(planned_config(), card=_CARD),
+        residence=Residence(1, keep_alive_s=None, num_gateways=1, send=lambda message: None),
+        identity=Identity(),
+        created_at=1_700_000_000,
+    ),
+    model="minilm", aliases=(), max_tokens=256, max_inputs=4, max_body_bytes=1 << 20, overflow="truncate",
+    version="1.2.3", chat_template=None,
+)  # fmt: skip
+"""A model without prompts, under any name; tests change what they are about."""
 
 
 def ask(

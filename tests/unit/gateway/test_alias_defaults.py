@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.asking import PLAIN, body_of
+from tests.support.asking import PLAIN, body_of, changed
 from tests.support.cards import DENSE
 from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, serving
 from vecd.gateway.api.fields import Values
@@ -167,7 +167,7 @@ def test_tokens_are_those_of_an_embedding_by_the_alias():
 
 
 def info_of(defaults: AliasDefaults, **changes: Any) -> ModelInfo:
-    return replace(PLAIN, prompts=dict(CARD.prompts), **changes).by_alias(defaults)
+    return changed(PLAIN, prompts=dict(CARD.prompts), **changes).by_alias(defaults)
 
 
 def test_conversations_have_the_defaults_when_they_are_texts():
@@ -201,7 +201,7 @@ def test_raw_scores_of_a_ranking(operation, body, is_raw):
 
 def test_rankings_have_neither_the_prompt_nor_the_dimensions():
     info = info_of(AliasDefaults("a", prompt="p: ", dimensions=8, role="query"))
-    info = replace(info, capabilities=("dense", "multi-vector"))
+    info = changed(info, capabilities=("dense", "multi-vector"))
     operation = rerank.DIALECT.operations["POST /rerank"]
     body = {"query": "q", "documents": ["d"]}
     assert operation.embed is not None

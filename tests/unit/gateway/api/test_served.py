@@ -1,28 +1,20 @@
 """A model as dialects see it: the names, prompts and sizes of one, and what a name means where several are served."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.support.asking import PLAIN
-from tests.support.pipelines import planned_config
+from tests.support.asking import PLAIN, changed
 from vecd.gateway.api.served import PURPOSES, ModelInfo, Models, header_value
 from vecd.gateway.config import AliasDefaults
 from vecd.gateway.errors import BadRequest, ModelNotFound, Unavailable
 
-E5 = replace(PLAIN, model="e5", aliases=("org/e5",), prompts={"query": "query: ", "passage": "passage: "})
-NOMIC = replace(
+E5 = changed(PLAIN, model="e5", aliases=("org/e5",), prompts={"query": "query: ", "passage": "passage: "})
+NOMIC = changed(
     PLAIN, model="nomic-embed-text", prompts={"search_query": "search_query: ", "clustering": "clustering: "}
 )
-
-
-def test_what_is_configured_counts_more_than_the_card():
-    planned = planned_config()
-    card = replace(planned.card, max_tokens=512, is_matryoshka=False)
-    model_info = ModelInfo.of(replace(planned, card=card, max_tokens=128, is_matryoshka=True), 0, least_tokens=3)
-    assert (model_info.max_tokens, model_info.is_matryoshka) == (128, True)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +42,7 @@ def test_a_models_name_may_ask_for_a_prompt(name, prompt):
 
 
 def test_a_name_with_a_colon_may_be_the_models_own():
-    model_info = replace(E5, model="mxbai:query", aliases=("all-minilm:document",))
+    model_info = changed(E5, model="mxbai:query", aliases=("all-minilm:document",))
     assert model_info.prompt_of_model_name("mxbai:query") is None
     assert model_info.prompt_of_model_name("all-minilm:document") is None
     assert model_info.prompt_of_model_name("mxbai:query:document") == "passage: "
@@ -68,14 +60,14 @@ def test_a_prompts_name_with_a_mistake_in_it_is_told(name):
 @pytest.mark.parametrize("name", ["gpt", "", "E5", "other:query", "e5:v2", ":query", "query"])
 def test_other_models_are_not_found_where_names_matter(name):
     with pytest.raises(ModelNotFound) as caught:
-        replace(E5, is_strict=True).prompt_of_model_name(name)
+        changed(E5, is_strict=True).prompt_of_model_name(name)
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
     assert caught.value.message == f"The model `{name}` does not exist; this server has 'e5', 'org/e5'"
 
 
 @pytest.mark.parametrize("name", [None, "e5", "org/e5", "e5:query", "org/e5:passage", "e5:latest"])
 def test_the_models_own_names_are_found_where_they_matter(name):
-    assert replace(E5, is_strict=True).prompt_of_model_name(name) == E5.prompt_of_model_name(name)
+    assert changed(E5, is_strict=True).prompt_of_model_name(name) == E5.prompt_of_model_name(name)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +89,7 @@ def test_a_purpose_is_a_prompt_by_another_name(purpose, of_e5, of_nomic):
     ("own", "purpose"), [("query", "document"), ("query", "code.passage"), ("document", "search_query")]
 )
 def test_a_purpose_does_not_get_the_default_prompt_which_may_be_another_s(own, purpose):
-    model_info = replace(E5, prompts={own: "own: "}, default_prompt="own: ")
+    model_info = changed(E5, prompts={own: "own: "}, prompt="own: ")
     assert model_info.prompt_for(purpose) == ""
     assert model_info.prompt_of_model_name(f"e5:{purpose}") == ""
     assert (model_info.prompt_for(own), model_info.prompt_for("classification")) == ("own: ", None)
@@ -105,12 +97,12 @@ def test_a_purpose_does_not_get_the_default_prompt_which_may_be_another_s(own, p
 
 def test_no_purpose_is_without_its_own_prompt():
     for purpose in PURPOSES:
-        model_info = replace(PLAIN, prompts={**dict.fromkeys(PURPOSES, "other: "), purpose: "own: "})
+        model_info = changed(PLAIN, prompts={**dict.fromkeys(PURPOSES, "other: "), purpose: "own: "})
         assert model_info.prompt_for(purpose) == "own: "
 
 
 def test_a_purpose_that_nobody_knows_is_refused():
-    many = replace(PLAIN, prompts={f"prompt number {n} {'x' * 100}": "p" for n in range(100)})
+    many = changed(PLAIN, prompts={f"prompt number {n} {'x' * 100}": "p" for n in range(100)})
     for model_info in (E5, PLAIN, many):
         with pytest.raises(BadRequest, match=r"'task' must be one of .*, is 'image'") as caught:
             model_info.prompt_for("image", "task")
@@ -119,7 +111,7 @@ def test_a_purpose_that_nobody_knows_is_refused():
 
 
 def test_a_model_that_leaves_prompts_out_of_its_pooling_takes_none():
-    model_info = replace(E5, pools_prompt=False)
+    model_info = changed(E5, pools_prompt=False)
     for ask in (
         lambda: model_info.prompt_named("query", "prompt_name"),
         lambda: model_info.prompt_for("query", "prompt_name"),
@@ -154,7 +146,7 @@ NO_DIMENSIONS = "This model does not support specifying dimensions. Its vectors 
     ],
 )
 def test_dimensions(changes, dimensions, expected):
-    model_info = replace(PLAIN, **changes)
+    model_info = changed(PLAIN, **changes)
     if isinstance(expected, str):
         with pytest.raises(BadRequest) as caught:
             model_info.check_dimensions(dimensions, "d")
@@ -165,7 +157,7 @@ def test_dimensions(changes, dimensions, expected):
 
 
 def test_a_limit_that_leaves_no_room_for_a_text_names_its_field():
-    model_info = replace(PLAIN, least_tokens=3)
+    model_info = changed(PLAIN, least_tokens=3)
     assert model_info.check_max_tokens(3, "max_tokens") == 3
     with pytest.raises(BadRequest, match=r"'max_tokens' must be at least 3, .*, is 2") as caught:
         model_info.check_max_tokens(2, "max_tokens")
@@ -185,18 +177,18 @@ class Served:
 
 
 def served(model: str, *capabilities: str, **changes: Any) -> Served:
-    return Served(replace(PLAIN, model=model, capabilities=capabilities or ("dense",), **changes))
+    return Served(changed(PLAIN, model=model, capabilities=capabilities or ("dense",), **changes))
 
 
 MINILM = served(
     "minilm",
     aliases=("text-embedding-3-small", "Mini"),
     prompts={"query": "query: "},
-    folder_name="all-MiniLM-L6-v2",
+    folder="all-MiniLM-L6-v2",
 )
-BGE = served("BAAI/bge-m3", "dense", "sparse", folder_name="model")
-RANKER = served("ranker", "rerank", folder_name="model")
-TAGGED = served("nomic:query", folder_name="x")
+BGE = served("BAAI/bge-m3", "dense", "sparse", folder="model")
+RANKER = served("ranker", "rerank", folder="model")
+TAGGED = served("nomic:query", folder="x")
 ALL = (MINILM, BGE, RANKER, TAGGED)
 
 
@@ -248,7 +240,7 @@ def test_a_name_that_is_unknown(name):
 
 def test_an_alias_with_request_defaults_finds_its_model_with_them():
     defaults = AliasDefaults("Mini", prompt="x")
-    info = replace(MINILM.model_info, alias_defaults=(defaults,))
+    info = changed(MINILM.model_info, alias_defaults=(defaults,))
     plain, seen = Served(info), Served(info.by_alias(defaults))
     known = Models((plain, BGE), refuses_unknown=True, by_alias=(seen,))
     for name in ("Mini", "mini", "Mini:latest", "org/MINI", "Mini:query"):
@@ -265,7 +257,7 @@ def test_an_alias_with_request_defaults_finds_its_model_with_them():
 
 def test_exact_names_come_first():
     upper, lower = served("E5"), served("e5", aliases=("large",))
-    other = served("large", folder_name="E5")
+    other = served("large", folder="E5")
     found = Models((upper, lower, other), refuses_unknown=False)
     assert [found.find(name) for name in ("E5", "e5", "large")] == [upper, lower, other]
     assert found.find("e5 ") is None

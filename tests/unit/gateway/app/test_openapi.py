@@ -3,14 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
-from tests.support.asking import PLAIN
+from tests.support.asking import PLAIN, changed
 from vecd.gateway.app.app import DIALECTS, ROUTES
 from vecd.gateway.app.handle import OperationsHandler
 from vecd.gateway.app.openapi import describe_api
@@ -18,7 +17,7 @@ from vecd.gateway.app.routes import admin_table, public_table
 from vecd.gateway.errors import ApiError
 from vecd.gateway.telemetry.measures import GONE
 
-SERVED = replace(
+SERVED = changed(
     PLAIN, model="m", dim=8, hidden_size=8, max_tokens=16, max_inputs=7, max_request_tokens=1000, max_body_bytes=12345
 )
 PUBLIC = public_table(ROUTES, has_admin_listener=False, has_keys=True)
@@ -94,7 +93,7 @@ def test_limits_are_those_of_the_server(document):
         assert limit in description
     schema = json.dumps(document["paths"]["/v1/embeddings"]["post"]["requestBody"])
     assert '"maxItems": 7' in schema
-    without_limit = describe_api(PUBLIC, [replace(SERVED, max_request_tokens=None)], has_keys=False)
+    without_limit = describe_api(PUBLIC, [changed(SERVED, max_request_tokens=None)], has_keys=False)
     assert "any number of tokens" in without_limit["info"]["description"]
 
 
@@ -106,12 +105,12 @@ def body_fields(document: dict[str, Any], path: str) -> dict[str, Any]:
 
 def test_vectors_of_tokens_have_a_length_of_their_own():
     """Which some models' vectors have not."""
-    described = describe_api(PUBLIC, [replace(SERVED, hidden_size=12)], has_keys=False)
+    described = describe_api(PUBLIC, [changed(SERVED, hidden_size=12)], has_keys=False)
     assert body_fields(described, "/pooling")["dimensions"]["enum"] == [0, 8, 12, None]
     assert body_fields(described, "/v1/embeddings")["dimensions"]["enum"] == [0, 8, None]
     for path in ("/v1/embeddings", "/pooling"):
         assert body_fields(described, path)["truncate_prompt_tokens"]["maximum"] == 16
-    matryoshka = describe_api(PUBLIC, [replace(SERVED, hidden_size=12, is_matryoshka=True)], has_keys=False)
+    matryoshka = describe_api(PUBLIC, [changed(SERVED, hidden_size=12, is_matryoshka=True)], has_keys=False)
     assert body_fields(matryoshka, "/pooling")["dimensions"]["maximum"] == 12
     assert body_fields(matryoshka, "/v1/embeddings")["dimensions"]["maximum"] == 8
 
@@ -126,8 +125,8 @@ def test_keys_are_asked_for_only_where_there_are_some(document):
 
 # --- several models -------------------------------------------------------------------------------------------------
 
-OTHER = replace(SERVED, model="org/other", aliases=("o",), dim=5, hidden_size=5, max_tokens=32, max_inputs=9)
-RANKER = replace(SERVED, model="r", capabilities=("rerank",), dim=1, max_inputs=99)
+OTHER = changed(SERVED, model="org/other", aliases=("o",), dim=5, hidden_size=5, max_tokens=32, max_inputs=9)
+RANKER = changed(SERVED, model="r", capabilities=("rerank",), dim=1, max_inputs=99)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Routes that classify texts, pairs and tokens, in the shapes of text-embeddings-inference, Hugging Face, vLLM,
 infinity and Jina."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from jsonschema_rs import validator_for
 
 from tests.support.arrays import COLBERT, MOODS, NER, SPLADE, TOXIC, rendered, rows
-from tests.support.asking import PLAIN, answer, ask, body_of, refusal
+from tests.support.asking import PLAIN, answer, ask, body_of, changed, refusal
 from vecd.gateway.dialects import openai, tei, vllm
 from vecd.gateway.encoding.result import ScoreRows, TokenRows
 from vecd.gateway.errors import BadRequest, WrongModel
@@ -93,7 +92,7 @@ def test_other_inputs_are_refused(inputs, says):
 def test_the_activation_is_the_model_s_unless_the_request_says_otherwise(fields, model_info, expected):
     asked = ask(PREDICT, {"inputs": "a", **fields}, model_info=model_info)
     found = {item["label"]: item["score"] for item in rendered(asked, scores(LOGITS[:1]))}
-    assert [found[label] for label in model_info.score.labels] == pytest.approx(expected, rel=1e-12)
+    assert [found[label] for label in model_info.card.score.labels] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("model_info", [MOODS, PLAIN])
@@ -108,14 +107,14 @@ def test_long_texts_are_cut_or_refused_but_never_split():
     assert ask(PREDICT, {"inputs": "a", "truncate": False}, model_info=MOODS).request.tokenizing == Tokenizing(
         overflow=Overflow.ERROR, are_ids_of_model=True
     )
-    asked = ask(PREDICT, {"inputs": "a"}, model_info=replace(MOODS, overflow=Overflow.CHUNK))
+    asked = ask(PREDICT, {"inputs": "a"}, model_info=changed(MOODS, overflow=Overflow.CHUNK))
     assert asked.request.tokenizing.overflow is Overflow.ERROR
 
 
 @pytest.mark.parametrize("operation", [PREDICT, CLASSIFY])
 @pytest.mark.parametrize("model_info", [PLAIN, SPLADE])
 def test_a_model_that_classifies_nothing_says_what_it_is_for(operation, model_info):
-    with pytest.raises(WrongModel, match=f"This server's model is for: {model_info.capabilities[0]}"):
+    with pytest.raises(WrongModel, match=f"This server's model is for: {model_info.card.capabilities[0]}"):
         ask(operation, {"inputs": "a", "input": "a"}, model_info=model_info)
 
 
@@ -303,7 +302,7 @@ VECTORS = rows([1, 0], [0.6, 0.8], [1, 0], [0, 1])
 
 def predictions(**fields: Any) -> list[dict[str, Any]]:
     body = {"input": ["a", {"text": "b"}], "labels": ["x", "y"], **fields}
-    asked = ask(ZERO_SHOT, body, model_info=replace(PLAIN, dim=2, prompts={"classification": "c: "}))
+    asked = ask(ZERO_SHOT, body, model_info=changed(PLAIN, dim=2, prompts={"classification": "c: "}))
     assert (asked.request.inputs, asked.request.normalize) == (["a", "b", "x", "y"], True)
     assert asked.request.tokenizing.prompt == "c: "
     found: list[dict[str, Any]] = orjson.loads(body_of(answer(asked, VECTORS)))["data"]
@@ -329,7 +328,7 @@ def test_the_label_with_the_greatest_cosine_is_predicted():
     ],
 )
 def test_what_a_small_body_asks_for_by_two_lists_is_limited(num_texts, labels, says):
-    model_info = replace(PLAIN, max_inputs=2048)
+    model_info = changed(PLAIN, max_inputs=2048)
     ask(ZERO_SHOT, {"input": ["a"] * (num_texts - 1), "labels": labels}, model_info=model_info)
     error = refusal(ZERO_SHOT, {"input": ["a"] * num_texts, "labels": labels}, model_info)
     assert error.param == "labels"

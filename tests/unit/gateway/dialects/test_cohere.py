@@ -1,20 +1,19 @@
 """Cohere's dialect: what its golden file cannot show, of one server without prompts."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.asking import PLAIN, answer, ask, body_of
+from tests.support.asking import PLAIN, answer, ask, body_of, changed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.cohere import DIALECT
 from vecd.gateway.errors import BadRequest, ModelNotFound
 from vecd.gateway.request import EmbedRequest, Overflow, Priority
 
 EMBED = DIALECT.operations["POST /v2/embed"]
-E5 = replace(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True)
+E5 = changed(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True)
 
 
 def parse(body: dict[str, Any], model_info: ModelInfo = E5, headers: dict[str, str] | None = None) -> EmbedRequest:
@@ -42,12 +41,12 @@ def test_an_input_type_that_contradicts_the_model_name_is_refused():
 
 
 def test_images_are_texts_where_the_model_has_a_prompt_of_that_name():
-    model_info = replace(PLAIN, prompts={"image": "an image of "})
+    model_info = changed(PLAIN, prompts={"image": "an image of "})
     assert parse({"input_type": "image"}, model_info).tokenizing.prompt == "an image of "
 
 
 def test_another_model_is_refused_where_names_matter():
-    strict = replace(E5, is_strict=True, aliases=("embed-v4.0",))
+    strict = changed(E5, is_strict=True, aliases=("embed-v4.0",))
     parse({"model": "embed-v4.0"}, strict)
     with pytest.raises(ModelNotFound):
         parse({"model": "embed-v3.0"}, strict)
@@ -58,7 +57,7 @@ def test_another_model_is_refused_where_names_matter():
     [
         ({}, None, None, None),
         ({"truncate": "NONE", "max_tokens": 16}, Overflow.ERROR, 16, None),
-        ({"truncate": "START", "max_tokens": E5.max_tokens}, Overflow.TRUNCATE_LEFT, None, None),
+        ({"truncate": "START", "max_tokens": E5.config.max_tokens}, Overflow.TRUNCATE_LEFT, None, None),
         ({"truncate": "END", "max_tokens": 128_000, "output_dimension": 64}, Overflow.TRUNCATE, None, 64),
     ],
 )
@@ -70,7 +69,7 @@ def test_options(body, overflow, max_tokens, dimensions):
 
 def test_int8_of_vectors_that_are_not_of_length_1_is_refused():
     with pytest.raises(BadRequest) as caught:
-        parse({"embedding_types": ["int8"]}, replace(E5, is_normalized=False))
+        parse({"embedding_types": ["int8"]}, changed(E5, steps=()))
     assert caught.value.param == "embedding_types"
 
 

@@ -1,7 +1,6 @@
 """Whatever a body has in the fields of Cohere, Ollama and text-embeddings-inference, it is taken or refused in the
 dialect's shape, and no refusal quotes what was to be embedded. Without a server: parsing is pure."""
 
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arrays import MOODS, RERANKER, SPLADE
-from tests.support.asking import PLAIN, body_of
+from tests.support.asking import PLAIN, body_of, changed
 from vecd.gateway.api.fields import Field
 from vecd.gateway.api.operation import Call, Operation, ParsedDecode, ParsedEmbed, ParsedStay, ParsedTokenize
 from vecd.gateway.dialects import cohere, ollama, tei
@@ -25,7 +24,7 @@ OPERATIONS = {
     if operation.describe is None
 }
 """Each once, at whatever paths it is."""
-SERVED = replace(
+SERVED = changed(
     PLAIN, max_tokens=16, max_inputs=2, prompts={"query": "query: "}, is_matryoshka=True, overflow=Overflow.CHUNK
 )
 KINDS = {"dense": SERVED, "classify": MOODS, "rerank": RERANKER, "sparse": SPLADE}
@@ -78,7 +77,7 @@ def test_a_body_is_taken_or_refused(dialect, operation, data, is_strict):
     run = operation.embed or operation.reply
     assert run is not None
     try:
-        asked = run(Call(operation.fields.read(body), {}, replace(model_info, is_strict=is_strict), "req_1"))
+        asked = run(Call(operation.fields.read(body), {}, changed(model_info, is_strict=is_strict), "req_1"))
     except (BadRequest, NotFound, WrongModel) as error:
         refusal = body_of(dialect.render_error(error))
         assert SECRET.encode() not in refusal
@@ -87,6 +86,6 @@ def test_a_body_is_taken_or_refused(dialect, operation, data, is_strict):
     if not isinstance(asked, ParsedEmbed):
         assert isinstance(asked, Response | ParsedTokenize | ParsedDecode | ParsedStay)
         return
-    assert 1 <= len(asked.request.inputs) <= model_info.max_inputs
+    assert 1 <= len(asked.request.inputs) <= model_info.config.max_inputs
     assert asked.request.forms
     assert dialect is tei.DIALECT or all(type(text) is str for text in asked.request.inputs)

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.asking import PLAIN, ask, refusal
+from tests.support.asking import PLAIN, ask, changed, refusal
 from tests.support.cards import DENSE
 from vecd.gateway.api.operation import ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.dialects.openai import EMBEDDINGS
 from vecd.gateway.request import LateChunking, Overflow
 from vecd.model.steps import Step
@@ -52,7 +53,7 @@ def test_without_it_a_request_is_as_any_other(value):
 )
 def test_a_text_that_is_too_long_is_an_error_unless_it_may_be_truncated(default, fields, overflow):
     """Whatever the server's own policy is: a chunk that is missing would not be noticed."""
-    asked = parse(replace(PLAIN, overflow=default), late_chunking=True, **fields).request
+    asked = parse(changed(PLAIN, overflow=default), late_chunking=True, **fields).request
     assert asked.tokenizing.overflow is overflow
 
 
@@ -104,17 +105,17 @@ def test_binary_answers_have_no_place_for_ranges():
         assert refusal(EMBEDDINGS, body).param == "encoding_format"
 
 
-BOTH = replace(PLAIN, capabilities=("dense", "multi-vector"))
+BOTH = changed(PLAIN, capabilities=("dense", "multi-vector"))
 CHAT = [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize(
     ("model_info", "fields", "says"),
     [
-        (replace(PLAIN, pools_states=False, pooling=("mean", "max")), {}, "this one has the pooling mean + max"),
-        (replace(PLAIN, pools_states=False), {}, "this one has more behind it"),
+        (changed(PLAIN, pooling=("mean", "max")), {}, "this one has the pooling mean + max"),
+        (changed(PLAIN, steps=(Step("dense"), Step("normalize"))), {}, "this one has more behind it"),
         (BOTH, {"output": ["dense", "multi-vector"]}, "'late_chunking' is for dense vectors"),
-        (replace(PLAIN, has_chat_template=True), {"messages": CHAT}, "not for 'messages'"),
+        (changed(PLAIN, chat_template=ChatTemplateSpec("", {}, ())), {"messages": CHAT}, "not for 'messages'"),
     ],
 )
 def test_what_is_no_mean_of_a_text_is_refused(model_info, fields, says):

@@ -1,13 +1,12 @@
 """Ollama's dialect: what its golden file cannot show, of one server without prompts and strict names."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.support.asking import PLAIN, ask, body_of
+from tests.support.asking import PLAIN, ask, body_of, changed
 from vecd.gateway.api.operation import Call
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.app.app import ROUTES, render_error
@@ -15,8 +14,8 @@ from vecd.gateway.dialects.ollama import DIALECT
 from vecd.gateway.errors import ApiError, BadRequest, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.request import EmbedRequest, Overflow, Priority, Response
 
-NAMED = replace(PLAIN, aliases=("all-minilm", "all-minilm:33m"), prompts={"query": "query: "}, is_matryoshka=True)
-STRICT = replace(NAMED, is_strict=True)
+NAMED = changed(PLAIN, aliases=("all-minilm", "all-minilm:33m"), prompts={"query": "query: "}, is_matryoshka=True)
+STRICT = changed(NAMED, is_strict=True)
 PATHS = ("embed", "embeddings")
 
 
@@ -53,7 +52,7 @@ def test_truncate(truncate, overflow):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("num_ctx", "max_tokens"), [(16, 16), (None, None), (NAMED.max_tokens, None), (8192, None)])
+@pytest.mark.parametrize(("num_ctx", "max_tokens"), [(16, 16), (None, None), (256, None), (8192, None)])
 def test_num_ctx_bounds_a_text(path, num_ctx, max_tokens):
     assert requested({"options": {"num_ctx": num_ctx}}, path).tokenizing.max_tokens == max_tokens
 
@@ -126,14 +125,14 @@ def test_a_digest_is_of_the_model_that_is_served(path):
     """Ollama's command shows twelve characters of it, and has no model without."""
     [model] = listed(PLAIN, path)
     assert re.fullmatch("[0-9a-f]{64}", model["digest"])
-    same = replace(PLAIN, aliases=("alias",), created_at=5, max_inputs=1, is_strict=True)
+    same = changed(PLAIN, aliases=("alias",), created_at=5, max_inputs=1, is_strict=True)
     assert {other["digest"] for other in listed(same, path)} == {model["digest"]}
     for change in (
-        {"model": "m"}, {"version": "2"}, {"dim": 8}, {"max_tokens": 8}, {"pooling": ("cls",)}, {"default_prompt": "p"},
+        {"model": "m"}, {"version": "2"}, {"dim": 8}, {"max_tokens": 8}, {"pooling": ("cls",)}, {"prompt": "p"},
         {"prompts": {"query": "q"}}, {"weights_bytes": 7},
     ):  # fmt: skip
-        assert listed(replace(PLAIN, **change), path)[0]["digest"] != model["digest"]
-    assert listed(replace(PLAIN, weights_bytes=7), path)[0]["size"] == 7
+        assert listed(changed(PLAIN, **change), path)[0]["digest"] != model["digest"]
+    assert listed(changed(PLAIN, weights_bytes=7), path)[0]["size"] == 7
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ answered. The golden files have the rest."""
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import asking
-from tests.support.asking import PLAIN, answer, ask, body_of
+from tests.support.asking import PLAIN, answer, ask, body_of, changed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.openai import DIALECT, EMBEDDINGS
 from vecd.gateway.errors import ApiError, BadRequest
@@ -32,9 +31,7 @@ from vecd.gateway.request import (
 )
 from vecd.shm.output import Output
 
-E5 = replace(
-    PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True, default_prompt="default: "
-)
+E5 = changed(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True, prompt="default: ")
 CUT, LEFT, ERROR, CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.ERROR, Overflow.CHUNK
 
 
@@ -143,7 +140,7 @@ def test_prompts(fields, prompt):
 
 
 def test_a_prompt_may_have_the_name_of_a_kind_of_input():
-    model_info = replace(PLAIN, prompts={"text": "text: "})
+    model_info = changed(PLAIN, prompts={"text": "text: "})
     assert parse(model_info, input_type="text").tokenizing == Tokenizing("text: ")
     assert parse(model_info, input_type="string").tokenizing == Tokenizing()
 
@@ -180,7 +177,7 @@ def test_overflow(fields, overflow, max_tokens):
     ],
 )
 def test_what_a_request_leaves_open_is_the_servers_to_say(fields, of_the_server, overflow):
-    assert parse(replace(PLAIN, overflow=of_the_server), **fields).tokenizing.overflow is overflow
+    assert parse(changed(PLAIN, overflow=of_the_server), **fields).tokenizing.overflow is overflow
 
 
 @pytest.mark.parametrize(
@@ -221,7 +218,7 @@ def test_no_field_is_ever_ignored():
         if len(sides) > 1:
             left = set()
         for of_the_server in Overflow:
-            model_info = replace(PLAIN, overflow=of_the_server)
+            model_info = changed(PLAIN, overflow=of_the_server)
             if not left:
                 assert "contradict" in refusal(model_info, **fields).message
             else:
@@ -281,7 +278,7 @@ def test_forms(fields, form):
 
 @pytest.mark.parametrize("name", ["output_dtype", "embedding_type", "encoding_type"])
 def test_a_form_that_the_vectors_cannot_have_names_the_field_that_asked(name):
-    error = refusal(replace(PLAIN, dim=12), **{name: "binary"})
+    error = refusal(changed(PLAIN, dim=12), **{name: "binary"})
     assert error.param == name
     assert "a multiple of 8; there are 12" in error.message
     error = refusal(E5, dimensions=384, output_dimension=None, **{name: "binary", "truncate_dim": 12})
@@ -382,12 +379,12 @@ def rendered(
 
 @pytest.mark.parametrize("model", ["mödel", "a b", 'a"\r\nb', ""])
 def test_a_name_that_no_header_can_hold_is_left_out(model):
-    _, response = rendered(replace(PLAIN, model=model), encoding_format="bytes")
+    _, response = rendered(changed(PLAIN, model=model), encoding_format="bytes")
     assert "x-vecd-model" not in response.headers
     assert response.headers["metadata"].isascii()
     assert response.headers["metadata"].isprintable()
     assert json.loads(response.headers["metadata"])["model"] == model
-    assert json.loads(rendered(replace(PLAIN, model=model))[0])["model"] == model
+    assert json.loads(rendered(changed(PLAIN, model=model))[0])["model"] == model
 
 
 def test_rows_are_described_as_with_vllm():
@@ -413,7 +410,7 @@ def test_a_description_that_no_proxy_takes_has_no_spans(num_inputs, has_spans):
     asked = ask(
         EMBEDDINGS,
         {"input": ["a"] * num_inputs, "encoding_format": "bytes"},
-        model_info=replace(PLAIN, max_inputs=2048),
+        model_info=changed(PLAIN, max_inputs=2048),
     )
     response = answer(asked, np.ones((num_inputs, 384), np.float32))
     assert len(response.headers["metadata"]) <= 3072
@@ -440,7 +437,7 @@ def described(operation: str, path: str, model_info: ModelInfo) -> Any:
 
 @pytest.mark.parametrize(("pools_prompt", "with_prompts"), [(True, ["org/e5:query"]), (False, [])])
 def test_models_are_listed_by_all_names_and_by_prompts_that_can_be_served(pools_prompt, with_prompts):
-    named = replace(PLAIN, model="org/e5", aliases=("a",), prompts={"query": "query: "}, pools_prompt=pools_prompt)
+    named = changed(PLAIN, model="org/e5", aliases=("a",), prompts={"query": "query: "}, pools_prompt=pools_prompt)
     listed = described("GET /v1/models", "/v1/models", named)
     assert [model["id"] for model in listed["data"]] == ["org/e5", "a", *with_prompts]
 
@@ -451,7 +448,7 @@ def test_models_are_listed_by_all_names_and_by_prompts_that_can_be_served(pools_
     ["minilm", "org/alias", "minilm:latest", "minilm:query", "minilm:pasage", "minilm:v2", "gpt-4"],
 )
 def test_a_model_that_embeds_can_be_retrieved_and_no_other(name, is_strict):
-    model_info = replace(PLAIN, aliases=("org/alias",), prompts={"query": "q: "}, is_strict=is_strict)
+    model_info = changed(PLAIN, aliases=("org/alias",), prompts={"query": "q: "}, is_strict=is_strict)
 
     def outcome(call: Callable[[], object]) -> object:
         try:

@@ -2,14 +2,13 @@
 
 import base64
 import struct
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.arrays import COLBERT, M3, SPLADE, render, rendered, rows
-from tests.support.asking import PLAIN, ask, refusal
+from tests.support.asking import PLAIN, ask, changed, refusal
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import openai, tei, vllm
 from vecd.gateway.encoding.forms import HybridRows
@@ -68,7 +67,7 @@ def test_tei_s_options_and_ours():
     request = ask(EMBED_SPARSE, {"inputs": [[1, 2]], "input_type": "query", **fields}, model_info=M3).request
     assert (request.output, request.sparse) == (Output.LEXICAL, SparseOptions(5, 0.5))
     assert (request.tokenizing.overflow, request.tokenizing.role) == (Overflow.TRUNCATE_LEFT, Role.QUERY)
-    chunking = replace(SPLADE, overflow=Overflow.CHUNK)
+    chunking = changed(SPLADE, overflow=Overflow.CHUNK)
     assert ask(EMBED_SPARSE, {"inputs": "a"}, model_info=chunking).request.tokenizing.overflow is Overflow.ERROR
 
 
@@ -143,7 +142,7 @@ def test_all_kinds_in_one_response():
 
 
 def test_a_dense_vector_of_another_length_among_several_kinds():
-    other = replace(M3, is_normalized=False)
+    other = changed(M3, steps=())
     fields = {"input": "a", "output": ["dense", "sparse"]}
     collected = hybrid_rows()
     collected.dense[0] = [3, 4]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import orjson
 import pytest
 
 from tests.support.arrays import COLBERT, NER, SPLADE
-from tests.support.asking import PLAIN, ask, embedded_of
+from tests.support.asking import PLAIN, ask, changed, embedded_of
 from vecd.gateway.api.operation import ParsedEmbed
 from vecd.gateway.app import handle
 from vecd.gateway.dialects import openai, tei, vllm
@@ -63,7 +62,7 @@ TOKENS: dict[str, Any] = {"token_ids": (AT,), "offsets": (np.stack([AT, AT + 1],
 @pytest.mark.parametrize("is_one_span", [False, True])
 def test_entities_are_found_so_many_tokens_at_a_time(operation, field, aggregation, is_one_span):
     seen: list[int] = []
-    model_info = replace(NER, vocabulary=seen_vocabulary(seen))
+    model_info = changed(NER, vocabulary=seen_vocabulary(seen))
     body = {field: "x" * NUM, "aggregation_strategy": aggregation, "ignore_labels": []}
     collected = token_rows(3)
     if is_one_span:
@@ -134,7 +133,7 @@ def test_pieces_of_a_matrix_make_what_its_rows_make_together(width, encoding, dt
 
 def test_weights_of_a_sparse_vector_are_written_so_many_at_a_time():
     seen: list[int] = []
-    model_info = replace(SPLADE, vocab_size=NUM, vocabulary=seen_vocabulary(seen))
+    model_info = changed(SPLADE, vocab_size=NUM, vocabulary=seen_vocabulary(seen))
     collected = SparseRows(1, SparseOptions())
     collected.put(0, np.arange(1, NUM + 1, dtype=np.float32)[None])
     for operation, body in (
@@ -147,13 +146,13 @@ def test_weights_of_a_sparse_vector_are_written_so_many_at_a_time():
             assert piece.count(b",") <= 2 * TOKENS_PER_STEP
             assert len(seen) - num_before <= TOKENS_PER_STEP
             num_before = len(seen)
-    large = ask(SPARSE, {"inputs": "a" * 5_000}, model_info=replace(model_info, max_tokens=8192))
+    large = ask(SPARSE, {"inputs": "a" * 5_000}, model_info=changed(model_info, max_tokens=8192))
     assert large.is_large, "a long text may have as many weights as characters"
 
 
 def test_labels_of_zero_shot_are_written_so_many_at_a_time():
     names = [f"n{index}" for index in range(NUM)]
-    asked = ask(ZERO_SHOT, {"input": ["a", "b"], "labels": names}, model_info=replace(PLAIN, max_inputs=2 * NUM))
+    asked = ask(ZERO_SHOT, {"input": ["a", "b"], "labels": names}, model_info=changed(PLAIN, max_inputs=2 * NUM))
     matrix = Matrix(NUM + 2, 2)
     matrix.put(0, np.random.default_rng(1).normal(size=(NUM + 2, 2)).astype(np.float32))
     pieces = list(pieces_of(asked, matrix))

@@ -3,7 +3,6 @@ model that ranks and of one that does not."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from jsonschema_rs import validator_for
 
 from tests.support.arrays import COLBERT, MOODS, RERANKER, rows
-from tests.support.asking import PLAIN, ask, body_of, embedded_of, read_in_pieces, refusal
+from tests.support.asking import PLAIN, ask, body_of, changed, embedded_of, read_in_pieces, refusal
 from vecd.gateway.api.operation import Operation
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import rerank, tei, vllm
@@ -32,12 +31,12 @@ SCORE = vllm.DIALECT.operations["POST /v1/score"]
 DOCUMENTS = ["one", "two", "three"]
 BODY: dict[str, Any] = {"model": "m", "query": "q", "documents": DOCUMENTS}
 
-CROSS_ENCODER = replace(RERANKER, max_inputs=6)
-OF_SIGMOID = replace(CROSS_ENCODER, score=ScoreHead(("LABEL_0",), "sigmoid", "cls"))
-TWO_LABELS = replace(CROSS_ENCODER, num_labels=2, score=ScoreHead(("no", "yes"), "softmax", "cls"))
+CROSS_ENCODER = changed(RERANKER, max_inputs=6)
+OF_SIGMOID = changed(CROSS_ENCODER, score=ScoreHead(("LABEL_0",), "sigmoid", "cls"))
+TWO_LABELS = changed(CROSS_ENCODER, num_labels=2, score=ScoreHead(("no", "yes"), "softmax", "cls"))
 TEMPLATE = PairTemplate("<Instruct>: {instruction}\n<Query>: ", "\n<Document>: ", "", "rank")
-WITH_INSTRUCTION = replace(CROSS_ENCODER, score=ScoreHead(("LABEL_0",), "sigmoid", "lasttoken", pair_template=TEMPLATE))
-MULTI_VECTOR = replace(COLBERT, max_inputs=6)
+WITH_INSTRUCTION = changed(CROSS_ENCODER, score=ScoreHead(("LABEL_0",), "sigmoid", "lasttoken", pair_template=TEMPLATE))
+MULTI_VECTOR = changed(COLBERT, max_inputs=6)
 
 
 def of_logits(logits: Sequence[Any], **changes: Any) -> Embedded:
@@ -155,7 +154,7 @@ def test_voyage_s_clients_get_data(operation, fields, key):
 
 
 def test_units_are_cohere_s():
-    many = replace(CROSS_ENCODER, max_inputs=1000)
+    many = changed(CROSS_ENCODER, max_inputs=1000)
     answer = rank(RERANK, {**BODY, "documents": ["x"] * 101}, [0.0] * 101, many)
     assert answer["meta"]["billed_units"]["search_units"] == 2
 
@@ -239,7 +238,7 @@ def test_a_long_document_is_cut_unless_the_server_or_the_request_says_otherwise(
     operation, fields, server, expected, in_pieces
 ):
     body = {"query": "q" * 400, "texts": ["d" * 900], **fields}
-    model_info = replace(CROSS_ENCODER, overflow=server)
+    model_info = changed(CROSS_ENCODER, overflow=server)
     request = ask(operation, body, model_info=model_info, in_pieces=in_pieces).request
     assert request.inputs == [Pair("q" * 400, "d" * 900)]
     assert request.tokenizing.overflow is expected
@@ -254,7 +253,7 @@ def test_limits_instruction_and_the_name_of_the_model_are_passed_on():
     zero = ask(RERANK, {**BODY, "max_tokens_per_doc": 0}, model_info=CROSS_ENCODER).request.tokenizing
     assert zero.max_document_tokens is None
     with pytest.raises(ModelNotFound):
-        ask(RERANK, BODY, model_info=replace(CROSS_ENCODER, is_strict=True))
+        ask(RERANK, BODY, model_info=changed(CROSS_ENCODER, is_strict=True))
 
 
 # --- models -----------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """text-embeddings-inference's dialect: what its golden file cannot show, of one server without prompts: prompts,
 defaults, the table of errors."""
 
-from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.support.asking import PLAIN, ask, body_of
+from tests.support.asking import PLAIN, ask, body_of, changed
 from vecd.gateway import errors
 from vecd.gateway.api.operation import Call, ParsedTokenize
 from vecd.gateway.api.served import ModelInfo
@@ -15,7 +14,7 @@ from vecd.gateway.dialects.tei import DIALECT, render_error
 from vecd.gateway.request import EmbedRequest, Encoding, Overflow, Priority
 from vecd.shm.output import Output
 
-E5 = replace(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, default_prompt="default: ")
+E5 = changed(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, prompt="default: ")
 COMPARED = {"source_sentence": "a", "sentences": ["b"]}
 _CUT, _CUT_LEFT, _ERROR, _CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.ERROR, Overflow.CHUNK
 
@@ -46,7 +45,7 @@ def request_of(
 @pytest.mark.parametrize("path", ["/embed", "/embed_all"])
 def test_what_becomes_of_a_long_text(path, default, truncate, direction, expected):
     """It is not split where every token counts."""
-    request = request_of(path, replace(E5, overflow=default), truncate=truncate, truncation_direction=direction)
+    request = request_of(path, changed(E5, overflow=default), truncate=truncate, truncation_direction=direction)
     is_of_tokens = path == "/embed_all"
     assert request.output is (Output.TOKENS if is_of_tokens else Output.VECTORS)
     assert request.tokenizing.overflow is (_ERROR if is_of_tokens and expected is _CHUNK else expected)
@@ -82,7 +81,7 @@ def test_the_name_of_a_model_in_the_path_is_a_name_as_elsewhere():
     with pytest.raises(errors.BadRequest, match="'model' and 'prompt_name' contradict each other"):
         request_of(path, model=named, prompt_name="passage")
     with pytest.raises(errors.ModelNotFound):
-        request_of(path, replace(E5, is_strict=True), model="org/another")
+        request_of(path, changed(E5, is_strict=True), model="org/another")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_options_mean_the_same_wherever_they_stand(path, inputs):
     if path != "/embed_all":
         options["dimensions"] = 64
     asked = [
-        request_of(path, replace(E5, is_matryoshka=True), inputs=inputs, **body)
+        request_of(path, changed(E5, is_matryoshka=True), inputs=inputs, **body)
         for body in (
             options,
             {"parameters": options},
@@ -150,7 +149,7 @@ def test_headers_that_mean_the_same_everywhere():
 
 def test_tokens_that_have_no_room_are_refused():
     with pytest.raises(errors.WrongModel, match="768 dimensions, and there is room for the 384"):
-        request_of("/embed_all", replace(E5, hidden_size=768, outputs=frozenset({Output.VECTORS})))
+        request_of("/embed_all", changed(E5, hidden_size=768))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
 """vLLM's dialect: every exchange to the byte, and its vectors beside those of /v1/embeddings."""
 
-from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.support.asking import PLAIN, ask, body_of, read_in_pieces, refusal
+from tests.support.asking import PLAIN, ask, body_of, changed, read_in_pieces, refusal
 from vecd.gateway import errors
 from vecd.gateway.api.operation import Call, Operation, ParsedDecode, ParsedEmbed, ParsedMessages, ParsedTokenize
 from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.dialects.openai import EMBEDDINGS
 from vecd.gateway.dialects.vllm import DIALECT
 from vecd.gateway.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
@@ -18,8 +18,8 @@ from vecd.shm.output import Output
 POOLING = DIALECT.operations["POST /pooling"]
 TOKENIZE = DIALECT.operations["POST /tokenize"]
 DETOKENIZE = DIALECT.operations["POST /detokenize"]
-E5 = replace(PLAIN, prompts={"query": "query: "}, default_prompt="default: ")
-CHATTY = replace(E5, has_chat_template=True)
+E5 = changed(PLAIN, prompts={"query": "query: "}, prompt="default: ")
+CHATTY = changed(E5, chat_template=ChatTemplateSpec("", {}, ()))
 DEEP: Any = orjson.loads("[" * 300 + "]" * 300)
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "name": "b"}]
 
@@ -35,7 +35,7 @@ def test_pooling_takes_what_embeddings_take():
     request = ask(POOLING, {**fields, "task": "token_embed"}, model_info=E5).request
     assert (request.output, request.normalize) == (Output.TOKENS, True)
     fields = {"input": "a", "task": "token_embed", "normalize": False, "dimensions": 384, "truncate_prompt_tokens": -1}
-    request = ask(POOLING, fields, model_info=replace(PLAIN, overflow=Overflow.CHUNK)).request
+    request = ask(POOLING, fields, model_info=changed(PLAIN, overflow=Overflow.CHUNK)).request
     assert (request.output, request.normalize, request.dimensions) == (Output.TOKENS, False, None)
     assert request.tokenizing.overflow is Overflow.TRUNCATE, "which the request says, whatever the server's default"
 
@@ -44,7 +44,7 @@ def test_pooling_takes_what_embeddings_take():
     ("fields", "model_info", "param", "says"),
     [
         ({"task": "token_embed", "truncate_dim": 1}, PLAIN, "truncate_dim", "must be 384, as many as a token's"),
-        ({"task": "token_embed"}, replace(PLAIN, overflow=Overflow.CHUNK), "overflow", "does not go with chunks"),
+        ({"task": "token_embed"}, changed(PLAIN, overflow=Overflow.CHUNK), "overflow", "does not go with chunks"),
         ({"report": True, "encoding_format": "bytes"}, PLAIN, "report", "is part of a JSON answer"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_text_is_tokenized_as_it_would_be_embedded(model, prompt):
 
 
 def test_another_models_tokens_are_not_counted_where_names_matter():
-    strict = replace(PLAIN, is_strict=True)
+    strict = changed(PLAIN, is_strict=True)
     for read, body in ((tokenize, {"prompt": "a"}), (detokenize, {"tokens": [1]})):
         with pytest.raises(errors.ModelNotFound):
             read({**body, "model": "gpt"}, strict)
