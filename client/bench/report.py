@@ -4,8 +4,8 @@ Owns latencies, counts and percentiles, which requests count, and the check of r
 its name. Reads no clock and opens no socket.
 """
 
-import ast
 import functools
+import io
 import math
 import re
 from array import array
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional, TypeAlias
+from typing import Optional, TypeAlias
 
 import orjson
 
@@ -28,26 +28,17 @@ class Window:
     `sent_at` is always the moment at which a request should have been sent; in an open loop, that of its arrival.
     - By time, in a closed loop: the requests that *end* inside it. So the rate is right: the window loses the requests
       under way when it closes, and gains those under way when it opened.
-    - By time, in an open loop (`is_by_arrival`): the requests that *arrive* inside it, however late they end, or an
-      overloaded server's slowest answers would be missing. Rates are still counted by end.
+    - By time, in an open loop: the requests that *arrive* inside it, however late they end, or an overloaded server's
+      slowest answers would be missing. Rates are still counted by end.
     - By number: those requests, and none of the warm-up's, from the start of the first one.
     """
 
-    def __init__(
-        self,
-        started_at: float,
-        warmup_s: float,
-        duration_s: float,
-        *,
-        num_requests: int | None = None,
-        is_by_arrival: bool = False,
-    ) -> None:
-        self.started_at = started_at
-        self.opens_at = started_at + warmup_s
-        self.closes_at = math.inf if num_requests is not None else self.opens_at + duration_s
+    def __init__(self, load: Load, started_at: float) -> None:
+        self._num_left = load.num_requests
+        self.opens_at = started_at + load.warmup_s
+        self.closes_at = math.inf if self._num_left is not None else self.opens_at + load.duration_s
         """From here on no request starts; infinite for a run by number."""
-        self._num_left = num_requests
-        self._is_by_start = is_by_arrival or num_requests is not None
+        self._is_by_start = load.rate_per_s is not None or self._num_left is not None
         self._first_sent_at: float | None = None
 
     def may_send(self, now: float) -> bool:
@@ -86,32 +77,20 @@ _TOTAL_TOKENS = re.compile(rb'"total_tokens"\s*:\s*(\d+)')
 _TAIL_BYTES = 256
 _FLOAT32_BYTES = 4
 _NPY_MAGIC = b"\x93NUMPY"
-_NPY_ITEM = re.compile(r"[<>=|][fiu](\d+)")
+
+ReadResponse: TypeAlias = Callable[[ServerResponse, int], int]
+"""Checks that a response 200 has `num_texts` embeddings. Returns its tokens, 0 if the server does not say. Raises
+BadResponse when it has not."""
 
 
-class Receipt(NamedTuple):
-    num_embeddings: int
-    num_tokens: int
-    """0 when the server does not say."""
-
-
-ReadResponse: TypeAlias = Callable[[ServerResponse, int], Receipt]
-"""Checks that a response 200 has `num_texts` embeddings, and counts its tokens. Raises BadResponse when it has not."""
-
-
-def read_json(response: ServerResponse, num_texts: int) -> Receipt:
+def read_json(response: ServerResponse, num_texts: int) -> int:
     """OpenAI's JSON, with any encoding of the embeddings."""
     body = response.body
     usage = _TOTAL_TOKENS.search(body, max(0, len(body) - _TAIL_BYTES))
     # Once per item, and in nothing else: no value of such a response can hold a quote followed by a colon.
     if usage is not None and body.count(b'"embedding":') == num_texts:
-        return Receipt(num_texts, int(usage[1]))
-    return _parse_json(body, num_texts)
-
-
-def _parse_json(body: bytes, num_texts: int) -> Receipt:
-    """For servers that write it in another order or spacing."""
-    try:
+        return int(usage[1])
+    try:  # another order or spacing
         fields: JsonObject = orjson.loads(body)
         vectors = [item["embedding"] for item in fields["data"]]
         num_tokens = int((fields.get("usage") or {}).get("total_tokens", 0))
@@ -119,10 +98,10 @@ def _parse_json(body: bytes, num_texts: int) -> Receipt:
         raise BadResponse("not an OpenAI-shaped list of embeddings") from error
     if len(vectors) != num_texts or not all(vectors):
         raise BadResponse(f"{len(vectors)} embeddings for {num_texts} texts")
-    return Receipt(num_texts, num_tokens)
+    return num_tokens
 
 
-def read_bytes(response: ServerResponse, num_texts: int) -> Receipt:
+def read_bytes(response: ServerResponse, num_texts: int) -> int:
     """Bare float32 rows of one length. Without the dimensions in a header, any length that fits is accepted."""
     body = response.body
     if body[:1] == b"{":
@@ -132,35 +111,32 @@ def read_bytes(response: ServerResponse, num_texts: int) -> Receipt:
     row_bytes = _FLOAT32_BYTES * (response.num_dimensions or len(body) // (_FLOAT32_BYTES * num_texts))
     if not body or len(body) != num_texts * row_bytes:
         raise BadResponse(f"{len(body)} bytes are not {num_texts} rows of float32")
-    return Receipt(num_texts, response.num_tokens or 0)
+    return response.num_tokens or 0
 
 
-def read_npy(response: ServerResponse, num_texts: int) -> Receipt:
+def read_npy(response: ServerResponse, num_texts: int) -> int:
     """A NumPy file with a row for each text."""
     body = response.body
     if not body.startswith(_NPY_MAGIC) or len(body) < 12:
         raise BadResponse("not a NumPy file")
     start = 10 + int.from_bytes(body[8:10], "little") if body[6] == 1 else 12 + int.from_bytes(body[8:12], "little")
-    num_rows, row_bytes = _read_npy_header(body[:start])
-    if num_rows != num_texts:
+    if (num_rows := _num_rows(bytes(body[:start]), len(body) - start)) != num_texts:
         raise BadResponse(f"{num_rows} embeddings for {num_texts} texts")
-    if len(body) != start + num_rows * row_bytes:
-        raise BadResponse(f"{len(body) - start} bytes for {num_rows} rows of {row_bytes}")
-    return Receipt(num_texts, response.num_tokens or 0)
+    return response.num_tokens or 0
 
 
 @functools.lru_cache(maxsize=64)
-def _read_npy_header(header: bytes) -> tuple[int, int]:
-    """Rows, and bytes of each. The headers of one server are alike, so each is parsed once."""
+def _num_rows(header: bytes, num_bytes: int) -> int:
+    """Of a NumPy file. Those of one server are alike, so each is parsed once. Raises BadResponse."""
+    import numpy as np  # not to show the flags
+
     try:
-        fields = ast.literal_eval(header[header.index(b"{") :].decode("latin-1").strip())
-        num_rows, dim = fields["shape"]
-        item = _NPY_ITEM.fullmatch(fields["descr"])
-        if item is None or not (isinstance(num_rows, int) and isinstance(dim, int) and num_rows > 0 and dim > 0):
-            raise ValueError(header)
-    except (ValueError, SyntaxError, LookupError, TypeError, MemoryError, RecursionError) as error:
+        array = np.load(io.BytesIO(header + bytes(num_bytes)))
+    except (ValueError, EOFError) as error:
         raise BadResponse("not a NumPy file of rows") from error
-    return num_rows, dim * int(item[1])
+    if array.ndim != 2 or array.nbytes != num_bytes or not num_bytes:
+        raise BadResponse(f"{num_bytes} bytes for an array of shape {array.shape}")
+    return len(array)
 
 
 READERS: dict[str, ReadResponse] = {"base64": read_json, "float": read_json, "bytes": read_bytes, "npy": read_npy}
@@ -183,8 +159,7 @@ class RunResult:
     num_good: int = 0
     """Successes within the load's `goodput_ms`; all without it."""
     num_requests: int = 0
-    """Successes that ended inside the window, from which rates are computed; `num_texts` and `num_tokens` likewise."""
-    num_texts: int = 0
+    """Successes that ended inside the window, from which rates are computed; `num_tokens` likewise."""
     num_tokens: int = 0
     """0 when the server does not say."""
     errors: Counter[str] = field(default_factory=Counter)
@@ -205,11 +180,6 @@ class RunResult:
         self.latencies.append(latency_s)
         if self.load.goodput_ms is None or latency_s * 1000 <= self.load.goodput_ms:
             self.num_good += 1
-
-    def add_success(self, receipt: Receipt) -> None:
-        self.num_requests += 1
-        self.num_texts += receipt.num_embeddings
-        self.num_tokens += receipt.num_tokens
 
     def add_errors(self, kind: str, detail: str, count: int = 1) -> None:
         self.errors[kind] += count
@@ -234,6 +204,10 @@ class RunResult:
         """Measured requests, successes and errors."""
         return len(self.latencies) + self.errors.total()
 
+    @property
+    def num_texts(self) -> int:
+        return self.num_requests * self.load.shape.texts_per_request
+
     def per_s(self, count: int) -> float:
         """`count` a second of the measured window; 0.0 when there was none."""
         return count / self.elapsed_s if self.elapsed_s > 0 else 0.0
@@ -243,86 +217,11 @@ class RunResult:
         return count / self.num_offered if self.num_offered else 0.0
 
 
-_COLUMNS = {
-    "req/s": "requests_per_s",
-    "texts/s": "texts_per_s",
-    "tokens/s": "tokens_per_s",
-    "p50 ms": "p50_ms",
-    "p90 ms": "p90_ms",
-    "p99 ms": "p99_ms",
-    "p99.9 ms": "p999_ms",
-    "max ms": "max_ms",
-}
-"""By heading, the field that the column shows."""
-FIRST_WIDTH = 13
-_WIDTH = 10
-_BUSY_CPU_SHARE = 0.7
-"""From here on the load generator itself may limit the figures."""
-_LATE_SHARE = 0.01
-"""From here on the generator's own lateness shows in the percentiles."""
-_BEHIND_SHARE = 0.95
-"""Below this share of the arrivals, a server does not keep up; chance explains a few."""
-_BEHIND_REQUESTS = 10
-
-
-def heading() -> str:
-    return _line("load", *_COLUMNS, "errors", "own CPU")
-
-
-def row(result: RunResult) -> str:
-    """One run on one line, and one more for the bulk that ran beside it."""
-    line = _row(name(result.load), result, f"{result.cpu_share:.0%}")
-    return line if result.bulk is None else f"{line}\n{_row(f'+ {result.bulk.load.clients} bulk', result.bulk, '')}"
-
-
-def _row(name: str, result: RunResult, cpu: str) -> str:
-    figures = _figures(result)
-    cells = [_number(figures[field]) for field in _COLUMNS.values()]
-    return _line(name, *cells, f"{result.errors.total()}", cpu)
-
-
 def name(load: Load) -> str:
     """ "16 clients" or "200 /s"."""
     if load.rate_per_s is not None:
         return f"{load.rate_per_s:g} /s"
     return f"{load.clients} client{'s' if load.clients != 1 else ''}"
-
-
-def notes(result: RunResult) -> list[str]:
-    lines = _errors(result)
-    if result.bulk is not None:
-        lines += [f"bulk: {line}" for line in _errors(result.bulk)]
-    if (goodput_ms := result.load.goodput_ms) is not None:
-        good = f"{result.per_s(result.num_good):.1f} requests/s, {result.share(result.num_good):.1%}"
-        lines.append(f"answered within {goodput_ms:g} ms: {good}")
-    if result.load.rate_per_s is not None:
-        lines += _pace(result)
-    if result.ended_early is not None:
-        lines.append(f"ended early, after {result.elapsed_s:.1f} s measured: {result.ended_early}")
-    if result.cpu_share > _BUSY_CPU_SHARE:
-        lines.append("the load generator itself was busy: the server may be faster than this")
-    return lines
-
-
-def _errors(result: RunResult) -> list[str]:
-    return [
-        f"{count} × {kind}: {' '.join(result.first_details[kind].split())}"
-        for kind, count in result.errors.most_common()
-    ]
-
-
-def _pace(result: RunResult) -> list[str]:
-    lines = []
-    if (late_share := result.share(result.num_late)) > _LATE_SHARE:
-        lines.append(
-            f"the load generator was late: {late_share:.1%} of the requests were sent over {LATE_S * 1000:g} ms "
-            f"after they arrived, at most {result.max_late_ms:.0f} ms, and the latencies include it"
-        )
-    num_missing = result.num_offered - result.num_requests
-    if num_missing > max(_BEHIND_REQUESTS, (1 - _BEHIND_SHARE) * result.num_offered):
-        offered, answered = result.per_s(result.num_offered), result.per_s(result.num_requests)
-        lines.append(f"{offered:.1f} requests/s arrived, and {answered:.1f}/s were answered")
-    return lines
 
 
 def fields(result: RunResult) -> JsonObject:
@@ -366,6 +265,86 @@ def _figures(result: RunResult) -> JsonObject:
     }
 
 
+# --- the table --------------------------------------------------------------------------------------------------
+
+_COLUMNS = {
+    "req/s": "requests_per_s",
+    "texts/s": "texts_per_s",
+    "tokens/s": "tokens_per_s",
+    "p50 ms": "p50_ms",
+    "p90 ms": "p90_ms",
+    "p99 ms": "p99_ms",
+    "p99.9 ms": "p999_ms",
+    "max ms": "max_ms",
+}
+"""By heading, the field that the column shows."""
+FIRST_WIDTH = 13
+_WIDTH = 10
+_BUSY_CPU_SHARE = 0.7
+"""From here on the load generator itself may limit the figures."""
+_LATE_SHARE = 0.01
+"""From here on the generator's own lateness shows in the percentiles."""
+_BEHIND_SHARE = 0.95
+"""Below this share of the arrivals, a server does not keep up; chance explains a few."""
+_BEHIND_REQUESTS = 10
+
+
+def heading() -> str:
+    return _line("load", *_COLUMNS, "errors", "own CPU")
+
+
+def row(result: RunResult) -> str:
+    """One run on one line, and one more for the bulk that ran beside it."""
+    line = _row(name(result.load), result, f"{result.cpu_share:.0%}")
+    return line if result.bulk is None else f"{line}\n{_row(f'+ {result.bulk.load.clients} bulk', result.bulk, '')}"
+
+
+def _row(name: str, result: RunResult, cpu: str) -> str:
+    figures = _figures(result)
+    cells = [_number(figures[field]) for field in _COLUMNS.values()]
+    return _line(name, *cells, f"{result.errors.total()}", cpu)
+
+
+def _line(first: str, *others: str) -> str:
+    return f"{first:>{FIRST_WIDTH}}" + "".join(f"{cell:>{_WIDTH}}" for cell in others)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def notes(result: RunResult) -> list[str]:
+    load, lines = result.load, _errors(result)
+    if result.bulk is not None:
+        lines += [f"bulk: {line}" for line in _errors(result.bulk)]
+    if load.goodput_ms is not None:
+        good = f"{result.per_s(result.num_good):.1f} requests/s, {result.share(result.num_good):.1%}"
+        lines.append(f"answered within {load.goodput_ms:g} ms: {good}")
+    if (late_share := result.share(result.num_late)) > _LATE_SHARE:
+        lines.append(
+            f"the load generator was late: {late_share:.1%} of the requests were sent over {LATE_S * 1000:g} ms "
+            f"after they arrived, at most {result.max_late_ms:.0f} ms, and the latencies include it"
+        )
+    num_missing = result.num_offered - result.num_requests
+    if load.rate_per_s is not None and num_missing > max(_BEHIND_REQUESTS, (1 - _BEHIND_SHARE) * result.num_offered):
+        offered, answered = result.per_s(result.num_offered), result.per_s(result.num_requests)
+        lines.append(f"{offered:.1f} requests/s arrived, and {answered:.1f}/s were answered")
+    if result.ended_early is not None:
+        lines.append(f"ended early, after {result.elapsed_s:.1f} s measured: {result.ended_early}")
+    if result.cpu_share > _BUSY_CPU_SHARE:
+        lines.append("the load generator itself was busy: the server may be faster than this")
+    return lines
+
+
+def _errors(result: RunResult) -> list[str]:
+    return [
+        f"{count} × {kind}: {' '.join(result.first_details[kind].split())}"
+        for kind, count in result.errors.most_common()
+    ]
+
+
 def describe_progress(window: Window, result: RunResult, num_waiting: int, now: float) -> str:
     """The load of a run, and how far it is; `num_waiting` requests have no answer yet."""
     if now < window.opens_at:
@@ -379,13 +358,3 @@ def describe_progress(window: Window, result: RunResult, num_waiting: int, now: 
         rest = f"{result.num_requests} answered"
     rate = result.num_requests / elapsed_s if elapsed_s > 0 else 0.0
     return f"{name(result.load)}: {rate:,.1f} req/s, {result.errors.total()} errors, {rest}"
-
-
-def _line(first: str, *others: str) -> str:
-    return f"{first:>{FIRST_WIDTH}}" + "".join(f"{cell:>{_WIDTH}}" for cell in others)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -28,7 +28,7 @@ from vecd.client.connection import (
     name_failure,
 )
 
-# One stream of requests of a run, and the clients that send it. Moments are those of `time.perf_counter`.
+# Moments are those of `time.perf_counter`.
 
 _DETAIL_CHARS = 300
 _CONNECT_TIMEOUT_S = 5.0
@@ -37,22 +37,20 @@ _QUIET_ARRIVALS = 20
 
 
 class Contact:
+    """With the server of a run, as all its streams see it."""
+
     def __init__(self, load: Load) -> None:
         self.answered_at = time.perf_counter()
-        """When the last answer came, of any status. Set by `Stream`; at first the start of the run."""
-        self.has_cut_off = False
-        """Whether an exchange failed by something else than its deadline. Set by `Client`."""
-        self.spare: ClientConnection | None = None
-        """For the first client that connects. Set by `LoadRun`."""
+        """When the last answer came, of any status; at first the start of the run."""
+        self.mismatch: TlsMismatch | None = None
+        """Found when the first exchange fails."""
         self._load = load
+        self._has_answered = False
         self._gone_after_s = load.gone_after_s + (_QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0)
         self._unreachable_since: float | None = None
 
     async def connect(self) -> ClientConnection:
         """Raises OSError, of which TimeoutError is one, when no connection can be made."""
-        connection, self.spare = self.spare, None
-        if connection is not None and connection.is_open:
-            return connection
         try:
             connection = await connect(self._load.target, min(self._load.timeout_s, _CONNECT_TIMEOUT_S))
         except OSError:
@@ -61,13 +59,23 @@ class Contact:
         self._unreachable_since = None
         return connection
 
+    def has_answered(self, now: float) -> None:
+        self.answered_at, self._has_answered = now, True
+
+    async def has_failed(self, error: Exception) -> None:
+        if not self._has_answered and self.mismatch is None and not isinstance(error, TimeoutError):
+            try:
+                await check_not_tls(self._load.target)
+            except TlsMismatch as mismatch:
+                self.mismatch = mismatch
+
     def why_give_up(self, now: float) -> str | None:
         since = self._unreachable_since
         if since is not None and now - max(since, self.answered_at) > self._gone_after_s:
             return f"no connection to {self._load.target} for {self._gone_after_s:g} s"
         if now - self.answered_at > (silence_s := self._load.timeout_s + self._gone_after_s):
             return f"{self._load.target} answered nothing for {silence_s:g} s"
-        return None
+        return None if self.mismatch is None else str(self.mismatch)
 
 
 class Stream:
@@ -76,14 +84,9 @@ class Stream:
     def __init__(self, load: Load, contact: Contact, started_at: float) -> None:
         self.load = load
         self.contact = contact
+        self.started_at = started_at
         self.requests = itertools.cycle(load.requests)
-        self.window = Window(
-            started_at,
-            load.warmup_s,
-            load.duration_s,
-            num_requests=load.num_requests,
-            is_by_arrival=load.rate_per_s is not None,
-        )
+        self.window = Window(load, started_at)
         self.result = RunResult(load=load)
         self.waiting: dict[object, float] = {}
         """When each request was sent that has no answer yet."""
@@ -92,18 +95,20 @@ class Stream:
     def count(self, sent_at: float, response: ServerResponse) -> None:
         """Count the response to the request that should have been sent at `sent_at`. Raises BadResponse when it is
         measured, and does not fit the request."""
-        now = self.contact.answered_at = time.perf_counter()
+        now = time.perf_counter()
+        self.contact.has_answered(now)
         if response.status != 200:
             detail = response.body[:_DETAIL_CHARS].decode(errors="replace")
             self.count_error(sent_at, f"HTTP {response.status}", detail)
             return
         is_measured, is_counted = self.window.measures(sent_at, now), self.window.counts(sent_at, now)
         if is_measured or is_counted:
-            receipt = self._read(response, self.load.shape.texts_per_request)
+            num_tokens = self._read(response, self.load.shape.texts_per_request)
             if is_measured:
                 self.result.add_latency(now - sent_at)
             if is_counted:
-                self.result.add_success(receipt)
+                self.result.num_requests += 1
+                self.result.num_tokens += num_tokens
 
     def count_error(self, sent_at: float, kind: str, detail: str) -> None:
         if self.window.measures_failure(sent_at, time.perf_counter()):
@@ -129,8 +134,8 @@ class Client:
                 self._connection = await stream.contact.connect()
             stream.count(sent_at, await self._connection.exchange(next(stream.requests), stream.load.timeout_s))
         except (OSError, BadResponse) as error:
-            stream.contact.has_cut_off |= not isinstance(error, TimeoutError)
             stream.count_error(sent_at, name_failure(error), str(error))
+            await stream.contact.has_failed(error)
             return False
         finally:
             del stream.waiting[self]
@@ -199,9 +204,6 @@ _MAX_LATE_S = 1.0
 _MAX_BURST = 64
 """Requests that a generator which is behind sends in a row before it reads answers again."""
 
-NO_FREE_CONNECTION = "no free connection"
-NOT_SENT = "not sent in time"
-
 
 async def send_stream(stream: Stream) -> None:
     """Send the requests of a stream as its load says: in a closed loop or an open one.
@@ -234,10 +236,9 @@ class _OpenLoop:
         self._stream = stream
         self._rate_per_s = rate_per_s
         self._random = random.Random(stream.load.shape.seed)
-        self._max_connections = stream.load.max_connections
         self._idle: list[Client] = []
         self._clients: set[Client] = set()
-        self._due = stream.window.started_at  # and not the present: a task that starts late drops no arrival
+        self._due = stream.started_at  # and not the present: a task that starts late drops no arrival
         self._has_sent_all = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._alarm: Alarm
@@ -275,7 +276,8 @@ class _OpenLoop:
         """The rate is too high for this process. The number of arrivals that are left is known on average only."""
         window = self._stream.window
         num_left = 1 + round((window.closes_at - max(self._due, window.opens_at)) * self._rate_per_s)
-        self._stream.result.add_errors(NOT_SENT, "the load generator itself is too slow for this rate", num_left)
+        why = "the load generator itself is too slow for this rate"
+        self._stream.result.add_errors("not sent in time", why, num_left)
 
     def _send(self, arrived_at: float, now: float) -> None:
         if now - arrived_at > LATE_S and self._stream.window.measures_failure(arrived_at, arrived_at):
@@ -283,14 +285,15 @@ class _OpenLoop:
         if (client := self._take_client()) is not None:
             self._group.create_task(self._request(client, arrived_at))
         else:
-            self._stream.count_error(arrived_at, NO_FREE_CONNECTION, f"all {self._max_connections} were in use")
+            in_use = f"all {self._stream.load.max_connections} were in use"
+            self._stream.count_error(arrived_at, "no free connection", in_use)
 
     def _take_client(self) -> Client | None:
         while self._idle:
             if (client := self._idle.pop()).is_connected:
                 return client
             self._clients.discard(client)
-        if len(self._clients) == self._max_connections:
+        if len(self._clients) == self._stream.load.max_connections:
             return None
         self._clients.add(client := Client(self._stream))
         return client
@@ -302,8 +305,6 @@ class _OpenLoop:
 
 _TICK_S = 0.1
 """How often a run checks whether it should end early, and reports its progress."""
-_SILENCE_S = 1.0
-"""Without any response for this long from the beginning, the server may speak TLS and the target not."""
 
 
 class LoadRun:
@@ -312,73 +313,36 @@ class LoadRun:
     def __init__(self, load: Load, on_progress: Callable[[str], None] | None = None) -> None:
         self._load = load
         self._on_progress = on_progress
-        self._stop_requested = asyncio.Event()
         self._ended_early: str | None = None
-        self._contact = Contact(load)
+
+    def stop(self, reason: str) -> None:
+        """End the run without waiting for answers. The figures so far stay."""
+        self._ended_early = self._ended_early or reason
 
     async def run(self) -> RunResult:
         """Send until the window closes, or `stop`. Raises Unreachable when no connection can be made."""
-        stopping = asyncio.create_task(self._stop_requested.wait())
+        contact = Contact(self._load)
         try:
-            await self._connect_first(stopping)
-            return await self._send(stopping)
-        finally:
-            stopping.cancel()
-            if self._contact.spare is not None:
-                self._contact.spare.close()
-
-    def stop(self, reason: str) -> None:
-        """End the run at once, without waiting for answers. The figures so far stay."""
-        self._ended_early = self._ended_early or reason
-        self._stop_requested.set()
-
-    async def _connect_first(self, stopping: "asyncio.Task[bool]") -> None:
-        connecting = asyncio.create_task(self._contact.connect())
-        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not connecting.done():
-            connecting.cancel()
-            return
-        try:
-            self._contact.spare = connecting.result()
+            (await contact.connect()).close()
         except OSError as error:
             raise Unreachable(f"cannot connect to {self._load.target}: {str(error) or 'timeout'}") from error
-
-    async def _send(self, stopping: "asyncio.Task[bool]") -> RunResult:
-        started_at = self._contact.answered_at = time.perf_counter()
-        measured = Stream(self._load, self._contact, started_at)
-        bulk = None if self._load.bulk is None else Stream(self._load.bulk, self._contact, started_at)
+        started_at = contact.answered_at = time.perf_counter()
+        loads = [self._load] if self._load.bulk is None else [self._load, self._load.bulk]
+        streams = [Stream(load, contact, started_at) for load in loads]
         async with asyncio.TaskGroup() as group:
-            tasks = {group.create_task(send_stream(measured)): measured}
-            if bulk is not None:
-                tasks[group.create_task(send_stream(bulk))] = bulk
-            checking = asyncio.create_task(self._stop_if_tls(started_at))
-            await self._watch(tasks, stopping)
-            checking.cancel()
-        if (mismatch := await self._tls_mismatch(started_at)) is not None:
-            raise Unreachable(f"{self._load.target}: {mismatch}") from mismatch
-        measured.result.bulk = None if bulk is None else bulk.result
-        return measured.result
+            await self._watch({group.create_task(send_stream(stream)): stream for stream in streams}, contact)
+        if contact.mismatch is not None:
+            raise Unreachable(f"{self._load.target}: {contact.mismatch}") from contact.mismatch
+        measured, *bulk = (stream.result for stream in streams)
+        measured.bulk = bulk[0] if bulk else None
+        return measured
 
-    async def _stop_if_tls(self, started_at: float) -> None:
-        """End a run that cannot have a response, as the server speaks TLS and the target is plain HTTP."""
-        await asyncio.sleep(_SILENCE_S)
-        if (mismatch := await self._tls_mismatch(started_at)) is not None:
-            self.stop(str(mismatch))
-
-    async def _tls_mismatch(self, started_at: float) -> TlsMismatch | None:
-        if self._contact.has_cut_off and self._contact.answered_at == started_at:
-            try:
-                await check_not_tls(self._load.target)
-            except TlsMismatch as error:
-                return error
-        return None
-
-    async def _watch(self, tasks: "dict[asyncio.Task[None], Stream]", stopping: "asyncio.Task[bool]") -> None:
+    async def _watch(self, tasks: "dict[asyncio.Task[None], Stream]", contact: Contact) -> None:
         """Wait until all loops are done, or end them. Side effects: sets what a result has when the run is over."""
         measuring, measured = next(iter(tasks.items()))
         began, ended = _clocks(), None
-        while (running := [task for task in tasks if not task.done()]) and not stopping.done():
-            await asyncio.wait([*running, stopping], timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        while (running := [task for task in tasks if not task.done()]) and self._ended_early is None:
+            await asyncio.wait(running, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
             now = time.perf_counter()
             if now < measured.window.opens_at:
                 began = _clocks()
@@ -387,7 +351,7 @@ class LoadRun:
                 for stream in tasks.values():
                     stream.window.closes_at = min(stream.window.closes_at, now)
             for task in running:
-                self._end_if_hopeless(task, tasks[task], now)
+                self._end_if_hopeless(task, tasks[task], contact, now)
             if self._on_progress is not None:
                 num_waiting = len(measured.waiting)
                 self._on_progress(report.describe_progress(measured.window, measured.result, num_waiting, now))
@@ -400,7 +364,7 @@ class LoadRun:
             stream.result.cpu_share = cpu_s / wall_s if wall_s > 0 else 0.0
             stream.result.ended_early = self._ended_early
 
-    def _end_if_hopeless(self, task: "asyncio.Task[None]", stream: Stream, now: float) -> None:
+    def _end_if_hopeless(self, task: "asyncio.Task[None]", stream: Stream, contact: Contact, now: float) -> None:
         """End a loop when its answers do not come, and the run when the server is gone."""
         if task.done():
             return
@@ -408,7 +372,7 @@ class LoadRun:
             for sent_at in stream.waiting.values():
                 stream.count_error(sent_at, "unanswered", f"nothing for {self._load.drain_s:g} s after the end")
             task.cancel()
-        elif now < stream.window.closes_at and (reason := self._contact.why_give_up(now)) is not None:
+        elif now < stream.window.closes_at and (reason := contact.why_give_up(now)) is not None:
             self.stop(reason)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 from tests.support.loads import make_load
 from vecd.base.status_line import StatusLine
 from vecd.client.bench import report
+from vecd.client.bench.load import RequestShape
 from vecd.client.bench.report import (
-    Receipt,
     RunResult,
     Window,
     describe_progress,
@@ -26,13 +27,14 @@ from vecd.client.connection import BadResponse, ServerResponse
 
 TIMED: dict[str, Any] = {}
 COUNTED = {"num_requests": 3}
-OPEN = {"is_by_arrival": True}
+OPEN = {"rate_per_s": 5.0}
 COUNTED_OPEN = {**COUNTED, **OPEN}
 
 
 def window(how: dict[str, Any]) -> Window:
     """Opens at 102, and closes at 112 unless it is by number."""
-    return Window(started_at=100, warmup_s=2, duration_s=10, **how)
+    load = replace(make_load(how.get("rate_per_s")), num_requests=how.get("num_requests"))
+    return Window(load, started_at=100)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def dump(*, indent: bool = False, **fields: object) -> ServerResponse:
 )
 def test_embeddings_and_tokens_are_counted(answer: ServerResponse, num_texts: int, num_tokens: int) -> None:
     """Whatever the spacing and the order of the fields, and the name of the model."""
-    assert read_json(answer, num_texts) == Receipt(num_texts, num_tokens)
+    assert read_json(answer, num_texts) == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def test_other_responses_are_bad(answer: ServerResponse, said: str) -> None:
 @pytest.mark.parametrize(("num_texts", "dim"), [(1, 384), (7, 3)])
 def test_bare_rows_are_counted_by_their_bytes(num_texts: int, dim: int) -> None:
     body = b"{" * (4 * num_texts * dim)  # as JSON may begin
-    assert read_bytes(ServerResponse(200, body), num_texts) == Receipt(num_texts, 0)
-    assert read_bytes(ServerResponse(200, body, num_tokens=9, num_dimensions=dim), num_texts) == Receipt(num_texts, 9)
+    assert read_bytes(ServerResponse(200, body), num_texts) == 0
+    assert read_bytes(ServerResponse(200, body, num_tokens=9, num_dimensions=dim), num_texts) == 9
 
 
 @pytest.mark.parametrize(("num_bytes", "dim"), [(0, None), (12, None), (7, None), (16, 3)])
@@ -142,7 +144,7 @@ def npy(rows: np.ndarray, version: tuple[int, int] = (1, 0)) -> bytes:
 @pytest.mark.parametrize("dtype", ["<f4", "<f2", "|i1"])
 def test_a_numpy_file_has_a_row_a_text(version: tuple[int, int], dtype: str) -> None:
     body = npy(np.ones((3, 5), dtype), version)
-    assert read_npy(ServerResponse(200, body, num_tokens=9), 3) == Receipt(3, 9)
+    assert read_npy(ServerResponse(200, body, num_tokens=9), 3) == 9
 
 
 @pytest.mark.parametrize(
@@ -182,10 +184,9 @@ def test_percentiles_are_by_the_nearest_rank() -> None:
 
 def test_rates_are_of_successes() -> None:
     result = bare_result()
-    for _ in range(10):
-        result.add_success(Receipt(num_embeddings=3, num_tokens=60))
+    result.num_requests, result.num_tokens = 10, 600
     result.add_errors("HTTP 503", "full", 4)
-    assert [result.per_s(num) for num in (result.num_requests, result.num_texts, result.num_tokens)] == [5, 15, 300]
+    assert [result.per_s(num) for num in (result.num_requests, result.num_texts, result.num_tokens)] == [5, 5, 300]
     assert result.errors.total() == 4
     nothing = bare_result(elapsed_s=0.0)  # a run that ended before it began
     assert nothing.per_s(5) == nothing.share(0) == 0.0
@@ -206,8 +207,7 @@ def make_result(
     result = RunResult(**{"load": make_load(rate_per_s), "elapsed_s": 10.0, "cpu_share": 0.1, **fields})
     for _ in range(num_measured):
         result.add_latency(0.005)
-    for _ in range(num_in_window):
-        result.add_success(Receipt(1, 12))
+    result.num_requests += num_in_window
     return result
 
 
@@ -246,9 +246,10 @@ def test_errors_are_said_by_kind() -> None:
 
 
 def test_each_rate_is_of_its_own_count() -> None:
-    fields = report.fields(make_result(num_measured=30, num_in_window=20, num_texts=4000, num_tokens=12345))
+    load = replace(make_load(), shape=RequestShape(texts_per_request=200))
+    fields = report.fields(make_result(num_measured=30, num_in_window=20, load=load, num_tokens=12345))
     rates = [fields[f"{name}_per_s"] for name in ("offered", "requests", "texts", "tokens")]
-    assert rates == [3.0, 2.0, 402.0, 1258.5]
+    assert rates == [3.0, 2.0, 400.0, 1234.5]
 
 
 def test_figures_that_are_not_there_are_null_and_dashes() -> None:
@@ -263,7 +264,7 @@ def test_figures_that_are_not_there_are_null_and_dashes() -> None:
 
 def describe(now: float = 12.0, *, num_requests: int = 500, is_by_number: bool = False) -> str:
     """The progress of a run that measures from 10 to 20."""
-    window = Window(8.0, 2.0, 10.0, num_requests=1000 if is_by_number else None)
+    window = Window(replace(make_load(), num_requests=1000 if is_by_number else None), 8.0)
     if is_by_number:
         window.may_send(10.0)
     result = RunResult(load=make_load(), num_requests=num_requests)
