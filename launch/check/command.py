@@ -5,7 +5,6 @@ same settings, and loads the engine that a worker would run; it opens no port. T
 """
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -16,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
 
+import orjson
+
 from vecd.base.failures import (
     EXIT_BAD_CONFIGURATION,
     EXIT_COULD_NOT_START,
@@ -25,12 +26,13 @@ from vecd.base.failures import (
     ConfigurationError,
     StartFailure,
 )
+from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.flags import flags_of
 from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
 from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import read_texts
 from vecd.launch.check import model as check_model
-from vecd.launch.check.report import Comparison, Measurements, Problem, Report, render, render_all
+from vecd.launch.check.report import Problem, Report, new_report, render, render_all, to_json
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
@@ -72,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
         settings = entries[0].settings
         texts = _read_texts(options, settings)
         report = _examine(settings, texts, options)
-        if not _print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else render(report)):
+        if not _print(_dump(to_json(report)) if options.json else render(report)):
             return EXIT_INTERNAL_ERROR
-        return EXIT_COULD_NOT_START if report.problems else EXIT_OK
+        return EXIT_COULD_NOT_START if report["problems"] else EXIT_OK
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
@@ -120,14 +122,13 @@ def _check_all(entries: Sequence[ModelEntry], options: argparse.Namespace) -> in
         try:
             report = _examine(entry.settings, texts, options)
         except ConfigurationError as error:
-            problems = [Problem(problem, "change the setting") for problem in error.problems]
-            report = Report(version(), problems=problems)
+            report = new_report(version(), *(Problem(problem, "change the setting") for problem in error.problems))
         reports[name] = report
         if not (options.json or _print(f"# {name}\n\n{render(report)}\n")):
             return EXIT_INTERNAL_ERROR
-    failed = any(report.problems for report in reports.values())
-    described = {"is_servable": not failed, "models": {name: each.to_json() for name, each in reports.items()}}
-    if not _print(json.dumps(described, ensure_ascii=False) if options.json else render_all(reports)):
+    failed = any(report["problems"] for report in reports.values())
+    described = {"is_servable": not failed, "models": {name: to_json(each) for name, each in reports.items()}}
+    if not _print(_dump(described) if options.json else render_all(reports)):
         return EXIT_INTERNAL_ERROR
     return EXIT_COULD_NOT_START if failed else EXIT_OK
 
@@ -149,6 +150,10 @@ def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
     if problems:
         raise ConfigurationError(*problems)
     return texts
+
+
+def _dump(described: JsonObject) -> str:
+    return orjson.dumps(described).decode()
 
 
 def _print(text: str) -> bool:
@@ -174,11 +179,11 @@ def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) 
 
     # An exception, so that processes and files are cleaned up.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = Report(version())
+    report = new_report(version())
     try:
         _fill(report, settings, texts, options, show)
     except (ModelError, StartFailure) as error:
-        report.problems.append(check_model.problem(str(error)))
+        report["problems"].append(check_model.problem(str(error)))
     finally:
         status.clear()
         signal.signal(signal.SIGTERM, before)
@@ -191,9 +196,9 @@ def _fill(
     """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
     plan = make_plan(settings)
     try:
-        report.model = check_model.describe(plan.workers[0].card, plan.gateway.model)
-        report.problems, report.warnings = check_model.purpose(report.model)
-        if report.problems:
+        report["model"] = model = check_model.describe(plan.workers[0].card, plan.gateway.model)
+        report["problems"], report["warnings"] = check_model.purpose(model)
+        if report["problems"]:
             return  # it would load, and its vectors would mean nothing
         timeout_s = max(_TIMEOUT_S, settings.start_timeout)
         compared, tokenized = _tokenize(plan, report, texts, timeout_s, show)
@@ -202,24 +207,25 @@ def _fill(
             select_command=self_command("select"),
             texts=compared,
             **tokenized,
-            num_parameters=report.model.num_parameters,
-            stored_dtype="".join(report.model.weights_dtypes[:1]),
+            num_parameters=model["num_parameters"],
+            stored_dtype="".join(model["weights_dtypes"][:1]),
             max_tokens=plan.gateway.max_tokens,
             available_mb=available_mb(),
             seconds=0 if options.quick else options.seconds,
             is_to_remember=options.remember,
         )
         for name, value in run("check", asdict(order), timeout_s, show):
-            report.add(name, value)
-        assert report.path is not None
-        wrong = [one for one in report.path.agreements if not one.is_within_bounds]
-        report.problems += [disagreement(report.path.outputs, one) for one in wrong]
-        if plan.workers[0].card.export_file and not report.path.probes:
-            report.warnings.append("the vectors were compared with nothing; vecd serve needs --unverified, too")
-        measured = report.measurements or Measurements()
-        if measured.core_share < _LEAST_CORE_SHARE:
-            report.warnings.append(
-                f"other programs ran meanwhile: a worker had {measured.core_share:.0%} of its core at worst. The "
+            report[name] = value
+        path = report["path"]
+        wrong = [one for one in path["agreements"] if not one["is_within_bounds"]]
+        report["problems"] += [disagreement(path["outputs"], one) for one in wrong]
+        if plan.workers[0].card.export_file and not path["probes"]:
+            report["warnings"].append("the vectors were compared with nothing; vecd serve needs --unverified, too")
+        speeds = (report["measurements"] or {"speeds": ()})["speeds"]
+        core_share = min((speed["core_share"] for speed in speeds), default=1.0)
+        if core_share < _LEAST_CORE_SHARE:
+            report["warnings"].append(
+                f"other programs ran meanwhile: a worker had {core_share:.0%} of its core at worst. The "
                 "figures of speed are too low; measure again on a quiet machine"
             )
     finally:
@@ -230,17 +236,16 @@ def _tokenize(
     plan: Plan, report: Report, texts: list[str], timeout_s: float, show: ReportProgress
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """The texts to compare, and the fields of `Order` about their tokens. Adds warnings. Raises ModelError."""
-    assert report.model is not None
     show("tokenizing")
     candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
     order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": candidates}
     found = dict(run("check_tokens", order, timeout_s, show))
     sequences, num_truncated = found["sequences"], found["num_truncated"]
-    count = affordable([len(ids) for ids in sequences], report.model.num_parameters)
+    count = affordable([len(ids) for ids in sequences], report["model"]["num_parameters"])
     if count < len(texts):
-        report.warnings.append(f"the first {count} of {len(texts)} texts were compared, to limit the time")
+        report["warnings"].append(f"the first {count} of {len(texts)} texts were compared, to limit the time")
     if num_truncated and texts:
-        report.warnings.append(f"{num_truncated} of the texts are longer than {max_tokens} tokens, and were cut")
+        report["warnings"].append(f"{num_truncated} of the texts are longer than {max_tokens} tokens, and were cut")
     return candidates[:count], {name: found[name][:count] for name in ("sequences", "borders", "kept")}
 
 
@@ -254,11 +259,11 @@ def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportPro
         yield from process.results(report, timeout_s)
 
 
-def disagreement(outputs: str, found: Comparison) -> Problem:
-    is_order = found.min_cosine is None  # of scores alone
-    figures = f"{found.same_order:.1%} in the same order" if is_order else f"smallest cosine {found.min_cosine:.5f}"
+def disagreement(outputs: str, found: JsonMapping) -> Problem:
+    cosine = found["min_cosine"]  # scores have none
+    figures = f"{found['same_order']:.1%} in the same order" if cosine is None else f"smallest cosine {cosine:.5f}"
     return Problem(
-        f"the {outputs} are not those of {found.against}: {figures}, largest "
-        f"difference {found.max_abs_diff:.1e} over {found.num_texts} texts",
+        f"the {outputs} are not those of {found['against']}: {figures}, largest "
+        f"difference {found['max_abs_diff']:.1e} over {found['num_texts']} texts",
         "do not serve it as it is; try --dtype float32 and --engine padded, and please report it with the model's name",
     )

@@ -8,11 +8,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from vecd.launch.check.report import Model, Problem
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.launch.check.report import Problem
 from vecd.model.card import ModelCard, ModelError, names_of, published, vocabulary_files
 from vecd.model.files import source_of
 from vecd.model.score_card import architecture_of
@@ -31,8 +31,9 @@ _EXPORT = (
 )
 
 
-def describe(card: ModelCard, name: str) -> Model:
-    """Raises ModelError for weights that are not whole, or lack a tensor that the index names."""
+def describe(card: ModelCard, name: str) -> JsonObject:
+    """The report's facts of a model. Raises ModelError for weights that are not whole, or lack a tensor that the index
+    names."""
     path = Path(card.weights_folder) / "config.json"  # static embeddings need none
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     elements: Counter[str] = Counter()
@@ -41,21 +42,30 @@ def describe(card: ModelCard, name: str) -> Model:
             if dtype not in _BUFFERS:
                 elements[_NAMES.get(dtype, dtype)] += count
     heads = {"score": card.score, "sparse": card.sparse, "tokens": card.tokens}
-    of_card = {field.name: getattr(card, field.name) for field in fields(Model) if hasattr(card, field.name)}
-    others: dict[str, Any] = {
+
+    def of_card(*names: str) -> JsonObject:
+        return {name: getattr(card, name) for name in names}
+
+    return {
         "name": name,
         "folder": source_of(card.folder),
+        "model_type": card.model_type,
         "architecture": architecture_of(config),
+        **of_card("dim", "hidden_size", "max_tokens", "pooling"),
         "steps": tuple(map(_describe_step, card.steps)),
-        "labels": () if card.score is None else card.score.labels,
-        "heads": {name: tuple(map(_describe_step, head.steps)) for name, head in heads.items() if head is not None},
+        "is_normalized": card.is_normalized,
         "prompts": dict(card.prompts),
         "default_prompt": card.prompt,
+        **of_card("is_matryoshka", "matryoshka_dims", "vocab_size"),
         "num_parameters": sum(elements.values()),
-        "weights_dtypes": tuple(name for name, _ in elements.most_common()),
+        "weights_bytes": card.weights_bytes,
+        "weights_dtypes": tuple(name for name, _ in elements.most_common()),  # the one with most parameters first
         "tokenizer": _describe_tokenizer(card),
+        "capabilities": card.capabilities,
+        "labels": () if card.score is None else card.score.labels,
+        **of_card("token_dim", "assumption", "truncate_dim"),
+        "heads": {name: tuple(map(_describe_step, head.steps)) for name, head in heads.items() if head is not None},
     }
-    return Model(**{**of_card, **others})
 
 
 def _describe_step(step: Step) -> str:
@@ -118,15 +128,15 @@ _OTHER_PURPOSES = (
 """The ends of transformers' names of classes, the fault, and what to do."""
 
 
-def purpose(model: Model) -> tuple[list[Problem], list[str]]:
+def purpose(model: JsonMapping) -> tuple[list[Problem], list[str]]:
     """Problems and warnings for a model whose files do not say that it embeds texts. `vecd serve` would serve it, but
     its vectors would mean little."""
-    if not model.assumption:
+    if not model["assumption"]:
         return [], []
     for suffixes, fault, suggestion in _OTHER_PURPOSES:
-        if model.architecture.endswith(suffixes):
-            return [Problem(f"{model.architecture} {fault}", suggestion)], []
-    return [], [model.assumption]
+        if model["architecture"].endswith(suffixes):
+            return [Problem(f"{model['architecture']} {fault}", suggestion)], []
+    return [], [model["assumption"]]
 
 
 # --- what to do about it ----------------------------------------------------------------------------------------

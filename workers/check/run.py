@@ -4,7 +4,7 @@ Owns the process, and the reasons for the selected path. It loads the engine as 
 runs in a process forked from it, so its memory is a worker's and its crash becomes an error message.
 
 The order is an `Order`. What is found is named "path", twice if texts are compared, "reference_file" and
-"measurements", and has the types of `vecd.launch.check.report`.
+"measurements": parts of the report, as JSON.
 """
 
 import importlib.metadata
@@ -66,12 +66,14 @@ def _check(fields: JsonObject, report: ReportProgress, on_found: OnFound) -> Non
         "choosing_s": selecting_s,
         "load_s": time.monotonic() - started_at - selecting_s,
         "shared_mb": kilobytes(Path("/proc/self/smaps_rollup"), "Pss") // 1024,
+        "agreements": [],
+        "not_compared": [],
     }
     on_found("path", path)
     if order.texts:
-        path |= _compare(order, engine, path, report)
+        _compare(order, engine, path, report)
         on_found("path", path)
-    is_right = all(comparison["is_within_bounds"] for comparison in path.get("agreements", ()))
+    is_right = all(comparison["is_within_bounds"] for comparison in path["agreements"])
     if order.is_to_remember and is_right:
         on_found("reference_file", _write_reference(order.config, report))
     if order.seconds and is_right:
@@ -194,9 +196,9 @@ def _why_dtype(config: WorkerConfig, dtype: str, times: Times) -> str:
 # --- comparisons ------------------------------------------------------------------------------------------------
 
 
-def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgress) -> JsonObject:
-    """With the reference model, and with sentence-transformers or transformers. Raises ModelError for rows that are not
-    finite, and when the reference model cannot be run."""
+def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgress) -> None:
+    """With the reference model, and with sentence-transformers or transformers: fills these lists of `path`. Raises
+    ModelError for rows that are not finite, and when the reference model cannot be run."""
     config, card = order.config, order.config.card
 
     def run(work: Callable[[], Any], stage: str) -> Any:
@@ -205,27 +207,25 @@ def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgr
 
     batch = batch_of(card, order.sequences, order.borders)
 
-    def comparison(against: str, ours: Any, theirs: Any, num_rows: list[int], output: Output) -> JsonObject:
+    def compare(against: str, ours: Any, theirs: Any, num_rows: list[int], output: Output) -> None:
         found = compare_by_length(ours, theirs, batch, num_rows, output, path["dtype"], path["probes"])
-        return {"against": against, **found}
+        path["agreements"].append({"against": against, "relative_diff": None, "same_order": None, **found})
 
     ours = run(lambda: embed(engine, card, batch), f"computing {len(order.texts)} texts")
     if not np.isfinite(ours).all():
         raise ModelError(f"{card.folder}: the {path['outputs']} of some texts contain nan or infinity")
-    agreements: list[JsonObject] = []
-    not_compared: list[str] = []
-    compared = {"agreements": agreements, "not_compared": not_compared}
+    not_compared: list[str] = path["not_compared"]
     if card.export_file:
         not_compared.append("not compared with the reference model, because the folder lacks the weights for it")
-        return compared
+        return
     if not card.is_static:
         dtype, on_cpu = _reference_dtype(order, path), replace(config, device="cpu")
         theirs = run(lambda: reference_model_vectors(on_cpu, dtype, batch), "comparing with the reference model")
         num_rows = batch.rows_of_each.tolist()
-        agreements.append(comparison(f"the reference model in {dtype}", ours, theirs, num_rows, card.main_output))
+        compare(f"the reference model in {dtype}", ours, theirs, num_rows, card.main_output)
     elif card.model_type == "model2vec":
         not_compared.append("not compared with sentence-transformers, which keeps unknown tokens; Model2Vec drops them")
-        return {"agreements": agreements, "not_compared": not_compared}
+        return
     library = library_of(card)
     name, output = library.name, library.output
     try:
@@ -244,12 +244,11 @@ def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgr
             batch = batch_of(card, [order.sequences[i] for i in same], [order.borders[i] for i in same])
             what = "" if output is card.main_output else " (dense vectors alone)"
             of_same = [num_rows[i] for i in same]
-            agreements.append(comparison(f"{name} in float32{what}", of_both, theirs, of_same, output))
+            compare(f"{name} in float32{what}", of_both, theirs, of_same, output)
     except importlib.metadata.PackageNotFoundError:
         not_compared.append(f"not compared with {name}, which is {not_installed(name)}")
     except ModelError as error:
         not_compared.append(f"not compared with {name}: {error}")
-    return compared
 
 
 def _other_token_ids(name: str, order: Order, theirs: list[list[int] | None]) -> str:

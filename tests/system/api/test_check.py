@@ -20,7 +20,6 @@ from tests.support.checkpoints import Checkpoints, change_weights
 from tests.support.every_kind import folders
 from tests.support.serving import bundled_model, clean_environment, eventually
 from vecd.launch.check import command as check
-from vecd.launch.check.report import Report
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelError
@@ -63,20 +62,16 @@ def found_by(kind: str, order: dict[str, Any], timeout_s: float = 60) -> dict[st
 
 
 def test_speed_in_turns(environment: Path) -> None:
-    report = Report("1.0")
-    for name, value in found_by("check", order(0.1)).items():
-        report.add(name, value)
-    measured = report.measurements
-    assert report.path is not None
-    assert measured is not None
-    assert report.path.path == "dummy"
-    assert {speed.text_tokens for speed in measured.speeds} == {24, 256}
-    assert {speed.batch_tokens for speed in measured.speeds} >= {2048, 4096, 8192}  # it is fast enough for all of them
-    for speed in measured.speeds:
-        assert 0 < speed.lowest <= speed.tokens_per_s <= speed.highest
-        assert 0 < speed.private_mb < 500
-        assert 0 < speed.core_share <= 1.1
-    assert {speed.dtype for speed in measured.speeds} | measured.not_measured.keys() == {"float32", "bfloat16", "int8"}
+    found = found_by("check", order(0.1))
+    speeds, not_measured = found["measurements"]["speeds"], found["measurements"]["not_measured"]
+    assert found["path"]["path"] == "dummy"
+    assert {speed["text_tokens"] for speed in speeds} == {24, 256}
+    assert {speed["batch_tokens"] for speed in speeds} >= {2048, 4096, 8192}  # it is fast enough for all of them
+    for speed in speeds:
+        assert 0 < speed["lowest"] <= speed["tokens_per_s"] <= speed["highest"]
+        assert 0 < speed["private_mb"] < 500
+        assert 0 < speed["core_share"] <= 1.1
+    assert {speed["dtype"] for speed in speeds} | not_measured.keys() == {"float32", "bfloat16", "int8"}
     assert list(environment.iterdir()) == []
 
 

@@ -31,9 +31,11 @@ def test_a_pointer_of_git_lfs(weights: Path) -> None:
 def test_the_bundled_model(minilm_folder: Path) -> None:
     card = read_card(minilm_folder)
     model = describe(card, "all-MiniLM-L6-v2")
-    assert model.num_parameters == 22_713_216  # without the 512 positions that are stored beside them
-    assert model.weights_dtypes == ("float32",)
-    assert (model.architecture, model.tokenizer, model.steps) == ("BertModel", "tokenizer.json", ("Normalize",))
+    assert model["num_parameters"] == 22_713_216  # without the 512 positions that are stored beside them
+    assert model["weights_dtypes"] == ("float32",)
+    assert [model[name] for name in ("architecture", "tokenizer", "steps")] == [
+        "BertModel", "tokenizer.json", ("Normalize",)
+    ]  # fmt: skip
     assert purpose(model) == ([], [])
 
 
@@ -47,7 +49,7 @@ def test_the_bundled_model(minilm_folder: Path) -> None:
 )
 def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: str | None, minilm_folder: Path) -> None:
     card = replace(read_card(minilm_folder), assumes_pooling=True)
-    problems, warnings = purpose(replace(describe(card, "minilm"), architecture=architecture))
+    problems, warnings = purpose({**describe(card, "minilm"), "architecture": architecture})
     assert [says in found.what for found in problems if says] == ([True] if says else [])
     assert ["no modules.json" in warning for warning in warnings] == ([] if says else [True])
 

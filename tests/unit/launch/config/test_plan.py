@@ -152,7 +152,7 @@ def test_an_export_is_computed_on_the_processor(
     with pytest.raises(ConfigurationError, match="--engine: lean given, but ONNX exports have an engine of their own"):
         make_plan(load_settings([str(folder), "--engine", "lean"]))
     model = describe(made.card, "export")
-    assert (model.num_parameters, model.weights_bytes) == (0, 1000)
+    assert (model["num_parameters"], model["weights_bytes"]) == (0, 1000)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_static_embeddings_are_computed_on_the_processor(
     with pytest.raises(ConfigurationError, match="--engine: packed given"):
         make_plan(load_settings([str(tmp_path), "--engine", "packed"]))
     model = describe(made.card, "table")
-    assert (model.num_parameters, model.architecture, purpose(model)) == (30522 * 4, "", ([], []))
+    assert (model["num_parameters"], model["architecture"], purpose(model)) == (30522 * 4, "", ([], []))
 
 
 def test_a_folder_behind_a_link_has_not_changed(minilm_folder: Path, tmp_path: Path) -> None:
