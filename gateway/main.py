@@ -24,7 +24,7 @@ import uvloop
 
 from vecd.base import logs
 from vecd.base.tasks import NoTasks, Pool, naming_limit
-from vecd.gateway.app.app import ENDPOINTS, StartingApi
+from vecd.gateway.app.app import ENDPOINTS, App, StartingApp
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.encoding.forms import RangesError
 from vecd.gateway.http.connection import Timeouts
@@ -33,7 +33,7 @@ from vecd.gateway.http.listeners import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.request import Limits
 from vecd.gateway.scheduling.cores import CoreClaim, Cores, OtherPrograms
-from vecd.gateway.service import SERVICE_GAUGES, GatewayFacts, Service, Services, read_tokenizer
+from vecd.gateway.service import Services
 from vecd.gateway.telemetry.finished import AccessLog, start_tracing
 from vecd.gateway.telemetry.measures import FinishedRequests, SharedMetrics
 from vecd.model.card import ModelError
@@ -200,7 +200,7 @@ def _await_start(
 async def _answer_until_started(
     channel: Channel, order: GatewayListen, sockets: list[socket.socket]
 ) -> tuple[Message, list[int]] | None:
-    api = StartingApi(order.stage)
+    app = StartingApp(order.stage)
     started: asyncio.Future[tuple[Message, list[int]] | None] = asyncio.get_running_loop().create_future()
 
     def read() -> None:
@@ -208,14 +208,14 @@ async def _answer_until_started(
             while not started.done():
                 match channel.receive(0):
                     case Progress() as progress, _:
-                        api.stage = progress.stage
+                        app.stage = progress.stage
                     case received:
                         started.set_result(received)
 
     read()
     if not started.done():
         server = Server(
-            api, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
+            app, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
             max_connections=_MAX_CONNECTIONS_BEFORE_START,
             trusted_proxies=TrustedProxies(order.trusted_proxies),
         )  # fmt: skip
@@ -252,11 +252,19 @@ class Gateway:
         self._control = Control(channel)
         self._cores = Cores(config.num_cores)
         self._other_programs = OtherPrograms()
-        quarantine_key = bytes.fromhex(start.quarantine_key)
-        facts = GatewayFacts(start.epoch, quarantine_key, shared_metrics, self._control.send, self._cores, vector_cache)
-        first = Service(config, start.generation, read_tokenizer(config), facts)
-        first.dispatcher.start_stage = start.start_stage
-        self._services = Services(first, facts, read_tokenizer=read_tokenizer, num_models=start.num_models)
+        self._services = Services(
+            config,
+            start.generation,
+            epoch=start.epoch,
+            quarantine_key=bytes.fromhex(start.quarantine_key),
+            shared_metrics=shared_metrics,
+            send=self._control.send,
+            cores=self._cores,
+            vector_cache=vector_cache,
+            num_models=start.num_models,
+        )
+        self._services.active.dispatcher.start_stage = start.start_stage
+        self._app = App(self._services)
         self._services.on_activated = self._change
         self._core_claim: CoreClaim | None = None
         if config.num_gateways > 1:
@@ -270,7 +278,7 @@ class Gateway:
         self._finished = FinishedRequests(shared_metrics)
         self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
         self._server = Server(
-            self._services,
+            self._app,
             limits=Limits(max_body_bytes=config.max_body_bytes),
             timeouts=Timeouts(),
             on_finished=self._finished.on_finished,
@@ -282,7 +290,7 @@ class Gateway:
         services = self._services
         shared_metrics.poll(
             {
-                **{gauge: partial(services.total, value) for gauge, value in SERVICE_GAUGES.items()},
+                **{gauge: partial(_total, services, gauge) for gauge in services.active.gauges()},
                 Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
                 Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
                 Gauge.QUEUE_AGE_US: services.queue_age_us,
@@ -339,8 +347,8 @@ class Gateway:
         self._watch.stop()
         self._services.stop()
         self._access_log.report_dropped()
-        if self._services.tracing is not None:
-            self._services.tracing.sender.close(_LAST_SPANS_S)
+        if self._app.tracing is not None:
+            self._app.tracing.sender.close(_LAST_SPANS_S)
         self._pool.shutdown()  # the loop's own way to do it needs one more thread
         if not everything_answered:
             log.warning("the drain's deadline has passed: connections that waited for a response were cut")
@@ -361,6 +369,7 @@ class Gateway:
     def _change(self, config: GatewayConfig) -> None:
         """Apply the first model's configuration to what all generations share."""
         logs.change(config.log_level, config.log_format)
+        self._app.change(config)
         self._access_log.change(config)
         self._listen_to_requests(config)
         self._server.change_limits(
@@ -376,10 +385,10 @@ class Gateway:
                 log.error("the certificate of before is used on: %s", error)
 
     def _listen_to_requests(self, config: GatewayConfig) -> None:
-        before = self._services.tracing
+        before = self._app.tracing
         # Made anew even if only the model's name has changed, because spans have the name.
         tracing = start_tracing(config, self._shared_metrics.gateway, self._address, ENDPOINTS)
-        self._services.tracing = tracing
+        self._app.tracing = tracing
         self._finished.listeners = [self._access_log.on_finished]
         if tracing is not None:
             self._finished.listeners.append(tracing.on_finished)
@@ -390,13 +399,17 @@ class Gateway:
 async def drain(services: Services, server: Server, deadline_s: float, grace_s: float) -> bool:
     """Answer what has been sent, and close everything within `deadline_s`. True when everything was answered. For the
     first `grace_s` everything is served as before, but `/health` says 503."""
-    services.begin_drain()
+    services.is_draining = True
     last_responses_s = min(_LAST_RESPONSES_S, deadline_s / 4)
     asyncio.get_running_loop().call_later(deadline_s - last_responses_s, services.give_up)
     # The server spends the last part of the grace on connections that are being opened.
     quiet_s = min(grace_s, _QUIET_S)
     await asyncio.sleep(grace_s - quiet_s)
     return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
+
+
+def _total(services: Services, gauge: Gauge) -> int:
+    return services.total(lambda service: service.gauges()[gauge])
 
 
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:

@@ -255,7 +255,7 @@ _MAX_PARTS = 16
 
 
 class _Described(Protocol):
-    model_info: ModelInfo
+    info: ModelInfo
 
 
 M = TypeVar("M", bound=_Described)
@@ -284,10 +284,10 @@ class Models(Generic[M]):
         self._refuses_unknown = refuses_unknown
         self._limited: dict[tuple[str, ...], Models[M]] = {}
         self._logged = set() if logged is None else logged
-        names = [(model.model_info.model, model) for model in models]
-        seen = {defaults.alias: model for model in by_alias if (defaults := model.model_info.defaults) is not None}
-        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.model_info.config.aliases]
-        folders = [(PurePath(model.model_info.card.folder).name, model) for model in models]
+        names = [(model.info.model, model) for model in models]
+        seen = {defaults.alias: model for model in by_alias if (defaults := model.info.defaults) is not None}
+        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.info.config.aliases]
+        folders = [(PurePath(model.info.card.folder).name, model) for model in models]
         self._exact = {**dict(aliases), **dict(names)}
         self._folder = _unique(folders)
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
@@ -301,9 +301,9 @@ class Models(Generic[M]):
             if len(self._limited) >= _MAX_LIMITED:
                 self._limited.clear()
             found = self._limited[names] = Models(
-                [model for model in self.all if model.model_info.model in names],
+                [model for model in self.all if model.info.model in names],
                 refuses_unknown=self._refuses_unknown,
-                by_alias=[model for model in self._by_alias if model.model_info.model in names],
+                by_alias=[model for model in self._by_alias if model.info.model in names],
                 is_complete=self.is_complete,
                 logged=self._logged,
             )
@@ -321,7 +321,7 @@ class Models(Generic[M]):
         if found is None and ":" in name:
             base, _, suffix = name.rpartition(":")
             found = self._find_whole(base)
-            if found is not None and self._refuses_unknown and not found.model_info.is_suffix(suffix):
+            if found is not None and self._refuses_unknown and not found.info.is_suffix(suffix):
                 return None
         return found
 
@@ -338,12 +338,12 @@ class Models(Generic[M]):
         """A model that `name` has found, or another generation of it, with the request defaults of the alias that it
         is."""
         found = self.find(name)
-        return model if found is None or found.model_info.model != model.model_info.model else found
+        return model if found is None or found.info.model != model.info.model else found
 
     def own_name(self, model: M, name: str) -> str:
         """`name` as the model's own `ModelInfo.prompt_of_model_name` understands it, whatever it means here: one of
         its names, and behind a colon what may choose a prompt."""
-        info = model.model_info
+        info = model.info
         if name in info.names:
             return name
         if ":" in name and len(name) <= _MAX_CHARS and self._find_whole(name) is not model:
@@ -363,12 +363,12 @@ class Models(Generic[M]):
         if not self.is_complete:
             raise _not_ready()
         if name and (refuses_unknown or self._refuses_unknown):
-            known = [own for model in self.able(needs) or self.all for own in model.model_info.names]
+            known = [own for model in self.able(needs) or self.all for own in model.info.names]
             raise ModelNotFound(name, listed(known))
         able = (model for need in needs for model in self.able((need,)))
         default = next(able, self.all[0])
         if name:
-            self._log_unknown(default.model_info.model)
+            self._log_unknown(default.info.model)
         return default
 
     def refusal(self, name: str) -> ApiError:
@@ -379,7 +379,7 @@ class Models(Generic[M]):
         """The models that have one of the capabilities; all, if none is needed."""
         if not needs:
             return self.all
-        return tuple(model for model in self.all if not set(needs).isdisjoint(model.model_info.card.capabilities))
+        return tuple(model for model in self.all if not set(needs).isdisjoint(model.info.card.capabilities))
 
     def _log_unknown(self, default: str) -> None:
         """Once for each model that answers in the place of another, whose name the log must not have: it is the

@@ -1,24 +1,32 @@
-"""The HTTP API of one generation of the configuration: from an HTTP request to its route's handler.
+"""The HTTP API of a gateway: from an HTTP request to the handler of its route, for the model that it is for.
 
-Owns the table of all routes, the headers that all responses have in common, and the answer before the model is known.
+Owns the table of all routes, the choice of a model by path or header, the headers that all responses have in common,
+and the answer before the model is known. A request stays with the generation that it began with; where several models
+are served, it counts for all of them until its model is known.
 """
 
+import asyncio
 import re
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import NoReturn
 
 import orjson
 
 from vecd.gateway.api.answer import Headers, json_response
-from vecd.gateway.api.operation import Dialect
-from vecd.gateway.api.served import PREFIX, Models
+from vecd.gateway.api.operation import Dialect, Operation
+from vecd.gateway.api.served import HEADER as MODEL_HEADER
+from vecd.gateway.api.served import PREFIX, Models, header_value, readings_of, unlisted
 from vecd.gateway.app.handle import Claim, OperationsHandler
 from vecd.gateway.app.openapi import describe_api
+from vecd.gateway.app.routes import ENDPOINTS as ENDPOINTS
 from vecd.gateway.app.routes import (
-    Context,
     Route,
     Table,
     admin_table,
+    endpoint_of,
     find_route,
     methods_at,
     model_table,
@@ -26,11 +34,20 @@ from vecd.gateway.app.routes import (
     public_table,
 )
 from vecd.gateway.app.status import LIVE, OPEN_INFERENCE_ROUTES, OWN_ROUTES, unavailable
-from vecd.gateway.config import ApiKey
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dialects import cohere, ollama, openai, rerank, tei, vllm
 from vecd.gateway.errors import ApiError, NotFound, NotReady
-from vecd.gateway.request import HEADER, NO_ROUTE, OWN, Durations, Endpoint, HttpRequest, Response
-from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal, Principals
+from vecd.gateway.request import (
+    HEADER,
+    OWN,
+    Durations,
+    HttpRequest,
+    ModelChoice,
+    Response,
+)
+from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal
+from vecd.gateway.service import Service, Services
+from vecd.gateway.telemetry.finished import Tracing
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
 # Cross-origin resource sharing: which web pages may call. Off unless origins are configured. Cookies are never allowed,
@@ -65,7 +82,7 @@ class Cors:
             and self._allowed(headers) is not None
         )
 
-    async def respond_to_preflight(self, context: Context, request: HttpRequest, principal: Principal) -> Response:
+    async def respond_to_preflight(self, service: Service, request: HttpRequest, principal: Principal) -> Response:
         """The same at an unknown path, or else the page could not read the 404. The requested headers are allowed by
         name, because "*" would leave out Authorization."""
         requested = request.headers.get("access-control-request-headers", "")
@@ -118,19 +135,13 @@ DIALECTS: tuple[Dialect, ...] = (
 
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
 
-_endpoints: dict[Endpoint, int] = {NO_ROUTE: 0}
-
-
-def _endpoint(route: str, dialect: str) -> int:
-    return _endpoints.setdefault(Endpoint(route, dialect), len(_endpoints))
-
 
 def _claims() -> Iterator[tuple[str, str, Claim]]:
     """Of all dialects, with their methods and paths."""
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
             method, _, path = at.partition(" ")
-            yield method, path, Claim(dialect, operation, _endpoint(path, dialect.name))
+            yield method, path, Claim(dialect, operation, endpoint_of(path, dialect.name))
 
 
 def _routes_by_capability() -> dict[str, list[str]]:
@@ -153,16 +164,51 @@ def _make_routes() -> Table:
     for (path, method), theirs in claims.items():
         handler = OperationsHandler(tuple(theirs), path, routes)
         table.setdefault(path, {})[method] = Route(handler, endpoint=theirs[0].endpoint)
-    for path, methods in {**OWN_ROUTES, **OPEN_INFERENCE_ROUTES}.items():
+    about = Operation(summary="This document", response={"type": "object"})
+    document = {"/openapi.json": {"GET": Route(openapi, ANY_SCOPE, about)}}
+    for path, methods in {**OWN_ROUTES, **OPEN_INFERENCE_ROUTES, **document}.items():
         for method, route in methods.items():
-            table.setdefault(path, {})[method] = route._replace(endpoint=_endpoint(path, OWN))
+            table.setdefault(path, {})[method] = route._replace(endpoint=endpoint_of(path, OWN))
     return table
 
 
+async def openapi(service: Service, http: HttpRequest, principal: Principal) -> Response:
+    """The OpenAPI document of the listener that `http` came by: of the model that it names, or of all that its sender
+    reaches. Kept until keys or models change, because to make one takes 10 to 20 ms of the loop."""
+    services, models, choice = service.services, service.models_left(http, principal), http.choice
+    infos, are_several = [service.info] if models is None else [each.info for each in models.all], models is not None
+    is_by_path, documents = choice is not None and choice.is_by_path, services.documents
+    key = (http.is_admin, is_by_path, are_several, tuple(info.model for info in infos))
+    if key not in documents:
+        have_keys = services.principals.have_keys
+        table = _tables(services.active.config.has_admin_listener, have_keys)[http.is_admin, is_by_path]
+        path = "" if services.models is None or are_several else f"{PREFIX}{service.info.model}"
+        document = describe_api(table, infos, has_keys=have_keys, path=path, are_several=are_several)
+        if len(documents) >= _MAX_DOCUMENTS:
+            del documents[next(iter(documents))]
+        documents[key] = orjson.dumps(document)
+    return Response(200, documents[key])
+
+
+_MAX_DOCUMENTS = 8
+"""Of some 0.6 MB each: by listener, by prefix, and by the models that keys reach."""
+
 ROUTES = _make_routes()
 
-ENDPOINTS: tuple[Endpoint, ...] = tuple(_endpoints)
-"""By the index that `Route.endpoint` and `RequestTimeline.endpoint` have."""
+
+@cache
+def _tables(has_admin_listener: bool, has_keys: bool) -> Mapping[tuple[bool, bool], Table]:
+    """What is served, by whether the admin listener serves it, and by whether the path names a model."""
+    public = public_table(ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)
+    admin = admin_table(ROUTES)
+    of_listeners = ((False, public), (True, admin))
+    return {
+        (is_admin, is_by_path): model_table(table) if is_by_path else table
+        for is_admin, table in of_listeners
+        for is_by_path in (False, True)
+    }
+
+
 assert len(ENDPOINTS) <= MAX_ENDPOINTS
 
 
@@ -184,128 +230,192 @@ def _dialect_at(path: str | None, table: Table) -> Dialect | None:
 
 
 _LARGE_BODY_BYTES = 64 * 1024
-_MAX_DOCUMENTS = 8
-"""Of /openapi.json that are kept, of some 0.6 MB each: by listener, by prefix, and by the models that keys reach."""
+_UNKNOWN_KEY = 401
+"""The status of responses that tell no model's name."""
+_MODELS_TIMEOUT_S = 10.0
+"""How long a request waits for models that are still to come. A gateway that is started again has read the tokenizers
+of all models within a second or two."""
 
 _TIMING_HEADER = "x-vecd-timing"
 """A request with this header, whatever its value, gets a response with `server-timing`."""
 
 
-class Api:
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self._documents: dict[tuple[bool, bool, bool, tuple[str, ...]], bytes] = {}
-        self._cors = Cors(context.config.cors_origins)
-        self._admin_table = admin_table(ROUTES)
-        self._admin_model_table = model_table(self._admin_table)
-        self.set_keys(context.config.keys)
+class App:
+    """The `vecd.gateway.http.connection.Application` that the server serves."""
 
-    @property
-    def principals(self) -> Principals:
-        return self.context.principals
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.tracing: Tracing | None = None
+        self.change(services.active.config)
 
-    def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """Accept these keys from now on. What has been admitted goes on."""
-        self.principals.set_keys(keys)
-        self._public_table = public_table(
-            ROUTES,
-            has_admin_listener=self.context.config.has_admin_listener,
-            has_keys=self.principals.have_keys,
-        )
-        self._model_table = model_table(self._public_table)
-        self._documents.clear()
-
-    def adopt(self, principals: Principals, keys: Sequence[ApiKey]) -> None:
-        """Go on with another generation's principals, because what they have used stays used, under these keys."""
-        self.context.principals = principals
-        self.set_keys(keys)
-
-    def join(self, models: Models[Context] | None) -> None:
-        """Serve beside other models from now on, or as the only one."""
-        self.context.models = models
-        self._documents.clear()
-        # A large body is read before its model is known.
-        bodies = self.context.bodies
-        bodies.widen([] if models is None else [model.bodies for model in models.all])
+    def change(self, config: GatewayConfig) -> None:
+        """Apply the configuration of the first model, which is the server's."""
+        self._cors = Cors(config.cors_origins)
+        self._has_admin_listener = config.has_admin_listener
 
     # --- what the server calls ------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse what can be refused before the body has arrived. Raises ApiError."""
-        route, principal = self._find(request)
-        if route.scope == "embed" and _is_large(request):
-            principal.check_quota()  # a small body is read all the same, so that the client keeps its connection
+        models, path = self.services.models, request.path
+        if models is None:
+            self._check_head(self.services.active, request)
+        elif models.is_complete or not path.startswith(PREFIX) or models.split(path) is not None:
+            self._check_head(self._enter(models, request), request)
+        else:  # its model may be still to come, and the body arrives meanwhile
+            request.path = self._likeliest_reading(path)[1]
+            self._check_head(self.services.active, request)
+            request.path = path
         return None
 
-    def handle(self, request: HttpRequest) -> Awaitable[Response]:
-        route, principal = self._find(request)
-        request.timeline.principal = principal.name
-        return route.handler(self.context, request, principal)
-
-    def has_route(self, path: str) -> bool:
-        """Whether the public listener has a route at this path."""
-        return methods_at(self._public_table, path) is not None
-
-    def is_for_model(self, method: str, path: str) -> bool:
-        """Whether the public listener has a route for this that is for a model, not about the server."""
-        route = (methods_at(self._public_table, path) or {}).get(method)
-        return route is not None and route.scope == "embed"
+    async def handle(self, request: HttpRequest) -> Response:
+        services = self.services
+        if services.models is not None:
+            return await self._handle_among(services.models, request)
+        choice, service = request.choice, services.active
+        if choice is not None and choice.is_made and request.timeline.model != service.config.model:
+            # Its model was withdrawn while its body arrived: the one that is left would answer in its place.
+            raise unlisted(choice.named)
+        service.num_handled += 1
+        if self.tracing is not None:
+            self.tracing.begin(request)
+        try:
+            route, principal = self._find(service, request)
+            request.timeline.principal = principal.name
+            return await route.handler(service, request, principal)
+        finally:
+            service.num_handled -= 1
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
-        return render_error(error, path, self._public_table)
+        return render_error(error, path, self._table())
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
-        if request is not None and request.identity is not None and (identity := request.identity.text) is not None:
-            response.headers[HEADER] = identity
+        if request is None:
+            self._cors.add_headers(response, None)
+            return
+        timeline, identity = request.timeline, request.identity
+        if timeline.model and response.status != _UNKNOWN_KEY:
+            response.headers[MODEL_HEADER] = header_value(timeline.model)
+        if identity is not None and identity.text is not None:
+            response.headers[HEADER] = identity.text
         self._cors.add_headers(response, request)
-        if request is not None and _TIMING_HEADER in request.headers and request.timeline.is_embedded:
-            response.headers["server-timing"] = _server_timing(request.timeline.durations(time.monotonic()))
+        if _TIMING_HEADER in request.headers and timeline.is_embedded:
+            response.headers["server-timing"] = _server_timing(timeline.durations(time.monotonic()))
 
-    def _find(self, request: HttpRequest) -> tuple[Route, Principal]:
+    # --- the route and the sender ---------------------------------------------------------------------------
+
+    def _check_head(self, service: Service, request: HttpRequest) -> None:
+        """Raises ApiError."""
+        route, principal = self._find(service, request)
+        if route.scope == "embed" and _is_large(request):
+            principal.check_quota()  # a small body is read all the same, so that the client keeps its connection
+
+    def _find(self, service: Service, request: HttpRequest) -> tuple[Route, Principal]:
         """Raises ApiError. Takes 4 µs. Called twice for a request that arrives in parts, because its key may have been
         removed before the last one."""
         if self._cors.is_preflight(request):
             route = self._cors.preflight_route
         else:
-            route = find_route(self._table(request), request.method, request.path)
+            choice = request.choice
+            table = self._table(is_admin=request.is_admin, is_by_path=choice is not None and choice.is_by_path)
+            route = find_route(table, request.method, request.path)
             request.timeline.endpoint = route.endpoint
-        principal = self.context.principals.identify(
+        principal = self.services.principals.identify(
             request.headers, request.client, route.scope, is_admin=request.is_admin
         )
-        if principal.models is not None:
-            self._check_reach(route, principal)
+        if principal.models is not None and route.scope in ("embed", ANY_SCOPE):
+            # This model is one that the key reaches unless none of these is served: a configuration and its keys take
+            # effect one after the other.
+            self._check_reach(service, principal.models)
         return route, principal
 
-    def _check_reach(self, route: Route, principal: Principal) -> None:
-        """Raises ApiError if the principal does not reach this model, which is one of its own unless none of these is
-        served: a configuration and its keys take effect one after the other."""
-        if route.scope in ("embed", ANY_SCOPE) and self.context.config.model not in (principal.models or ()):
-            models = self.context.models
+    def _check_reach(self, service: Service, reached: Sequence[str]) -> None:
+        """Raises ApiError if this model is none of those."""
+        if service.config.model not in reached:
+            models = self.services.models
             if models is not None and not models.is_complete:
                 raise models.refusal("")
             raise NotFound("No model that this API key may use is served", code="model_not_found")
 
-    def describe(self, request: HttpRequest, principal: Principal) -> bytes:
-        """The OpenAPI document of the listener that `request` came by, as JSON: of the model that it names, or of all
-        that its sender reaches. Kept until keys or models change, because to make one takes 10 to 20 ms of the loop."""
-        models, choice, own = self.context.models_left(request, principal), request.choice, self.context.model_info
-        infos, are_several = [own] if models is None else [model.model_info for model in models.all], models is not None
-        is_by_path = choice is not None and choice.is_by_path
-        key = (request.is_admin, is_by_path, are_several, tuple(info.model for info in infos))
-        if key not in self._documents:
-            path = "" if self.context.models is None or are_several else f"{PREFIX}{own.model}"
-            document = describe_api(
-                self._table(request), infos, has_keys=self.principals.have_keys, path=path, are_several=are_several
-            )
-            if len(self._documents) >= _MAX_DOCUMENTS:
-                del self._documents[next(iter(self._documents))]
-            self._documents[key] = orjson.dumps(document)
-        return self._documents[key]
+    def _table(self, *, is_admin: bool = False, is_by_path: bool = False) -> Table:
+        """The routes of a listener; `is_by_path`: those of a path that names a model."""
+        tables = _tables(self._has_admin_listener, self.services.principals.have_keys)
+        return tables[is_admin, is_by_path]
 
-    def _table(self, request: HttpRequest) -> Table:
-        if request.choice is not None and request.choice.is_by_path:
-            return self._admin_model_table if request.is_admin else self._model_table
-        return self._admin_table if request.is_admin else self._public_table
+    # --- several models -------------------------------------------------------------------------------------
+
+    async def _handle_among(self, models: Models[Service], request: HttpRequest) -> Response:
+        services = self.services
+        if not models.is_complete:
+            await self._await_models(request)
+            models = services.models or models
+        if self.tracing is not None:
+            self.tracing.begin(request)
+        service = self._enter(models, request)
+        choice = request.choice
+        assert choice is not None
+        held = [service] if choice.is_made else list(services.of_models)
+        for each in held:
+            each.num_handled += 1
+
+        def release(kept: str | None) -> None:
+            for each in [each for each in held if each.config.model != kept]:
+                held.remove(each)
+                each.num_handled -= 1
+
+        choice.on_chosen = release
+        try:
+            route, principal = self._find(service, request)
+            request.timeline.principal = principal.name
+            return await route.handler(service, request, principal)
+        finally:
+            release(None)
+
+    async def _await_models(self, request: HttpRequest) -> None:
+        """Let a request that may be for a model which is still to come wait for it. During the server's own start no
+        request waits."""
+        path = self._likeliest_reading(request.path)[1] if request.path.startswith(PREFIX) else request.path
+        route = (methods_at(self._table(), path) or {}).get(request.method)
+        is_for_model = route is not None and route.scope == "embed"
+        if is_for_model and self.services.active.dispatcher.start_stage is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.services.have_come.wait(), _MODELS_TIMEOUT_S)
+
+    def _enter(self, models: Models[Service], request: HttpRequest) -> Service:
+        """The service of the model that a request's path or header names, or else the first one, of those that its API
+        key reaches. Raises ApiError for an unknown name in the path. Side effects: the prefix that names a model is
+        taken from the path, and the request gets its `choice`."""
+        services, all_models = self.services, models
+        if services.principals.limit_models:
+            names = services.principals.models_of(request.headers, is_admin=request.is_admin)
+            models = models if names is None else models.only(names)
+        # A key that reaches some models alone learns nothing of others.
+        first = services.active if models is all_models or not models.all else services.service_of(models.all[0])
+        choice = request.choice
+        if choice is None:
+            named, is_by_path = request.headers.get(MODEL_HEADER, ""), request.path.startswith(PREFIX)
+            if is_by_path:
+                named, request.path = models.split(request.path) or self._refuse(models, first, request)
+            choice = request.choice = ModelChoice(named, is_made=False, is_by_path=is_by_path)
+        # Found again when the rest of a body has arrived: another generation may be the active one then.
+        found = models.find(choice.named) if choice.named else None
+        if found is None:
+            if choice.is_made:  # the model was withdrawn meanwhile
+                raise models.refusal(choice.named)
+            return first
+        choice.is_made, request.timeline.model = True, found.info.model
+        return services.service_of(found)
+
+    def _refuse(self, models: Models[Service], first: Service, request: HttpRequest) -> NoReturn:
+        """Raises ApiError. Side effect: the request's path is the rest, in whose shape the error is rendered."""
+        name, request.path = self._likeliest_reading(request.path)
+        self._check_head(first, request)
+        raise models.refusal(name)
+
+    def _likeliest_reading(self, path: str) -> tuple[str, str]:
+        """A name, and the rest of a path that begins with PREFIX, which has a route if possible."""
+        readings, table = readings_of(path), self._table()
+        return next((each for each in readings if methods_at(table, each[1]) is not None), readings[0])
 
 
 def _server_timing(durations: Durations) -> str:
@@ -321,10 +431,9 @@ def _is_large(request: HttpRequest) -> bool:
 
 
 _PROBES = ("/", "/health", "/ping")
-_TABLE = public_table(ROUTES, has_admin_listener=False, has_keys=False)
 
 
-class StartingApi:
+class StartingApp:
     """What a gateway answers before it knows the model, which may take minutes: a probe learns what the start is doing,
     all else is to come again. A `vecd.gateway.http.connection.Application`."""
 
@@ -350,7 +459,7 @@ class StartingApi:
         return response
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
-        return render_error(error, path, _TABLE)
+        return render_error(error, path, _tables(False, False)[False, False])
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
         pass

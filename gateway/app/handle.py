@@ -32,12 +32,13 @@ from vecd.gateway.api.operation import (
     parse_with_defaults,
 )
 from vecd.gateway.api.served import ModelInfo, Models
-from vecd.gateway.app.routes import Context, name_in
+from vecd.gateway.app.routes import name_in
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
 from vecd.gateway.request import HEADER, Embedded, HttpRequest, Response
 from vecd.gateway.request import REQUEST_ID as VALID_ID
 from vecd.gateway.scheduling.keys import Principal
+from vecd.gateway.service import Service
 
 # The condition of a request on the model's identity: the request header `if-vecd-identity`.
 
@@ -72,31 +73,31 @@ def parse_demand(headers: Headers) -> Demand | None:
     return Demand(match[1], match[2])
 
 
-async def check_before(demand: Demand, context: Context, http: HttpRequest) -> None:
+async def check_before(demand: Demand, service: Service, http: HttpRequest) -> None:
     """Wait until the identity is known, at most 30 s and until the request's deadline, and compare. For a number format
     the model is loaded, and the first worker is waited for as long. Raises IdentityMismatch; NotReady at the deadline;
     Unavailable for a model that cannot be loaded, and at once for an identity that cannot be found out."""
-    identity, arrived_at = context.identity, http.timeline.arrived_at
+    identity, arrived_at = service.info.identity, http.timeline.arrived_at
     timeout_s = parse_timeout_s(http.headers)
-    limit_s = context.config.request_timeout_s
+    limit_s = service.config.request_timeout_s
     deadline = arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
     if not identity.digest:
         await _until(identity.known, deadline)
     if not identity.digest:
-        raise _unknown(context)
+        raise _unknown(service)
     if demand.digest == identity.digest and demand.number_format is not None and not identity.formats:
-        await context.embedder.load(timeout_s, arrived_at)
+        await service.pipeline.load(timeout_s, arrived_at)
         await _until(identity.has_format, deadline)
-    check_after(demand, context)
+    check_after(demand, service)
 
 
-def check_after(demand: Demand, context: Context) -> None:
+def check_after(demand: Demand, service: Service) -> None:
     """Compare once more. Raises IdentityMismatch, and Unavailable for an identity that is not known any more."""
-    identity = context.identity
+    identity = service.info.identity
     if demand.digest == identity.digest and demand.number_format in (None, identity.formats):
         return
     if not identity.digest or (demand.digest == identity.digest and not identity.formats):
-        raise _unknown(context)
+        raise _unknown(service)
     message = f"header {CONDITION}: {demand} is demanded, and the model here is {identity.describe()}"
     raise IdentityMismatch(message)
 
@@ -106,11 +107,11 @@ async def _until(event: asyncio.Event, deadline: float) -> None:
         await asyncio.wait_for(event.wait(), min(MAX_WAIT_S, max(0.0, deadline - time.monotonic())))
 
 
-def _unknown(context: Context) -> ApiError:
-    if problem := context.identity.problem:
+def _unknown(service: Service) -> ApiError:
+    if problem := service.info.identity.problem:
         message = f"header {CONDITION}: the identity of the model here is not known: {problem}"
         return Unavailable(message, retry_after_s=_RETRY_AFTER_S)
-    return NotReady("the model's identity is not known yet", time.monotonic() - context.started_at)
+    return NotReady("the model's identity is not known yet", time.monotonic() - service.made_at)
 
 
 _INLINE_ITEMS = 4096
@@ -149,51 +150,51 @@ class OperationsHandler:
         self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
         self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
 
-    async def __call__(self, context: Context, http: HttpRequest, principal: Principal) -> Response:
+    async def __call__(self, service: Service, http: HttpRequest, principal: Principal) -> Response:
         first = self.claims[0]
-        models = context.models_for(principal)
+        models = service.models_for(principal)
         if first.operation.describe is not None:
-            return first.operation.describe(*self._described(context, principal, first.operation, http))
+            return first.operation.describe(*self._described(service, principal, first.operation, http))
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
         if models is None:
-            http.identity = context.identity
+            http.identity = service.info.identity
         elif http.choice is not None and http.choice.is_made:
-            http.identity = models.as_named(context, http.choice.named).identity
+            http.identity = models.as_named(service, http.choice.named).info.identity
         try:
             principal.check_quota()  # before the body is parsed
             demand = parse_demand(http.headers)
             if len(self.claims) == 1 and models is None:
-                check_model(first.operation, context.model_info.card.capabilities, self._routes)
+                check_model(first.operation, service.info.card.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
                 body = parse_small(http.body, self._bare_list, self._large, self._small)
-                parsed = self._parse(context, models, http, body)
+                parsed = self._parse(service, models, http, body)
             else:
-                parsed = await context.bodies.parse(
-                    http.body, self._large, partial(self._parse, context, models, http), principal.tenant, self._small,
+                parsed = await service.bodies.parse(
+                    http.body, self._large, partial(self._parse, service, models, http), principal.tenant, self._small,
                     http.coding, self._bare_list,
                 )  # fmt: skip
         except ApiError as error:
             if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
-                error.dialect = self.claim_of({error.param: True}, context.model_info.card.capabilities).dialect.name
+                error.dialect = self.claim_of({error.param: True}, service.info.card.capabilities).dialect.name
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
         work = parsed.work
         if models is not None:
-            context = parsed.context
+            service = parsed.service
             assert http.choice is not None
-            http.choice.on_chosen(context.model_info.model)
+            http.choice.on_chosen(service.info.model)
         try:
             if demand is not None:
-                await check_before(demand, context, http)
+                await check_before(demand, service, http)
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
-                embedded = await context.embedder.embed(work.request, parsed.num_estimated, timeline, principal)
+                embedded = await service.pipeline.embed(work.request, parsed.num_estimated, timeline, principal)
                 response = _render(work, embedded)
             else:
-                response = await _respond(context, parsed, http, principal)
+                response = await _respond(service, parsed, http, principal)
             if demand is not None:
-                check_after(demand, context)
+                check_after(demand, service)
             return response
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name
@@ -201,7 +202,7 @@ class OperationsHandler:
                 error.param = parsed.field
                 if parsed.field in parsed.claim.operation.fields.large:  # positions in the message count in it, too
                     error.message = _QUOTED_INPUT.sub(f"'{parsed.field}", error.message)
-            self._add_others(error, parsed.claim.operation, context, models)
+            self._add_others(error, parsed.claim.operation, service, models)
             raise
 
     def claim_of(self, body: JsonMapping, capabilities: Sequence[str]) -> Claim:
@@ -223,25 +224,25 @@ class OperationsHandler:
         return next((name for name in names if body.get(name) is not None), None)
 
     def _described(
-        self, context: Context, principal: Principal, operation: Operation, http: HttpRequest
+        self, service: Service, principal: Principal, operation: Operation, http: HttpRequest
     ) -> tuple[Sequence[ModelInfo], str]:
         """What `Operation.describe` takes."""
-        path, models = http.path, context.models_left(http, principal)
+        path, models = http.path, service.models_left(http, principal)
         if models is None:
-            http.identity = context.identity  # errors have it, too
+            http.identity = service.info.identity  # errors have it, too
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
-            models = context.models_named(name, http, principal)
-            context = models.choose(name, (), refuses_unknown=True)
-            path = self._path_of_model.replace("*", models.own_name(context, name))
+            models = service.models_named(name, http, principal)
+            service = models.choose(name, (), refuses_unknown=True)
+            path = self._path_of_model.replace("*", models.own_name(service, name))
         elif models is not None and operation.describes_all:
-            return [model.model_info for model in models.all], path
-        http.identity = context.identity
-        return [context.model_info], path
+            return [model.info for model in models.all], path
+        http.identity = service.info.identity
+        return [service.info], path
 
     def _choose(
-        self, context: Context, models: Models[Context], http: HttpRequest, body: JsonMapping
-    ) -> tuple[Context, JsonMapping]:
-        """The context of the model that answers a request, and the body with the model's own name. `context`: that of
+        self, service: Service, models: Models[Service], http: HttpRequest, body: JsonMapping
+    ) -> tuple[Service, JsonMapping]:
+        """The service of the model that answers a request, and the body with the model's own name. `service`: that of
         the model which the path or the header names, or of the first. Raises what `Models.choose` raises. Side effect:
         the model is noted on the request's timeline."""
         claimed = self._claimed(body) if len(self.claims) > 1 else None
@@ -257,28 +258,28 @@ class OperationsHandler:
             asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
             needs = [need for each in asked for need in each] if all(asked) else []
             try:
-                context = models.choose(choice.named or name, needs)
+                service = models.choose(choice.named or name, needs)
             except ApiError as error:
                 error.dialect = (claims or self.claims)[0].dialect.name
                 raise
         elif models.have_defaults:
-            context = models.as_named(context, choice.named)
-        http.timeline.model, http.identity = context.model_info.model, context.identity
+            service = models.as_named(service, choice.named)
+        http.timeline.model, http.identity = service.info.model, service.info.identity
         if choice.named:
-            own = models.own_name(context, choice.named)
-            if own not in context.model_info.names:  # it chooses a prompt, too, which the body then does not
-                return context, {**body, field: own}
-        return context, body if name is None else {**body, field: models.own_name(context, name)}
+            own = models.own_name(service, choice.named)
+            if own not in service.info.names:  # it chooses a prompt, too, which the body then does not
+                return service, {**body, field: own}
+        return service, body if name is None else {**body, field: models.own_name(service, name)}
 
     def _parse(
-        self, context: Context, models: Models[Context] | None, http: HttpRequest, body: JsonMapping
+        self, service: Service, models: Models[Service] | None, http: HttpRequest, body: JsonMapping
     ) -> "_Parsed":
         """Called in a thread if the body is large."""
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, "model": name_in(self._path_of_model, http.path)}
         if models is not None:
-            context, body = self._choose(context, models, http, body)
-        claim = self.claim_of(body, context.model_info.card.capabilities)
+            service, body = self._choose(service, models, http, body)
+        claim = self.claim_of(body, service.info.card.capabilities)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         if REQUEST_ID.name in operation.fields.small and "x-request-id" not in http.headers:
@@ -287,27 +288,27 @@ class OperationsHandler:
                 http.request_id = own_id  # an error in another field has that name, too
         try:
             if models is not None or len(self.claims) > 1:
-                check_model(operation, context.model_info.card.capabilities, self._routes)
+                check_model(operation, service.info.card.capabilities, self._routes)
             parse: Callable[[Call], Work] | None = operation.embed or operation.reply
             assert parse is not None
-            if context.model_info.defaults is not None:
-                body = fill_in(body, operation, context.model_info.defaults)
+            if service.info.defaults is not None:
+                body = fill_in(body, operation, service.info.defaults)
                 parse = partial(parse_with_defaults, parse, body)
-            call = Call(operation.fields.read(body), http.headers, context.model_info, http.request_id)
+            call = Call(operation.fields.read(body), http.headers, service.info, http.request_id)
             work = parse(call)
             own = work.field if isinstance(work, ParsedEmbed) else None
             field = "messages" if isinstance(work, ParsedMessages) else own or self._field(claim, body)
-            return _Parsed(context, claim, work, _estimate(context, work), field)
+            return _Parsed(service, claim, work, _estimate(service, work), field)
         except ApiError as error:
             error.dialect = claim.dialect.name
-            self._add_others(error, operation, context, models)
+            self._add_others(error, operation, service, models)
             raise
 
     def _add_others(
-        self, error: ApiError, operation: Operation, context: Context, models: Models[Context] | None
+        self, error: ApiError, operation: Operation, service: Service, models: Models[Service] | None
     ) -> None:
-        infos = () if models is None else [model.model_info for model in models.all]
-        add_others(error, operation, context.model_info, infos, self._routes)
+        infos = () if models is None else [model.info for model in models.all]
+        add_others(error, operation, service.info, infos, self._routes)
 
 
 def _input_fields(operation: Operation) -> tuple[str, ...]:
@@ -317,7 +318,7 @@ def _input_fields(operation: Operation) -> tuple[str, ...]:
 
 
 class _Parsed(NamedTuple):
-    context: Context
+    service: Service
     """That of the model which answers."""
     claim: Claim
     work: Work
@@ -327,7 +328,7 @@ class _Parsed(NamedTuple):
     """The field with the inputs, if it is not `input`."""
 
 
-async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, principal: Principal) -> Response:
+async def _respond(service: Service, parsed: _Parsed, http: HttpRequest, principal: Principal) -> Response:
     def limits() -> tuple[float | None, float, Principal]:
         return parse_timeout_s(http.headers), http.timeline.arrived_at, principal
 
@@ -336,33 +337,33 @@ async def _respond(context: Context, parsed: _Parsed, http: HttpRequest, princip
             return response
         case ParsedEmbed() as work:
             is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
-            embedded = await context.embedder.embed(work.request, parsed.num_estimated, http.timeline, principal)
+            embedded = await service.pipeline.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
-                return await context.threads.run(_render_steps(work, embedded), principal.tenant)
+                return await service.tokenizer.threads.run(_render_steps(work, embedded), principal.tenant)
             return _render(work, embedded)
         case ParsedStay() as work:
-            return await _respond_to_stay(context, parsed, work, http, principal)
+            return await _respond_to_stay(service, parsed, work, http, principal)
         case ParsedMessages() as work:
-            texts = await context.embedder.render(work, *limits())
-            return await _respond_further(context, parsed, work.proceed(texts), http, principal)
+            texts = await service.pipeline.render(work, *limits())
+            return await _respond_further(service, parsed, work.proceed(texts), http, principal)
         case ParsedTokenize() as work:
-            await context.embedder.describe(work, *limits())
+            await service.pipeline.describe(work, *limits())
             return work.render()
         case ParsedDecode() as work:
-            return work.render(await context.embedder.decode(work, *limits()))
+            return work.render(await service.pipeline.decode(work, *limits()))
 
 
 async def _respond_further(
-    context: Context, parsed: _Parsed, work: Work, http: HttpRequest, principal: Principal
+    service: Service, parsed: _Parsed, work: Work, http: HttpRequest, principal: Principal
 ) -> Response:
-    parsed = parsed._replace(work=work, num_estimated=_estimate(context, work))
-    return await _respond(context, parsed, http, principal)
+    parsed = parsed._replace(work=work, num_estimated=_estimate(service, work))
+    return await _respond(service, parsed, http, principal)
 
 
-def _estimate(context: Context, work: Work) -> int:
+def _estimate(service: Service, work: Work) -> int:
     if not isinstance(work, ParsedEmbed):
         return 0
-    return context.estimate_tokens(work.request.inputs, work.request.tokenizing)
+    return service.tokenizer.estimate_tokens(work.request.inputs, work.request.tokenizing)
 
 
 def _render(work: ParsedEmbed, embedded: Embedded) -> Response:
@@ -383,16 +384,16 @@ def _render_steps(work: ParsedEmbed, embedded: Embedded) -> Generator[None, None
 
 
 async def _respond_to_stay(
-    context: Context, parsed: _Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
+    service: Service, parsed: _Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
 ) -> Response:
     if work.work is not None:
-        response = await _respond_further(context, parsed, work.work, http, principal)
-    elif work.loads and context.residence.is_awaited:
+        response = await _respond_further(service, parsed, work.work, http, principal)
+    elif work.loads and service.residence.is_awaited:
         started_at = time.monotonic()
-        await context.embedder.load(parse_timeout_s(http.headers), http.timeline.arrived_at)
+        await service.pipeline.load(parse_timeout_s(http.headers), http.timeline.arrived_at)
         response = work.render(round((time.monotonic() - started_at) * 1e9))
     else:
         response = work.render(0)
     if work.sets_keep_alive:  # only now: a model that is to stay for 0 s would be unloaded before
-        context.embedder.keep_alive(work.keep_alive_s)
+        service.residence.keep_alive(work.keep_alive_s)
     return response

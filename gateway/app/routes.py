@@ -1,100 +1,35 @@
-"""The routes as data, the lookup of a path, and what the handlers of requests may use.
-
-No handler reaches more than `Context` names: no queue, no socket, no connection to a worker.
-"""
+"""The routes as data, and the lookup of a path."""
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from vecd.gateway.api.body import Bodies
 from vecd.gateway.api.operation import Operation
-from vecd.gateway.api.served import ModelInfo, Models
-from vecd.gateway.config import GatewayConfig
-from vecd.gateway.dispatch.residence import Residence
-from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.errors import MethodNotAllowed, NotFound
-from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.request import Endpoint, HttpRequest, Identity, Inputs, Response, Tokenizing
-from vecd.gateway.scheduling.keys import Principal, Principals
-from vecd.gateway.telemetry.measures import SharedMetrics
-from vecd.gateway.telemetry.prometheus import Processes
-from vecd.gateway.tokenization.fair_pool import Threads
-
-
-@dataclass(slots=True, kw_only=True)
-class Context:
-    """One for each generation of the configuration. `vecd.gateway.service` makes it, `vecd.gateway.app.app` passes it
-    to the handler of every route."""
-
-    config: GatewayConfig
-    model_info: ModelInfo
-    bodies: Bodies
-    threads: Threads
-    """For work that would hold up the event loop."""
-    estimate_tokens: Callable[[Inputs, Tokenizing], int]
-    """Guesses the tokens of inputs from their characters. May be called in any thread."""
-    embedder: Pipeline
-    residence: Residence
-    """The state of the model, and operators' orders to load and unload it."""
-    principals: Principals
-    """Replaced on a reload by those of the generation before, because what they have used stays used."""
-    shared_metrics: SharedMetrics
-    endpoints: Sequence[Endpoint]
-    """The names that requests are counted under, by the index that a `RequestTimeline` has."""
-    processes: Processes
-    started_at: float
-    """By `time.monotonic`."""
-    links: Callable[[], Collection[WorkerLink]]
-    """The workers that are up. Handlers only read them."""
-    why_unavailable: Callable[[], str | None]
-    """The reason why no embedding request can be served now; None while one can."""
-    changed_files: Callable[[], str]
-    """Which files of the model are no longer those that were loaded, in words; "" if there is none."""
-    describe_cores: Callable[[], dict[str, Any]]
-    """The budget of cores, and how many threads pay for a batch; JSON values."""
-    num_tenants: Callable[[], int]
-    """Tenants with a request in this gateway."""
-    load_of: Callable[[str], tuple[int, int]]
-    """The requests and the queued tokens that one tenant has in this gateway."""
-    openapi: Callable[[HttpRequest, Principal], bytes]
-    """The OpenAPI document of the listener that a request came by, as its sender may see it, as JSON."""
-    on_reload: Callable[[], None]
-    """Requests that the supervisor reads its configuration again."""
-    identity: Identity
-    """Of the model, or of the alias that it is seen by."""
-    models: "Models[Context] | None" = None
-    """All served models; None where this is the only one. Replaced when another begins to serve."""
-
-    def models_for(self, principal: Principal) -> "Models[Context] | None":
-        """Of `models`, those that a sender reaches."""
-        if self.models is None or principal.models is None:
-            return self.models
-        return self.models.only(principal.models)
-
-    def models_left(self, http: HttpRequest, principal: Principal) -> "Models[Context] | None":
-        """Those that the body of a request may name; None where only one is meant, by the configuration, the header or
-        what stands before the path."""
-        is_open = http.choice is not None and not http.choice.is_made
-        return self.models_for(principal) if is_open else None
-
-    def models_named(self, name: str, http: HttpRequest, principal: Principal) -> "Models[Context]":
-        """Those that `name` in the path may mean: `models_left`, or else this one alone. Raises BadRequest for a name
-        that this one refuses."""
-        models = self.models_left(http, principal)
-        if models is None:
-            self.model_info.prompt_of_model_name(name)
-            return Models((self,), refuses_unknown=False)
-        return models
-
+from vecd.gateway.request import NO_ROUTE, Endpoint, HttpRequest, Response
+from vecd.gateway.scheduling.keys import Principal
+from vecd.gateway.service import Service
 
 # Clients write paths in many ways: a base URL with or without /v1, a trailing or a double slash, the whole URL in place
 # of a base. Those that can mean only one route are served directly. They are never redirected, because a redirect turns
 # a POST into a GET. A spelling never leads to a route with another first part, so that a proxy may route by prefix.
 
-Handler: TypeAlias = Callable[[Context, HttpRequest, Principal], Awaitable[Response]]
+Handler: TypeAlias = Callable[[Service, HttpRequest, Principal], Awaitable[Response]]
+
+
+ENDPOINTS = [NO_ROUTE]
+"""By the index that `Route.endpoint` and `RequestTimeline.endpoint` have; complete once the table of routes is made."""
+_indices = {NO_ROUTE: 0}
+
+
+def endpoint_of(route: str, dialect: str) -> int:
+    """The index of an endpoint, which is added to all."""
+    endpoint = Endpoint(route, dialect)
+    if endpoint not in _indices:
+        _indices[endpoint] = len(ENDPOINTS)
+        ENDPOINTS.append(endpoint)
+    return _indices[endpoint]
 
 
 class Route(NamedTuple):
@@ -185,7 +120,7 @@ def allowed_methods(methods: Mapping[str, object]) -> str:
     return ", ".join(sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}))
 
 
-async def _respond_to_options(allow: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def _respond_to_options(allow: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
     return Response(204, headers={"allow": allow})
 
 

@@ -16,17 +16,18 @@ from vecd.base.files import JsonObject
 from vecd.gateway.api.answer import json_response
 from vecd.gateway.api.fields import BOOLEAN, STRING, Schema, nullable, record
 from vecd.gateway.api.operation import Operation
-from vecd.gateway.app.routes import Context, Handler, Route, normalize
+from vecd.gateway.app.routes import ENDPOINTS, Handler, Route, normalize
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.errors import NotFound
 from vecd.gateway.request import HttpRequest, Overflow, Response
 from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal
 from vecd.gateway.scheduling.policy import SHORT_BATCH_S
+from vecd.gateway.service import Service
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.telemetry.prometheus import CONTENT_TYPE, ServedModel, Usage, render_metrics
 from vecd.model.card import ModelCard
-from vecd.shm.control import ModelState
+from vecd.shm.control import ModelState, ReloadAsked
 from vecd.shm.output import FULL_BATCH_S
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
@@ -35,45 +36,45 @@ _LIMITS = (
 )  # fmt: skip
 
 
-def describe_info(context: Context, *, shows_tenants: bool) -> JsonObject:
+def describe_info(service: Service, *, shows_tenants: bool) -> JsonObject:
     """The body of `/info`, of the whole server: no text, no key, no path, no address. `shows_tenants`: the caller may
     see the names of keys. Side effect: the polled gauges are published."""
-    config, shared_metrics = context.config, context.shared_metrics
+    config, shared_metrics = service.config, service.services.shared_metrics
     shared_metrics.publish()
     return {
-        **describe_for_tei(context),
-        "model": {**describe_model(config), **_identities(context)},
+        **describe_for_tei(service),
+        "model": {**describe_model(config), **_identities(service)},
         "limits": {name: getattr(config, name) for name in _LIMITS},
         "queue": describe_queue(shared_metrics),
-        **({"tenants": _describe_tenants(context)} if shows_tenants else {}),
-        "cores": context.describe_cores(),
-        "workers": [_describe_worker(link, shared_metrics) for link in context.links()],
+        **({"tenants": _describe_tenants(service)} if shows_tenants else {}),
+        "cores": service.services.cores.describe() | {"learned": service.dispatcher.thread_model.describe()},
+        "workers": [_describe_worker(link, shared_metrics) for link in service.dispatcher.links],
         "gateway": {
             "gateway": shared_metrics.gateway,
             "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - context.started_at, 1),
+            "uptime_s": round(time.monotonic() - service.made_at, 1),
         },
         "gateways": describe_gateways(shared_metrics),
     }
 
 
-def describe_one(context: Context) -> JsonObject:
+def describe_one(service: Service) -> JsonObject:
     """One of several models, as `/info` lists them; what all share is not repeated."""
-    config = context.config
+    config = service.config
     return {
         **describe_model(config),
-        **_identities(context),
+        **_identities(service),
         "aliases": config.aliases,
-        "unavailable": context.why_unavailable(),
-        **describe_residence(context),
-        "workers": [_describe_worker(link, context.shared_metrics) for link in context.links()],
+        "unavailable": service.why_unavailable(),
+        **describe_residence(service),
+        "workers": [_describe_worker(link, service.services.shared_metrics) for link in service.dispatcher.links],
     }
 
 
-def describe_residence(context: Context) -> JsonObject:
+def describe_residence(service: Service) -> JsonObject:
     """The state of a model, and what operators want to know of its loads."""
-    status, expires_in_s = context.residence.status, context.residence.expires_in_s
-    expires_at = None if expires_in_s is None else datetime.fromtimestamp(time.time() + expires_in_s, UTC).isoformat()
+    status, expires_at = service.residence.status, service.info.expires_at
+    at = None if expires_at is None else datetime.fromtimestamp(expires_at, UTC).isoformat()
     return {
         "state": status.state,
         "reason": status.reason or None,
@@ -82,21 +83,16 @@ def describe_residence(context: Context) -> JsonObject:
         "failed_loads": status.num_failed_loads,
         "load_s": status.load_s or None,
         "unloads": status.num_unloads,
-        "keep_alive_s": context.residence.keep_alive_s,
-        "expires_at": expires_at if context.residence.is_resident else None,
-        "pinned": context.config.is_pinned,
+        "keep_alive_s": service.residence.keep_alive_s,
+        "expires_at": at if service.residence.is_resident else None,
+        "pinned": service.config.is_pinned,
     }
 
 
-def all_contexts(context: Context) -> Sequence[Context]:
-    """Those of all models, this one among them."""
-    return (context,) if context.models is None else context.models.all
-
-
-def served_models(context: Context) -> list[ServedModel]:
+def served_models(service: Service) -> list[ServedModel]:
     """All models, if there are several, or if the only one is not loaded all the time."""
-    config = context.config
-    if context.models is None and not config.loads_on_demand and config.keep_alive_s is None:
+    config = service.config
+    if service.services.models is None and not config.loads_on_demand and config.keep_alive_s is None:
         return []
     return [
         ServedModel(
@@ -104,22 +100,22 @@ def served_models(context: Context) -> list[ServedModel]:
             each.residence.status,
             {worker: state_of(link) for worker, link in links_of(each)},
         )
-        for each in all_contexts(context)
+        for each in service.services.of_models
     ]
 
 
-def known_identities(context: Context) -> dict[str, str]:
+def known_identities(service: Service) -> dict[str, str]:
     """By the names of all models, and of the aliases that have one of their own."""
-    identities = [(each.config.model, each.identity) for each in all_contexts(context)]
+    identities = [(each.config.model, each.info.identity) for each in service.services.of_models]
     of_aliases = [one for _, identity in identities for one in identity.by_alias.items()]
     return {name: identity.text for name, identity in (*identities, *of_aliases) if identity.text is not None}
 
 
-def links_of(context: Context) -> list[tuple[int, WorkerLink | None]]:
+def links_of(service: Service) -> list[tuple[int, WorkerLink | None]]:
     """The indices of the model's workers; None for one that is not up."""
-    by_worker = {link.incarnation.worker: link for link in context.links()}
-    first = context.config.first_worker
-    return [(worker, by_worker.get(worker)) for worker in range(first, first + context.config.num_workers)]
+    by_worker = {link.incarnation.worker: link for link in service.dispatcher.links}
+    first = service.config.first_worker
+    return [(worker, by_worker.get(worker)) for worker in range(first, first + service.config.num_workers)]
 
 
 def describe_model(config: GatewayConfig) -> JsonObject:
@@ -141,8 +137,8 @@ def describe_model(config: GatewayConfig) -> JsonObject:
     }
 
 
-def _identities(context: Context) -> JsonObject:
-    identity = context.identity
+def _identities(service: Service) -> JsonObject:
+    identity = service.info.identity
     by_alias = {alias: each.text for alias, each in identity.by_alias.items()}
     return {"identity": identity.text, **({"alias_identities": by_alias} if by_alias else {})}
 
@@ -153,11 +149,11 @@ def _are_normalized(card: ModelCard) -> bool | None:
     return None if head is None else not card.truncate_dim and any(step.kind == "normalize" for step in head.steps)
 
 
-def describe_for_tei(context: Context) -> JsonObject:
+def describe_for_tei(service: Service) -> JsonObject:
     """The fields of text-embeddings-inference's `/info`, which some of its clients read before they send texts. The
     dtype is that of a worker that is up."""
-    config, card = context.config, context.config.card
-    dtypes = [dtype for link in context.links() if (dtype := link.facts.get("dtype"))]
+    config, card = service.config, service.config.card
+    dtypes = [dtype for link in service.dispatcher.links if (dtype := link.facts.get("dtype"))]
     longest = card.tokens.document_tokens if card.tokens else 0
     return {
         "model_id": config.model,
@@ -171,7 +167,7 @@ def describe_for_tei(context: Context) -> JsonObject:
         "max_batch_requests": None,
         "max_client_batch_size": config.max_inputs,
         "auto_truncate": Overflow(config.overflow) is not Overflow.ERROR,
-        "tokenization_workers": context.threads.num_threads * config.num_gateways,
+        "tokenization_workers": service.tokenizer.threads.num_threads * config.num_gateways,
         "version": config.version,
         "sha": None,
         "docker_label": None,
@@ -215,11 +211,18 @@ INFO_SCHEMA = record(
 """The schema of the fields of `/info` that every caller sees."""
 
 
-def _describe_tenants(context: Context) -> JsonObject:
+def _describe_tenants(service: Service) -> JsonObject:
     """Without keys a tenant is an address, and only their number is shown."""
-    loads = [(holder.tenant, *context.load_of(holder.tenant)) for holder in context.principals.with_keys]
-    keys = [{"name": tenant, "requests": num, "queued_tokens": tokens} for tenant, num, tokens in loads]
-    return {"present": context.num_tenants(), "keys": keys}
+    tenants = [holder.tenant for holder in service.services.principals.with_keys]
+    keys = [
+        {
+            "name": tenant,
+            "requests": service.admission.num_requests_of(tenant),
+            "queued_tokens": service.policy.queued_tokens_of(tenant),
+        }
+        for tenant in tenants
+    ]
+    return {"present": service.admission.num_tenants, "keys": keys}
 
 
 def describe_queue(shared_metrics: SharedMetrics) -> JsonObject:
@@ -297,12 +300,12 @@ _TOTALS = {
 }
 
 
-def describe_stats(context: Context, usages: Mapping[str, Usage]) -> JsonObject:
+def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
     """The body of `/stats`. `usages`: of the server's processes. Side effect: the polled gauges are published."""
-    config, shared_metrics, endpoints = context.config, context.shared_metrics, context.endpoints
+    config, shared_metrics, endpoints = service.config, service.services.shared_metrics, ENDPOINTS
     now_ns = time.monotonic_ns()
     shared_metrics.publish()
-    models, total = served_models(context), shared_metrics.total
+    models, total = served_models(service), shared_metrics.total
     return {
         "now_s": now_ns / 1e9,
         "model": describe_model(config),
@@ -333,19 +336,19 @@ def describe_stats(context: Context, usages: Mapping[str, Usage]) -> JsonObject:
             "hits": total(Counter.VECTOR_CACHE_HITS),
             "misses": total(Counter.VECTOR_CACHE_MISSES),
         },
-        "workers": _describe_workers(context, models),
+        "workers": _describe_workers(service, models),
         "gateways": describe_gateways(shared_metrics),
         "batches": [*map(_describe_batch, shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9)))],
         "processes": {name: usage._asdict() for name, usage in usages.items()},
-        **({"models": _describe_models(context, models)} if models else {}),
+        **({"models": _describe_models(service, models)} if models else {}),
     }  # fmt: skip
 
 
-def _describe_models(context: Context, models: Sequence[ServedModel]) -> list[JsonObject]:
+def _describe_models(service: Service, models: Sequence[ServedModel]) -> list[JsonObject]:
     described = []
-    for one, model in zip(all_contexts(context), models, strict=True):
-        total = partial(context.shared_metrics.total, model=model.name if len(models) > 1 else None)
-        status, ready = model.status, [link for link in one.links() if link.is_usable]
+    for one, model in zip(service.services.of_models, models, strict=True):
+        total = partial(service.services.shared_metrics.total, model=model.name if len(models) > 1 else None)
+        status, ready = model.status, [link for link in one.dispatcher.links if link.is_usable]
         described.append(
             {
                 "model": model.name,
@@ -375,11 +378,11 @@ def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: st
     return {"counts": counts, sum_name: total}
 
 
-def _describe_workers(context: Context, models: Sequence[ServedModel]) -> list[JsonObject]:
-    shared_metrics = context.shared_metrics
+def _describe_workers(service: Service, models: Sequence[ServedModel]) -> list[JsonObject]:
+    shared_metrics = service.services.shared_metrics
     described = []
     of_no_worker = {worker: model.status.state for model in models if not model.has_workers for worker in model.workers}
-    for worker, link in (each for one in all_contexts(context) for each in links_of(one)):
+    for worker, link in (each for one in service.services.of_models for each in links_of(one)):
         facts, done = {} if link is None else link.facts, partial(shared_metrics.worker_total, worker)
         described.append(
             {
@@ -410,44 +413,44 @@ def _describe_batch(batch: tuple[int, ...]) -> JsonObject:
 # The server's own routes, which belong to no dialect: health, figures, documentation, commands of the operator.
 
 
-async def health(context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def health(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
-    workers, because the caller's requests would go to it, and about the models of `_named_contexts`."""
-    reason = why_unavailable(context, http, principal)
+    workers, because the caller's requests would go to it, and about the models of `_named_services`."""
+    reason = why_unavailable(service, http, principal)
     if reason is not None:
         return unavailable(reason)
-    contexts = _named_contexts(context, http, principal)
-    body = {"status": "ok", "model_files": _describe_files(contexts)}
-    if len(contexts) == 1 and (context.models is not None or contexts[0].residence.is_told):
-        body["state"] = contexts[0].residence.state
+    services = _named_services(service, http, principal)
+    body = {"status": "ok", "model_files": _describe_files(services)}
+    if len(services) == 1 and (service.services.models is not None or services[0].residence.is_told):
+        body["state"] = services[0].residence.state
     return json_response(200, body)
 
 
-def _describe_files(contexts: Sequence[Context]) -> str:
+def _describe_files(services: Sequence[Service]) -> str:
     """Which files are no longer those that were loaded, with the models' names if there are several."""
-    changed = [(each.model_info.model, what) for each in contexts if (what := each.changed_files())]
-    return "; ".join(what if len(contexts) == 1 else f"{model}: {what}" for model, what in changed) or "as loaded"
+    changed = [(each.info.model, what) for each in services if (what := each.dispatcher.changed_files)]
+    return "; ".join(what if len(services) == 1 else f"{model}: {what}" for model, what in changed) or "as loaded"
 
 
-def why_unavailable(context: Context, http: HttpRequest, principal: Principal) -> str | None:
+def why_unavailable(service: Service, http: HttpRequest, principal: Principal) -> str | None:
     """The reason why no embedding request can be served; None while one can. A model that is loaded on demand and
     cannot be loaded makes the server of others no less available. Raises ApiError for a model that is not served."""
-    contexts = _named_contexts(context, http, principal)
-    if len(contexts) == 1:
-        return contexts[0].why_unavailable()
-    needed = [each for each in contexts if not (each.config.loads_on_demand and each.residence.is_awaited)]
-    reasons = [(each.model_info.model, reason) for each in needed if (reason := each.why_unavailable()) is not None]
+    services = _named_services(service, http, principal)
+    if len(services) == 1:
+        return services[0].why_unavailable()
+    needed = [each for each in services if not (each.config.loads_on_demand and each.residence.is_awaited)]
+    reasons = [(each.info.model, reason) for each in needed if (reason := each.why_unavailable()) is not None]
     if reasons:
         return "; ".join(f"{model}: {reason}" for model, reason in reasons)
-    return None if context.models is None or context.models.is_complete else "models are loading"
+    return None if service.services.models is None or service.services.models.is_complete else "models are loading"
 
 
-def _named_contexts(context: Context, http: HttpRequest, principal: Principal) -> Sequence[Context]:
+def _named_services(service: Service, http: HttpRequest, principal: Principal) -> Sequence[Service]:
     """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
     all that its sender reaches. Raises ApiError for an unknown name in the query, whatever the policy is."""
-    models = context.models_left(http, principal)
+    models = service.models_left(http, principal)
     if models is None:
-        return (context,)
+        return (service,)
     [name, *_] = parse_qs(http.query.decode("ascii", "replace")).get("model", [""])
     if not name:
         return models.all
@@ -467,89 +470,91 @@ LIVE = {"/live": {"status": "ok"}, "/v2/health/live": {"live": True}}
 """By path, the body of its response for as long as the gateway runs."""
 
 
-async def _live(path: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def _live(path: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
     return json_response(200, LIVE[path])
 
 
-async def root(context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def root(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
     Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
     if (
-        context.config.has_ui
+        service.config.has_ui
         and "text/html" in http.headers.get("accept", "")
         and not (http.choice is not None and http.choice.is_by_path)
     ):
         response = _page("page.html")
-    elif why_unavailable(context, http, principal) is not None:
-        response = await health(context, http, principal)
+    elif why_unavailable(service, http, principal) is not None:
+        response = await health(service, http, principal)
     else:
         response = Response(200, b"vecd is running", content_type=_TEXT)
-    if context.config.has_ui:
+    if service.config.has_ui:
         response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
     return response
 
 
-async def info(context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def info(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need. Of
     several models it is about the first that the request may mean, with a list of all for operators."""
-    contexts = _named_contexts(context, http, principal)
-    context = contexts[0]
-    is_operators = principal.sees_metrics and (http.is_admin or not context.config.has_admin_listener)
+    services = _named_services(service, http, principal)
+    service = services[0]
+    is_operators = principal.sees_metrics and (http.is_admin or not service.config.has_admin_listener)
     if not is_operators:
-        return json_response(200, describe_for_tei(context))
-    body = describe_info(context, shows_tenants=http.is_admin or principal.is_admin)
-    return json_response(200, body | ({"models": [*map(describe_one, contexts)]} if len(contexts) > 1 else {}))
+        return json_response(200, describe_for_tei(service))
+    body = describe_info(service, shows_tenants=http.is_admin or principal.is_admin)
+    return json_response(200, body | ({"models": [*map(describe_one, services)]} if len(services) > 1 else {}))
 
 
-async def metrics(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    config = context.config
-    usages = await _usages(context)
-    context.shared_metrics.publish()
+async def metrics(service: Service, http: HttpRequest, principal: Principal) -> Response:
+    config, models = service.config, service.services.of_models
+    usages = await _usages(service)
+    service.services.shared_metrics.publish()
     render = partial(
         render_metrics,
-        context.shared_metrics,
+        service.services.shared_metrics,
         version=config.version,
         model=config.model,
-        endpoints=context.endpoints,
-        models=served_models(context),
-        worker_states={worker: state_of(link) for each in all_contexts(context) for worker, link in links_of(each)},
+        endpoints=ENDPOINTS,
+        models=served_models(service),
+        worker_states={
+            worker: state_of(link) for each in service.services.of_models for worker, link in links_of(each)
+        },
         usages=usages,
-        identities=known_identities(context),
-        changed_files={each.config.model: each.changed_files() for each in all_contexts(context)},
+        identities=known_identities(service),
+        changed_files={each.config.model: each.dispatcher.changed_files for each in models},
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
 
 
-async def stats(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    return json_response(200, describe_stats(context, await _usages(context)), headers={"cache-control": "no-store"})
+async def stats(service: Service, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, describe_stats(service, await _usages(service)), headers={"cache-control": "no-store"})
 
 
-async def _usages(context: Context) -> dict[str, Usage]:
+async def _usages(service: Service) -> dict[str, Usage]:
     """Of the supervisor, all gateways, the workers that are up, and their fork server."""
     pids = {"supervisor": os.getppid()}
-    sections = enumerate(context.shared_metrics.sections)
+    sections = enumerate(service.services.shared_metrics.sections)
     pids |= {f"gateway-{index}": pid for index, section in sections if (pid := section.gauges[Gauge.PID])}
-    for each in all_contexts(context):
-        fork_server = "forkserver" if context.models is None else f"forkserver-{each.config.model}"
-        for link in each.links():
+    for each in service.services.of_models:
+        fork_server = "forkserver" if service.services.models is None else f"forkserver-{each.config.model}"
+        for link in each.dispatcher.links:
             pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], fork_server: link.facts["parent_pid"]}
-    return await context.processes.usages(pids)
+    return await service.services.processes.usages(pids)
 
 
-async def reload(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    context.on_reload()
+async def reload(service: Service, http: HttpRequest, principal: Principal) -> Response:
+    service.services.send(ReloadAsked())
     return json_response(202, {"status": "reloading"})
 
 
-async def models(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    return json_response(200, {"models": [_describe_state(each) for each in all_contexts(context)]})
+async def models(service: Service, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, {"models": [_describe_state(each) for each in service.services.of_models]})
 
 
-async def _change_state(action: str, context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def _change_state(action: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """Have a model of the configuration loaded or unloaded: 200 once it is so, 503 if it has failed, and 202
     where the caller does not wait for that. Raises NotFound for all other names."""
     name = normalize(http.path).removeprefix(_MODELS).removesuffix(f"/{action}")
-    named = next((each for each in all_contexts(context) if name in each.model_info.names), None)
+    named = next((each for each in service.services.of_models if name in each.info.names), None)
     if named is None:
         raise NotFound(
             "No model of the configuration has this name; GET /admin/models lists them", code="model_not_found"
@@ -562,26 +567,22 @@ async def _change_state(action: str, context: Context, http: HttpRequest, princi
     return json_response(200 if is_done else 202, described)
 
 
-def _describe_state(context: Context) -> JsonObject:
+def _describe_state(service: Service) -> JsonObject:
     return {
-        "id": context.model_info.model,
-        "aliases": context.model_info.config.aliases,
-        **describe_residence(context),
-        "unavailable": context.why_unavailable(),
+        "id": service.info.model,
+        "aliases": service.info.config.aliases,
+        **describe_residence(service),
+        "unavailable": service.why_unavailable(),
     }
 
 
-async def keys(context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def keys(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """Neither a key nor its digest."""
-    described = [holder.describe() for holder in context.principals.with_keys]
-    return json_response(200, {"gateway": context.shared_metrics.gateway, "keys": described})
+    described = [holder.describe() for holder in service.services.principals.with_keys]
+    return json_response(200, {"gateway": service.services.shared_metrics.gateway, "keys": described})
 
 
-async def openapi(context: Context, http: HttpRequest, principal: Principal) -> Response:
-    return Response(200, context.openapi(http, principal))
-
-
-async def docs(context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def docs(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """A page that shows /openapi.json, for which it asks for a key, and loads nothing else."""
     return _page("docs.html")
 
@@ -652,7 +653,6 @@ OWN_ROUTES = {
     "/admin/models/*/load": _order("load", "Load a model"),
     "/admin/models/*/unload": _order("unload", "Unload a model, even if it is pinned"),
     "/admin/keys": _get(keys, "Limits and use of each API key", _OBJECT, scope="admin"),
-    "/openapi.json": _get(openapi, "This document", _OBJECT, scope=ANY_SCOPE),
     "/docs": _get(docs, "A page that shows this document", STRING, media_type=_HTML),
 }
 
@@ -661,9 +661,9 @@ OWN_ROUTES = {
 # KServe's own servers do, where the protocol only says 4xx.
 
 
-async def ready_v2(context: Context, http: HttpRequest, principal: Principal) -> Response:
+async def ready_v2(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """The same truth as /health."""
-    reason = why_unavailable(context, http, principal)
+    reason = why_unavailable(service, http, principal)
     return json_response(200, {"ready": True}) if reason is None else unavailable(reason, ready=False)
 
 

@@ -205,11 +205,8 @@ class Principals:
             self._found[self._blind(digest)] = principal, digest
         self.limit_models = any(key.models is not None for key in keys)
         """Some key does not reach all models."""
+        self.have_keys = bool(keys)
         self._is_admin_open = not any("admin" in key.scopes for key in keys)
-
-    @property
-    def have_keys(self) -> bool:
-        return bool(self._by_name)
 
     @property
     def with_keys(self) -> Sequence[KeyPrincipal]:

@@ -5,15 +5,19 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
-from tests.support.dispatching import DEADLINE_S, Bench, tokenized
+from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, tokenized
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.request import Chunk, Embedded, EmbedRequest, RequestTimeline, TokenizedInput
 from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.keys import Principal
+from vecd.gateway.service import Services, read_tokenizer
+from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelCard
+from vecd.shm.control import Message
 
 SPLIT = 1000
 """The first id of an input in chunks, of a token each."""
@@ -23,6 +27,23 @@ SPLIT = 1000
 def planned_config() -> GatewayConfig:
     """What a gateway is told, of the bundled model."""
     return make_plan(load_settings(["--port", "0"])).gateway
+
+
+def services_of(
+    config: GatewayConfig,
+    tokenizer: Any = None,
+    *,
+    sent: list[Message] | None = None,
+    shared_metrics: SharedMetrics | None = None,
+    **options: Any,
+) -> Services:
+    """A gateway's services, with this as the first generation. `tokenizer`: that of the configuration, without. `sent`
+    gets what the supervisor is told."""
+    read = read_tokenizer if tokenizer is None else lambda config: cast(Tokenizer, tokenizer)
+    return Services(
+        config, 1, epoch=EPOCH, quarantine_key=b"k" * 32, shared_metrics=shared_metrics or SharedMetrics.private(),
+        send=([] if sent is None else sent).append, **{"read_tokenizer": read, **options},
+    )  # fmt: skip
 
 
 class Ids:

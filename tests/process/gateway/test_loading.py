@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from tests.support.asking import body_of
-from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Worker
-from tests.support.pipelines import planned_config
+from tests.support.dispatching import DEADLINE_S, SPEC, Worker
+from tests.support.pipelines import planned_config, services_of
 from tests.unit.gateway.test_service import NoTexts, http_request
+from vecd.gateway.app.app import App
 from vecd.gateway.errors import ApiError
 from vecd.gateway.request import HttpRequest, Response, TokenizedInput
-from vecd.gateway.service import GatewayFacts, Service, Services
-from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.service import Service
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.sockets import make_zmq_endpoint
 from vecd.shm.control import (
@@ -56,22 +56,21 @@ class Bench:
     def __init__(self, **changes: Any) -> None:
         self.sent: list[Message] = []
         self.tokenizer = Numbers()
-        facts = GatewayFacts(EPOCH, b"k" * 32, SharedMetrics.private(), self.sent.append)
         card = replace(planned_config().card, dim=SPEC.dim, hidden_size=SPEC.dim, steps=())
         self._config = replace(
             planned_config(), model="m", card=card, arena=SPEC, max_batch_tokens=16, max_tokens=16, num_workers=1,
             chat_template=None, **{"keep_alive_s": 300.0, "loads_on_demand": True, **changes},
         )  # fmt: skip
-        self._facts = facts
-        self.service = self.make(GENERATION)
-        self.services = Services(self.service, facts, read_tokenizer=lambda config: cast(Tokenizer, None))
+        self.services = services_of(self._config, self.tokenizer, sent=self.sent)
+        self.app = App(self.services)
+        self.service = self.services.active
         self._listening, self._address_fd = make_zmq_endpoint()
         self.service.dispatcher.start(self._listening.detach())
         self._worker: Worker | None = None
         self._num_lives = 0
 
     def make(self, generation: int) -> Service:
-        return Service(self._config, generation, cast(Tokenizer, self.tokenizer), self._facts)
+        return Service(self._config, generation, cast(Tokenizer, self.tokenizer), self.services)
 
     def tell(self, message: Message, fds: Iterable[int] = ()) -> None:
         self.services.on_message(message, list(fds))
@@ -108,9 +107,9 @@ class Bench:
 
     async def _ask(self, request: HttpRequest) -> Response:
         try:
-            return await self.services.handle(request)
+            return await self.app.handle(request)
         except ApiError as error:
-            return self.services.render_error(error, request.path)
+            return self.app.render_error(error, request.path)
 
     def embed(self, *numbers: int, **options: Any) -> "asyncio.Task[Response]":
         return self.ask("/v1/embeddings", {"input": [str(number) for number in numbers]}, **options)
@@ -120,6 +119,7 @@ class Bench:
 
     def close(self) -> None:
         self.service.stop()
+        self.tokenizer.threads.close()
         if self._worker is not None:
             self._worker.close()
         os.close(self._address_fd)
@@ -285,7 +285,7 @@ async def test_a_client_that_goes_while_it_waits_leaves_nothing(bench: Bench):
 async def test_the_drain_of_the_server_answers_those_who_wait(bench: Bench):
     asking = [bench.embed(7), bench.ask("/admin/models/m/load", {}), bench.ask("/api/embed", {"input": ""})]
     await turns()
-    bench.services.begin_drain()
+    bench.services.is_draining = True
     assert not any(each.done() for each in asking)
     bench.services.give_up()
     for each in asking:

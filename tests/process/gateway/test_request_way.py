@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.dispatching import EPOCH, SPEC, Worker
-from tests.support.pipelines import planned_config
+from tests.support.dispatching import SPEC, Worker
+from tests.support.pipelines import planned_config, services_of
+from vecd.gateway.app.app import App
 from vecd.gateway.http.connection import Timeouts
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.request import Limits
-from vecd.gateway.service import GatewayFacts, Service, Services, read_tokenizer
-from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.launch.sockets import make_zmq_endpoint
 from vecd.shm.control import WorkerUp
 
@@ -137,11 +136,9 @@ async def trace() -> list[Holder]:
     planned = planned_config()
     card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim)
     config = replace(planned, card=card, arena=SPEC, num_gateways=1)
-    shared_metrics = SharedMetrics.private()
-    facts = GatewayFacts(EPOCH, b"k" * 32, shared_metrics, lambda message: None)
-    service = Service(config, 1, read_tokenizer(config), facts)
-    services = Services(service, facts, read_tokenizer=read_tokenizer)
-    server = Server(services, limits=Limits(max_body_bytes=1 << 20), timeouts=Timeouts(), max_connections=1)
+    services = services_of(config)
+    service = services.active
+    server = Server(App(services), limits=Limits(max_body_bytes=1 << 20), timeouts=Timeouts(), max_connections=1)
     listening, address_fd = make_zmq_endpoint()
     service.dispatcher.start(listening.detach())
     worker = Worker(address_fd)

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.shared_servers import DUMMY, shared_server
 from tests.system.deploy.test_pages import anchors_of
 from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.request import Endpoint
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.telemetry.prometheus import ServedModel, Usage, render_metrics
 from vecd.shm.control import ModelIs
@@ -82,7 +83,7 @@ def text_of_several() -> str:
     shared_metrics.activate_service(ServiceKey(1))
     shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(0, 1)))
     counting = shared_metrics.of_model("a")
-    counting.add_answer(ENDPOINTS.index(("/v1/embeddings", "openai")), 200)
+    counting.add_answer(ENDPOINTS.index(Endpoint("/v1/embeddings", "openai")), 200)
     models = [ServedModel(name, ModelIs(1, "ready"), {index: "ready"}) for index, name in enumerate("ab")]
     usages = {"supervisor": Usage(1, 1.0, 1, 1)}
     identities = {name: f"{name}{'0' * 31};dtype=float32" for name in "ab"}

@@ -12,15 +12,16 @@ from unittest.mock import ANY, Mock
 
 import pytest
 
-from tests.support.pipelines import planned_config
+from tests.support.pipelines import planned_config, services_of
 from tests.support.supervision import VIRTUAL_TIME
+from vecd.gateway.app.app import App
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.errors import ApiError, Unavailable
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.main import drain
-from vecd.gateway.request import HttpRequest, Identity, Response
-from vecd.gateway.service import GatewayFacts, Service, Services
+from vecd.gateway.request import HttpRequest, Identity
+from vecd.gateway.service import Service, Services
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import NO_VOCABULARY, Tokenizer
@@ -57,33 +58,12 @@ def http_request(path: str = "/", **fields: Any) -> HttpRequest:
     return HttpRequest(path=path, **{**given, **fields})
 
 
-class FakeApi:
-    """Answers with the generation's number, once it is let."""
-
-    def __init__(self, generation: int) -> None:
-        self._generation = generation
-        self.principals: object = f"principals of {generation}"
-        self.keys: tuple[ApiKey, ...] = ()
-        self.answers = asyncio.Event()
-
-    async def handle(self, request: HttpRequest) -> Response:
-        await self.answers.wait()
-        return Response(200, b"%d" % self._generation)
-
-    def set_keys(self, keys: tuple[ApiKey, ...]) -> None:
-        self.keys = keys
-
-    def adopt(self, principals: object, keys: tuple[ApiKey, ...]) -> None:
-        self.principals = principals
-        self.keys = keys
-
-
 class FakeService:
     def __init__(self, config: GatewayConfig, generation: int) -> None:
-        self.identity = Identity()
+        self.info = SimpleNamespace(identity=Identity())
+        self.tokenizer = SimpleNamespace(threads=Mock())
         self.config = config
         self.generation = generation
-        self.api = FakeApi(generation)
         self.dispatcher = Mock(spec=Dispatcher, quarantine=set(), changed_files="")
         self.dispatcher.broken_error.side_effect = self._broken_error
         self.errors: list[ApiError] = []
@@ -94,7 +74,6 @@ class FakeService:
         )
         self.admission = SimpleNamespace(num_requests=0)
         self.residence = SimpleNamespace(is_awaited=False)
-        self.is_draining = False
         self.num_handled = 0
         self.has_given_up_at: float | None = None
 
@@ -122,21 +101,24 @@ class Bench:
         """Called with each service that is made."""
         self.activated: list[GatewayConfig] = []
         self.shared_metrics = SharedMetrics.private()
-        facts = GatewayFacts(1, b"key", self.shared_metrics, self.sent.append)
-        self.first = FakeService(planned_config(), 1)
-        self.services = Services(
-            cast(Service, self.first), facts, read_tokenizer=self._read_tokenizer, make_service=self._make_service
-        )
+        self.is_running = False
+        self.services = services_of(
+            planned_config(), sent=self.sent, shared_metrics=self.shared_metrics,
+            read_tokenizer=self._read_tokenizer, make_service=self._make_service,
+        )  # fmt: skip
+        self.is_running = True
+        self.first = self.made.pop(1)
         self.services.on_activated = self.activated.append
 
     def _read_tokenizer(self, config: GatewayConfig) -> Tokenizer:
-        assert threading.current_thread() is not threading.main_thread(), "it would hold up the loop"
+        if self.is_running:
+            assert threading.current_thread() is not threading.main_thread(), "it would hold up the loop"
         self.read()
         tokenizer = SimpleNamespace(model=config.model, threads=SimpleNamespace(close=lambda: None))
         return cast(Tokenizer, tokenizer)
 
     def _make_service(
-        self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, gateway: GatewayFacts
+        self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, services: Services
     ) -> Service:
         assert cast(Any, tokenizer).model == config.model
         made = self.made[generation] = FakeService(config, generation)
@@ -184,8 +166,7 @@ async def test_a_prepared_generation_gets_no_requests_yet(bench: Bench, listenin
     os.close(fd)
     assert bench.services.active.generation == 1
     assert sorted(bench.services.all) == [1, 2]
-    bench.first.api.answers.set()
-    assert (await bench.services.handle(http_request())).body == b"1"
+    assert not service.dispatcher.activate.called
 
 
 async def test_the_listening_socket_of_a_message_is_taken_as_a_copy(bench: Bench, listening):
@@ -195,11 +176,6 @@ async def test_the_listening_socket_of_a_message_is_taken_as_a_copy(bench: Bench
     assert fd != listening.fileno()
     assert os.fstat(fd).st_ino == os.fstat(listening.fileno()).st_ino
     os.close(fd)
-
-
-async def test_a_generation_that_is_prepared_while_the_server_drains_drains_too(bench: Bench, listening):
-    bench.services.begin_drain()
-    assert (await bench.prepared(2, listening)).is_draining
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_reported_and_nothing_changes(bench: Bench, listening):
@@ -233,44 +209,25 @@ async def test_a_configuration_that_is_not_understood_is_reported(bench: Bench, 
 # --- activate and retire --------------------------------------------------------------------------------------------
 
 
-async def test_new_requests_go_to_the_active_generation_and_old_ones_stay_where_they_began(bench: Bench, listening):
-    service = await bench.prepared(2, listening)
-    old = asyncio.ensure_future(bench.services.handle(http_request()))
-    await asyncio.sleep(0)
-    assert not service.dispatcher.activate.called
-    bench.services.on_message(Activate(2), [])
-    assert service.dispatcher.activate.called
-    new = asyncio.ensure_future(bench.services.handle(http_request()))
-    await asyncio.sleep(0)
-    assert (bench.first.num_handled, service.num_handled) == (1, 1)
-    service.api.answers.set()
-    assert (await new).body == b"2"
-    bench.first.api.answers.set()
-    assert (await old).body == b"1"
-    assert (bench.first.num_handled, service.num_handled) == (0, 0)
-
-
-async def test_what_was_used_and_the_newest_keys_go_over_to_the_active_generation(bench: Bench, listening):
+async def test_the_newest_keys_and_what_was_used_are_those_of_the_active_generation(bench: Bench, listening):
     service = await bench.prepared(2, listening)
     bench.services.on_message(NewKeys([asdict(key) for key in KEYS]), [])
-    third = await bench.prepared(3, listening)
-    assert (bench.first.api.keys, service.api.keys, third.api.keys) == (KEYS, KEYS, ())
-    bench.services.on_message(Activate(3), [])
-    assert (third.api.principals, third.api.keys) == ("principals of 1", KEYS)
-    assert bench.activated == [third.config]
+    before = bench.services.principals.with_keys
+    bench.services.on_message(Activate(2), [])
+    assert service.dispatcher.activate.called
+    assert (bench.services.principals.with_keys, [principal.name for principal in before]) == (before, ["a"])
+    assert bench.activated == [service.config]
 
 
 @IN_VIRTUAL_TIME
 async def test_a_generation_is_retired_when_its_last_request_is_answered(bench: Bench):
     bench.services.all[2] = cast(Service, FakeService(planned_config(), 2))
-    going = asyncio.ensure_future(bench.services.handle(http_request()))
-    await asyncio.sleep(0)
+    bench.first.num_handled = 1
     bench.services.on_message(Activate(2), [])
     await asyncio.sleep(60)
     assert bench.sent == []
     bench.first.admission.num_requests = 1
-    bench.first.api.answers.set()
-    await going
+    bench.first.num_handled = 0
     await asyncio.sleep(60)
     assert bench.sent == [], "a request that was admitted still holds its permit"
     bench.first.admission.num_requests = 0
@@ -278,16 +235,6 @@ async def test_a_generation_is_retired_when_its_last_request_is_answered(bench: 
     assert bench.sent == [Retired(1)]
     await asyncio.sleep(60)
     assert bench.sent == [Retired(1)], "it is reported once"
-
-
-@IN_VIRTUAL_TIME
-async def test_a_request_that_fails_or_is_cancelled_is_not_counted_any_more(bench: Bench):
-    going = asyncio.ensure_future(bench.services.handle(http_request()))
-    await asyncio.sleep(0)
-    assert bench.first.num_handled == 1
-    going.cancel()
-    await asyncio.wait([going])
-    assert bench.first.num_handled == 0
 
 
 # --- discard --------------------------------------------------------------------------------------------------------
@@ -367,10 +314,10 @@ async def test_only_the_generation_without_workers_is_broken_and_poison_is_refus
 async def test_identity_and_changed_files_are_those_of_a_generation(bench: Bench, listening):
     service = await bench.prepared(2, listening)
     bench.services.on_message(ModelIdentity(2, 32 * "a"), [])
-    assert (bench.first.identity.digest, service.identity.digest) == ("", 32 * "a")
+    assert (bench.first.info.identity.digest, service.info.identity.digest) == ("", 32 * "a")
     bench.services.on_message(ModelIdentity(2, "", problem="no file"), [])
-    assert (service.identity.digest, service.identity.problem) == ("", "no file"), "it may be withdrawn"
-    assert bench.first.identity.problem == ""
+    assert (service.info.identity.digest, service.info.identity.problem) == ("", "no file"), "it may be withdrawn"
+    assert bench.first.info.identity.problem == ""
     bench.services.on_message(ModelFiles(1, "a.json has changed"), [])
     assert (bench.first.dispatcher.changed_files, service.dispatcher.changed_files) == ("a.json has changed", "")
 
@@ -402,7 +349,7 @@ async def test_a_drain(deadline_s, grace_s, called_at, quiet_s, gives_up_at):
     bench, server = Bench(), FakeServer()
     everything_answered = await drain(bench.services, cast(Server, server), deadline_s, grace_s)
     assert not everything_answered
-    assert bench.first.is_draining
+    assert bench.services.is_draining
     assert server.calls == [(called_at, deadline_s - called_at, quiet_s)]
     assert asyncio.get_running_loop().time() == deadline_s
     assert bench.first.has_given_up_at == gives_up_at
@@ -430,17 +377,17 @@ class NoTexts:
 
 def service(vector_cache: VectorCacheMemory | None = None, **changes: Any) -> tuple[Service, list[Message]]:
     sent: list[Message] = []
-    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), sent.append, vector_cache=vector_cache)
     tokenizer = NoTexts()
     tokenizer.threads.close()  # nothing is tokenized
-    return Service(replace(planned_config(), **changes), 1, cast(Tokenizer, tokenizer), facts), sent
+    config = replace(planned_config(), **changes)
+    return services_of(config, tokenizer, sent=sent, vector_cache=vector_cache).active, sent
 
 
 @IN_VIRTUAL_TIME
 async def test_a_reload_is_requested_from_the_supervisor() -> None:
     made, sent = service()
     asked = http_request("/admin/reload", is_admin=True)
-    assert (await made.api.handle(asked)).status == 202
+    assert (await App(made.services).handle(asked)).status == 202
     assert sent == [ReloadAsked()]
 
 
@@ -465,7 +412,7 @@ async def test_what_is_computed_is_shared_by_tenants_only_if_the_operator_wants_
 @IN_VIRTUAL_TIME
 async def test_health_says_why_there_is_no_worker_and_that_the_server_drains() -> None:
     async def health(made: Service) -> tuple[int, bytes]:
-        response = await made.api.handle(http_request("/health", method="GET"))
+        response = await App(made.services).handle(http_request("/health", method="GET"))
         assert isinstance(response.body, bytes)
         return response.status, response.body
 
@@ -475,5 +422,5 @@ async def test_health_says_why_there_is_no_worker_and_that_the_server_drains() -
     assert b"shutting down" not in body
     made.dispatcher.set_broken("no worker stays alive")
     assert b"no worker stays alive" in (await health(made))[1]
-    made.is_draining = True
+    made.services.is_draining = True
     assert (await health(made)) == (503, b'{"status":"unavailable","reason":"the server is shutting down"}')

@@ -14,16 +14,17 @@ import pytest
 
 from tests.support.asking import body_of, embedded_of
 from tests.support.cards import DENSE, RERANKER, SPARSE
-from tests.support.pipelines import planned_config
+from tests.support.pipelines import planned_config, services_of
 from tests.unit.gateway.test_service import IN_VIRTUAL_TIME, NoTexts, http_request
-from vecd.gateway.api.operation import ParsedDecode, ParsedTokenize
+from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
+from vecd.gateway.app.app import App
 from vecd.gateway.config import AliasDefaults, ApiKey, GatewayConfig
 from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.errors import ApiError, BadRequest, Unavailable
 from vecd.gateway.request import Embedded, EmbedRequest, Response
 from vecd.gateway.scheduling.keys import Principal
-from vecd.gateway.service import GatewayFacts, Service, Services
+from vecd.gateway.service import Service
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import Tokenizer
@@ -87,6 +88,9 @@ class Recorder:
     async def decode(self, parsed: ParsedDecode, *_: object) -> list[str]:
         raise self._failure()
 
+    async def render(self, parsed: ParsedMessages, *_: object) -> list[str]:
+        raise self._failure()
+
     def _failure(self) -> Unavailable:
         return Unavailable(f"recorded by {self._name}", retry_after_s=1)
 
@@ -100,34 +104,47 @@ class Bench:
         self.sent: list[Message] = []
         spec = SharedMetricsSpec(num_gateways=1, num_workers=8, num_models=len(CARDS))
         shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
-        self._facts = GatewayFacts(1, b"k" * 32, shared_metrics, self.sent.append)
         self._threads: list[Threads] = []
         self.made: list[Service] = []
+        self._recorders: dict[Service, Recorder] = {}
         self.activated: list[GatewayConfig] = []
-        self.services = Services(
-            self.make(names[0], 1), self._facts, read_tokenizer=lambda config: cast(Tokenizer, None),
-            num_models=num_models,
+        self.services = services_of(
+            self._config(names[0]), sent=self.sent, shared_metrics=shared_metrics, num_models=num_models,
+            read_tokenizer=self._read_tokenizer,
         )  # fmt: skip
+        self.app = App(self.services)
+        self._begin(self.services.active)
         self.services.on_activated = self.activated.append
         for generation, name in enumerate(names[1:], 2):
             self.add(name, generation)
 
-    def make(self, name: str, generation: int) -> Service:
+    def _config(self, name: str) -> GatewayConfig:
         index = (*self._names, *CARDS).index(name)
-        config = replace(
+        return replace(
             planned_config(), model=name, card=CARDS[name], aliases=ALIASES.get(name, ()), model_index=index,
             alias_defaults=ALIAS_DEFAULTS.get(name, ()), num_workers=1, first_worker=index, **self._changes,
         )  # fmt: skip
-        tokenizer = NoTexts(max_chars=16 * 10**index)
+
+    def _read_tokenizer(self, config: GatewayConfig) -> Tokenizer:
+        tokenizer = NoTexts(max_chars=16 * 10**config.model_index)
         self._threads.append(tokenizer.threads)
-        made = Service(config, generation, cast(Tokenizer, tokenizer), self._facts)
+        return cast(Tokenizer, tokenizer)
+
+    def _begin(self, made: Service) -> None:
         cast(Any, made.dispatcher).activate = lambda: None  # it has no socket
-        made.api.context.embedder = cast(Any, Recorder(name, CARDS[name]))
+        recorder = self._recorders[made] = self.make_recorder(made.config)
+        for name in ("embed", "describe", "decode", "render"):
+            setattr(made.pipeline, name, getattr(recorder, name))
+        made.residence.keep_alive = recorder.keep_alive  # type: ignore[method-assign]
         self.made.append(made)
-        return made
+
+    def make_recorder(self, config: GatewayConfig) -> Recorder:
+        return Recorder(config.model, config.card)
 
     def add(self, name: str, generation: int) -> Service:
-        made = self.services.all[generation] = self.make(name, generation)
+        config = self._config(name)
+        made = self.services.all[generation] = Service(config, generation, self._read_tokenizer(config), self.services)
+        self._begin(made)
         self.services.on_message(Activate(generation), [])
         return made
 
@@ -137,7 +154,10 @@ class Bench:
 
     def recorder(self, name: str) -> Recorder:
         [service] = [each for each in self.services.of_models if each.config.model == name]
-        return cast(Recorder, service.api.context.embedder)
+        return self._recorders[service]
+
+    def recorder_of(self, made: Service) -> Recorder:
+        return self._recorders[made]
 
     def counts(self) -> dict[str, int]:
         return {service.config.model: service.num_handled for service in self.services.of_models}
@@ -154,11 +174,11 @@ class Bench:
         request = http_request(path, method=method, **options)
         try:
             if len(request.body) > 10_000:
-                self.services.check_head(request)
-            response = await self.services.handle(request)
+                self.app.check_head(request)
+            response = await self.app.handle(request)
         except ApiError as error:
-            response = self.services.render_error(error, request.path)
-        self.services.add_headers(response, request)
+            response = self.app.render_error(error, request.path)
+        self.app.add_headers(response, request)
         assert set(self.counts().values()) <= {0}, "nothing is held for a request that is over"
         return response
 
@@ -273,7 +293,7 @@ async def test_an_error_about_an_input_names_the_dialect_s_field(bench: Bench, m
     async def fail(*_: object) -> None:
         raise BadRequest("'input[0]' is too long", param="input")
 
-    monkeypatch.setattr(bench.recorder("dense"), "embed", fail)
+    monkeypatch.setattr(bench.made[0].pipeline, "embed", fail)
     response = await bench.post(path, {name: value})
     assert response.status >= 400
     assert f"'{name}[0]' is too long" in body_of(response).decode()
@@ -436,19 +456,39 @@ async def test_while_a_body_is_read_no_model_is_retired(bench: Bench):
     assert bench.sent == []
     old = bench.made[0]
     assert (await large).status == 200
-    assert len(cast(Recorder, old.api.context.embedder).requests) == 1, "it began with the generation before"
+    assert len(bench.recorder_of(old).requests) == 1, "it began with the generation before"
     while Retired(1) not in bench.sent:
         await asyncio.sleep(0.01)
 
 
-async def test_a_request_that_is_cancelled_holds_nothing(bench: Bench):
-    for size in (1, 100_000):
-        bench.recorder("dense").may_answer.clear()
-        asking = asyncio.ensure_future(bench.post("/v1/embeddings", {"input": "x" * size, "model": "dense"}))
+@pytest.mark.parametrize("names", [("dense",), ("dense", "ranker")], ids=["alone", "beside another"])
+async def test_a_request_that_is_cancelled_holds_nothing(names):
+    async with serving(*names, num_models=len(names)) as bench:
+        for size in (1, 100_000):
+            bench.recorder("dense").may_answer.clear()
+            asking = asyncio.ensure_future(bench.post("/v1/embeddings", {"input": "x" * size, "model": "dense"}))
+            await asyncio.sleep(0)
+            assert bench.counts()["dense"] == 1
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert set(bench.counts().values()) == {0}
+
+
+async def test_a_request_stays_with_the_generation_that_it_began_with():
+    async with serving("dense", num_models=1) as bench:
+        first = bench.made[0]
+        bench.recorder_of(first).may_answer.clear()
+        old = asyncio.ensure_future(bench.post("/v1/embeddings", {"input": TEXT}))
         await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.wait([asking])
-        assert set(bench.counts().values()) == {0}
+        second = bench.add("dense", 2)
+        assert (await bench.post("/v1/embeddings", {"input": TEXT})).status == 200
+        assert len(bench.recorder_of(second).requests) == 1
+        assert (first.num_handled, second.num_handled, bench.sent) == (1, 0, [])
+        bench.recorder_of(first).may_answer.set()
+        assert (await old).status == 200
+        assert (first.num_handled, len(bench.recorder_of(first).requests)) == (0, 1)
+        while Retired(1) not in bench.sent:
+            await asyncio.sleep(0.01)
 
 
 # --- generations ----------------------------------------------------------------------------------------------------
@@ -465,7 +505,7 @@ async def test_another_generation_of_a_model_replaces_that_one_alone(bench: Benc
     assert [service.generation for service in bench.services.of_models] == [8, 7, 3]
     assert [config.model for config in bench.activated] == ["dense"]
     assert recorded_by(await bench.post("/v2/rerank", RANKED)) == "ranker"
-    assert len(cast(Recorder, bench.made[3].api.context.embedder).requests) == 1
+    assert len(bench.recorder_of(bench.made[3]).requests) == 1
 
 
 async def test_a_withdrawn_model_is_unknown(bench: Bench):
@@ -479,7 +519,7 @@ async def test_a_withdrawn_model_is_unknown(bench: Bench):
     assert bench.services.active.config.model == "org/splade"
     only = await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})
     assert "x-vecd-model" not in only.headers, "it is the only one"
-    assert bench.services.active.api.context.models is None
+    assert bench.services.models is None
 
 
 @pytest.mark.parametrize("are_others", [True, False])
@@ -487,12 +527,12 @@ async def test_a_withdrawn_model_is_unknown(bench: Bench):
 async def test_no_model_answers_for_one_that_is_withdrawn_while_a_body_arrives(bench: Bench, path, are_others):
     headers = {"content-length": "20"} | ({"x-vecd-model": "ranker"} if path.startswith("/v1") else {})
     request = http_request(path, headers=headers)
-    bench.services.check_head(request)
+    bench.app.check_head(request)
     for generation in (2,) if are_others else (2, 3):
         bench.services.on_message(Withdrawn(generation), [])
     request.body = b'{"input": "a"}'
     with pytest.raises(ApiError) as raised:
-        await bench.services.handle(request)
+        await bench.app.handle(request)
     assert raised.value.status == 404
 
 
@@ -501,9 +541,9 @@ async def test_the_last_model_answers_a_request_for_itself_that_began_when_there
         bench.services.on_message(Withdrawn(generation), [])
     request = http_request("/m/dense/v1/embeddings", body=b'{"input": "a"}')
     bench.add("ranker", 7)
-    bench.services.check_head(request)
+    bench.app.check_head(request)
     bench.services.on_message(Withdrawn(7), [])
-    assert (await bench.services.handle(request)).status == 200
+    assert (await bench.app.handle(request)).status == 200
 
 
 async def test_an_input_that_ends_the_workers_of_one_model_is_no_other_s_fault(bench: Bench):
@@ -534,9 +574,8 @@ async def test_no_core_is_wanted_for_what_waits_without_a_worker(bench: Bench):
 
 async def test_keys_and_their_use_are_the_server_s(bench: Bench):
     bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
-    added = bench.add("ranker", 7)
-    assert len({id(service.api.principals) for service in bench.services.of_models}) == 1
-    assert added.api.principals.have_keys
+    bench.add("ranker", 7)
+    assert bench.services.principals.have_keys
 
 
 async def test_until_all_models_are_activated_none_answers_for_another():
@@ -664,9 +703,9 @@ async def test_the_only_model_is_described_by_any_of_its_names_alone(is_strict):
 
 async def test_health_is_that_of_all_models_or_of_the_named_one(bench: Bench):
     for service in bench.services.of_models:
-        service.api.context.why_unavailable = lambda: None
+        cast(Any, service).why_unavailable = lambda: None
     assert json_of(await bench.get("/health")) == {"status": "ok", "model_files": "as loaded"}
-    bench.made[1].api.context.why_unavailable = lambda: "no worker stays alive"
+    cast(Any, bench.made[1]).why_unavailable = lambda: "no worker stays alive"
     response = await bench.get("/health")
     assert response.status == 503
     assert json_of(response)["reason"] == "ranker: no worker stays alive"
@@ -711,7 +750,7 @@ async def test_stats_tell_each_model_s_load_and_state_and_sum_up_all(bench: Benc
     services[0].pipeline.shared_metrics.add(Counter.TOKENS, 5)
     services[1].pipeline.shared_metrics.add(Counter.TOKENS, 40)
     services[1].policy.queued_tokens = 7  # read by the gauge alone
-    bench._facts.shared_metrics.poll_models(bench.services.read_models)
+    bench.services.shared_metrics.poll_models(bench.services.read_models)
     told = ModelIs(2, "loading", wait_s=3.0, nbytes=9000, num_loads=2, num_failed_loads=1, num_unloads={"idle": 1})
     bench.services.on_message(told, [])
     stats = json_of(await bench.get("/stats"))
@@ -738,7 +777,7 @@ async def test_a_server_of_one_model_knows_no_prefix_and_no_header():
         assert "x-vecd-model" not in response.headers
         assert (await bench.post("/m/dense/v1/embeddings", {"input": TEXT})).status == 404
         assert "models" not in json_of(await bench.get("/info", b"model=gpt-4"))
-        assert bench.services.active.api.context.models is None
+        assert bench.services.models is None
         assert "models" not in json_of(await bench.get("/stats"))
         assert 'model="' not in body_of(await bench.get("/metrics")).decode().replace(
             'vecd_info{model="dense"', ""
@@ -773,7 +812,7 @@ async def test_the_lists_tell_the_states(bench: Bench):
 
 async def test_health_and_metrics_tell_whose_files_have_changed(bench: Bench):
     for service in bench.services.of_models:
-        service.api.context.why_unavailable = lambda: None
+        cast(Any, service).why_unavailable = lambda: None
     bench.services.on_message(ModelFiles(2, "tokenizer.json has changed"), [])
     told = "tokenizer.json has changed"
     response = await bench.get("/health")

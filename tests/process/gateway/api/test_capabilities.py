@@ -13,11 +13,12 @@ import pytest
 
 from tests.support.asking import body_of
 from tests.support.cards import CLASSIFIER, DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
+from tests.support.pipelines import services_of
 from vecd.gateway.api.operation import Operation, check_model
+from vecd.gateway.app.app import App
 from vecd.gateway.errors import ApiError, WrongModel
 from vecd.gateway.request import HttpRequest, Response
-from vecd.gateway.service import GatewayFacts, Service, read_tokenizer
-from vecd.gateway.telemetry.measures import SharedMetrics
+from vecd.gateway.service import Services
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.launch.sockets import make_zmq_endpoint
@@ -49,15 +50,15 @@ def with_heads_of(kind: ModelCard) -> ModelCard:
 class Gateway:
     """A gateway's routes and what is behind them, without a socket and without a worker."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, services: Services) -> None:
+        self._app = App(services)
 
     async def respond(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
         request = HttpRequest(method, path, b"", headers, 1, True, "id", body=body)
         try:
-            return await self._service.api.handle(request)
+            return await self._app.handle(request)
         except ApiError as error:
-            return self._service.api.render_error(error, path)
+            return self._app.render_error(error, path)
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
         response = await self.respond(method, path, body)
@@ -67,14 +68,14 @@ class Gateway:
 @contextmanager
 def gateway_of(kind: ModelCard, **changes: Any) -> Iterator[Gateway]:
     config = replace(planned().gateway, card=with_heads_of(kind), **changes)
-    facts = GatewayFacts(1, b"k" * 32, SharedMetrics.private(), lambda message: None)
-    service = Service(config, 1, read_tokenizer(config), facts)
+    services = services_of(config)
     listening, address_fd = make_zmq_endpoint()
-    service.dispatcher.start(listening.detach())
+    services.active.dispatcher.start(listening.detach())
     try:
-        yield Gateway(service)
+        yield Gateway(services)
     finally:
-        service.stop()
+        services.stop()
+        services.active.tokenizer.threads.close()
         os.close(address_fd)
 
 

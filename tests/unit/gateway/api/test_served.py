@@ -169,11 +169,11 @@ def test_a_limit_that_leaves_no_room_for_a_text_names_its_field():
 
 @dataclass
 class Served:
-    model_info: ModelInfo
+    info: ModelInfo
 
     @property
     def name(self) -> str:
-        return self.model_info.model
+        return self.info.model
 
 
 def served(model: str, *capabilities: str, **changes: Any) -> Served:
@@ -240,7 +240,7 @@ def test_a_name_that_is_unknown(name):
 
 def test_an_alias_with_request_defaults_finds_its_model_with_them():
     defaults = AliasDefaults("Mini", prompt="x")
-    info = changed(MINILM.model_info, alias_defaults=(defaults,))
+    info = changed(MINILM.info, alias_defaults=(defaults,))
     plain, seen = Served(info), Served(info.by_alias(defaults))
     known = Models((plain, BGE), refuses_unknown=True, by_alias=(seen,))
     for name in ("Mini", "mini", "Mini:latest", "org/MINI", "Mini:query"):

@@ -13,18 +13,16 @@ import orjson
 import pytest
 
 from tests.support import cards
-from tests.support.pipelines import planned_config
+from tests.support.pipelines import planned_config, services_of
 from tests.unit.gateway.test_service import NoTexts
 from vecd.gateway.api.fields import Field, Fields
 from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
-from vecd.gateway.app.app import ROUTES
+from vecd.gateway.app.app import ROUTES, App
 from vecd.gateway.app.handle import OperationsHandler
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.errors import ApiError
 from vecd.gateway.request import Coding, EmbedRequest, HttpRequest, Pair
-from vecd.gateway.service import GatewayFacts, Service
 from vecd.gateway.telemetry.measures import SharedMetrics
-from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.model.steps import PairTemplate
 from vecd.shm.shared_metrics import SharedMetricsSpec
 
@@ -245,16 +243,15 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[dict[str, Service]]:
+def apps() -> Iterator[dict[str, App]]:
     spec = SharedMetricsSpec(num_gateways=1, num_workers=1, num_models=1)
     shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
-    facts = GatewayFacts(1, b"k" * 32, shared_metrics, lambda message: None)
     template, tokenizer = ChatTemplateSpec("", {}, ()), NoTexts(MOST)
     config = replace(planned_config(), model="m", num_workers=1, chat_template=template, max_inputs=MAX_INPUTS)
 
-    async def make() -> dict[str, Service]:
+    async def make() -> dict[str, App]:
         return {
-            kind: Service(replace(config, card=card), 1, cast(Tokenizer, tokenizer), facts)
+            kind: App(services_of(replace(config, card=card), tokenizer, shared_metrics=shared_metrics))
             for kind, card in CARDS.items()
         }
 
@@ -262,14 +259,14 @@ def services() -> Iterator[dict[str, Service]]:
     tokenizer.threads.close()
 
 
-async def ask(service: Service, path: str, body: bytes, coding: Coding | None = None) -> tuple[Exception | None, Gate]:
+async def ask(app: App, path: str, body: bytes, coding: Coding | None = None) -> tuple[Exception | None, Gate]:
     gate = Gate()
-    service.api.context.embedder = cast(Any, gate)
+    app.services.active.pipeline = cast(Any, gate)
     http = HttpRequest(
         "POST", path.replace("*", "m"), b"", {}, 1, keep_alive=True, request_id="id", body=body, coding=coding
     )
     try:
-        await service.api.handle(http)
+        await app.handle(http)
     except ApiError as error:
         return error, gate
     return None, gate
@@ -280,9 +277,9 @@ def test_every_route_that_reads_a_body_has_a_base():
 
 
 @pytest.mark.parametrize("path", BASES)
-async def test_every_base_is_admitted(services, path):
+async def test_every_base_is_admitted(apps, path):
     for kind, base in BASES[path]:
-        error, _ = await ask(services[kind], path, orjson.dumps(base))
+        error, _ = await ask(apps[kind], path, orjson.dumps(base))
         assert isinstance(error, Admitted | None), f"{base}: {error}"
 
 
@@ -319,7 +316,7 @@ def cases() -> Iterator[Case]:
         for case in cases()
     ],
 )
-async def test_no_small_body_grows_before_admission(services, case):
+async def test_no_small_body_grows_before_admission(apps, case):
     bodies = [orjson.dumps(body) for body in variants(case.base, case.fields, case.unread)]
     sent: list[tuple[bytes, int, Coding | None]] = [(body, len(body), None) for body in bodies if len(body) <= MOST]
     assert len(sent) > 0.8 * len(bodies)
@@ -331,7 +328,7 @@ async def test_no_small_body_grows_before_admission(services, case):
             assert len(body) <= MOST
             before, _ = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
-            _, gate = await ask(services[case.kind], case.path, body, coding)
+            _, gate = await ask(apps[case.kind], case.path, body, coding)
             growth = tracemalloc.get_traced_memory()[1] - before
             assert growth <= max(64 * len(body), 16 << 20), f"{growth} bytes for {body[:200]!r}"
             assert gate.num_inputs <= MAX_INPUTS, body[:200]

@@ -10,24 +10,24 @@ import pytest
 
 from vecd.gateway.app import handle
 from vecd.gateway.app.handle import Demand, check_after, check_before, parse_demand
-from vecd.gateway.app.routes import Context
 from vecd.gateway.errors import BadRequest, IdentityMismatch, NotReady, Unavailable
 from vecd.gateway.request import HttpRequest, Identity
+from vecd.gateway.service import Service
 
 OWN, OTHER, OF_ALIAS = "a" * 32, "b" * 32, "c" * 32
 
 
 class Model:
-    """A context with the identity alone, and a model that is loaded when it is asked for."""
+    """A service with the identity alone, and a model that is loaded when it is asked for."""
 
     def __init__(self, *aliases: str, timeout_s: float = 30.0) -> None:
         self.identity = Identity(aliases)
         self.num_loads = 0
         self.has_workers = True
         config = SimpleNamespace(request_timeout_s=timeout_s)
-        self.context = cast(
-            Context,
-            SimpleNamespace(identity=self.identity, config=config, embedder=self, started_at=time.monotonic()),
+        self.service = cast(
+            Service,
+            SimpleNamespace(info=self, config=config, pipeline=self, made_at=time.monotonic()),
         )
 
     async def load(self, timeout_s: float | None, arrived_at: float) -> None:
@@ -41,7 +41,7 @@ class Model:
             method="POST", path="/embed", query=b"", headers=names, http_minor=1, keep_alive=True, request_id="r"
         )
         request.timeline.arrived_at = time.monotonic()
-        return check_before(demand(text), self.context, request)
+        return check_before(demand(text), self.service, request)
 
 
 def demand(text: str) -> Demand:
@@ -72,17 +72,17 @@ def test_a_format_is_compared_at_the_end_and_two_of_them_are_no_identity() -> No
     model = Model()
     model.identity.set_digests(OWN, {})
     with pytest.raises(NotReady):
-        check_after(demand(f"{OWN};dtype=float32"), model.context)
+        check_after(demand(f"{OWN};dtype=float32"), model.service)
     model.identity.add_format("bfloat16")
-    check_after(demand(f"{OWN};dtype=bfloat16"), model.context)
+    check_after(demand(f"{OWN};dtype=bfloat16"), model.service)
     with pytest.raises(IdentityMismatch):
-        check_after(demand(f"{OWN};dtype=float32"), model.context)
+        check_after(demand(f"{OWN};dtype=float32"), model.service)
     model.identity.add_format("float32")
     assert model.identity.text is None
     assert model.identity.describe() == f"{OWN};dtype=bfloat16+float32"
-    check_after(demand(OWN), model.context)
+    check_after(demand(OWN), model.service)
     with pytest.raises(IdentityMismatch, match="bfloat16\\+float32"):
-        check_after(demand(f"{OWN};dtype=float32"), model.context)
+        check_after(demand(f"{OWN};dtype=float32"), model.service)
 
 
 async def test_it_is_compared_before_anything_is_loaded() -> None:
@@ -136,7 +136,7 @@ async def test_one_that_cannot_be_found_out_is_refused_at_once_until_it_is_known
     model.identity.set_unknown("its files are others")
     assert model.identity.text is None
     with pytest.raises(Unavailable, match="its files are others"):
-        check_after(demand(OWN), model.context)
+        check_after(demand(OWN), model.service)
 
 
 async def test_the_first_worker_is_waited_for_where_a_format_is_demanded() -> None:

@@ -25,7 +25,7 @@ from tests.unit.gateway.dialects.attributes import ABSENT, ATTRIBUTES, ROUTES, T
 from tests.unit.gateway.test_service import http_request
 from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, Recorder, json_of
 from vecd.gateway.api.operation import ParsedMessages
-from vecd.gateway.config import AliasDefaults, ChatTemplateSpec
+from vecd.gateway.config import AliasDefaults, ChatTemplateSpec, GatewayConfig
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.errors import ApiError
 from vecd.gateway.request import Dtype, Embedded, EmbedRequest, InputReport, Overflow, Role, Source, Token
@@ -95,21 +95,19 @@ class Played(Recorder):
 class Gateway(Bench):
     """One model."""
 
-    def make(self, name: str, generation: int) -> Any:
-        made = super().make(name, generation)
-        self.played = Played(name, MODELS[name])
-        made.api.context.embedder = cast(Any, self.played)
-        return made
+    def make_recorder(self, config: GatewayConfig) -> Played:
+        self.played = Played(config.model, MODELS[config.model])
+        return self.played
 
     async def exchange(self, path: str, body: Any, headers: Mapping[str, str]) -> Exchange:
         played = self.played
         played.asked = played.rendered = played.kept_s = None
         request = http_request(path, body=orjson.dumps(body), headers=dict(headers))
         try:
-            response = await self.services.handle(request)
+            response = await self.app.handle(request)
         except ApiError as error:
-            response = self.services.render_error(error, request.path)
-        self.services.add_headers(response, request)
+            response = self.app.render_error(error, request.path)
+        self.app.add_headers(response, request)
         came = played.asked, played.rendered, played.kept_s
         return Exchange(response.status, response.headers, body_of(response), request.request_id, *came)
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vecd.gateway.app.app import ENDPOINTS
-from vecd.gateway.request import HttpRequest
+from vecd.gateway.request import Endpoint, HttpRequest
 from vecd.gateway.telemetry.measures import FinishedRequests, SharedMetrics
 from vecd.gateway.telemetry.prometheus import CONTENT_TYPE, WORKER_STATES, ServedModel, Usage, render_metrics
 from vecd.shm.control import ModelIs, ModelState
@@ -25,8 +25,8 @@ from vecd.shm.shared_metrics import (
 )
 from vecd.shm.wire import Incarnation
 
-EMBEDDINGS = ENDPOINTS.index(("/v1/embeddings", "openai"))
-TEI = ENDPOINTS.index(("/embed", "tei"))
+EMBEDDINGS = ENDPOINTS.index(Endpoint("/v1/embeddings", "openai"))
+TEI = ENDPOINTS.index(Endpoint("/embed", "tei"))
 
 
 SPEC = SharedMetricsSpec(num_gateways=2, num_workers=3, num_models=2)
