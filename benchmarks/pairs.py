@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from vecd.base.target import Target
 from vecd.client.bench.texts import english_words
-from vecd.client.connection import render_request
+from vecd.client.http import render_request
 
 QUERY_TOKENS = 12
 NUM_DOCUMENTS = 32

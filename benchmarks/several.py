@@ -21,7 +21,7 @@ from benchmarks.requests import SUCCESS, Exchange
 from benchmarks.servers import Server, ServerFailure, announcing
 from vecd.base.target import Target, parse_target
 from vecd.client.bench.texts import draw_texts
-from vecd.client.connection import render_request
+from vecd.client.http import render_request
 
 _MAX_DIFFERENCE = 1e-4
 """Of each figure of a response in float32: batches differ, and so does the order of sums."""

@@ -5,15 +5,15 @@ Owns connections of asyncio and the tasks of a call that is cut into several req
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from functools import update_wrapper
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from vecd.base.target import Target
 from vecd.client import calls
-from vecd.client.connection import BadResponse, ConnectionClosed, connect_protocol
-from vecd.client.exchanges import CONNECT_S, SILENCE_S, ClientBase, ClientCall, Pause, Piece, Send, Steps
-from vecd.client.http1 import ResponseReader
+from vecd.client.exchanges import OTHER_MODEL, ClientBase, ClientCall, Pause, Piece, Send, Steps
+from vecd.client.http import ServerResponse
+from vecd.client.sockets import CONNECT_S, AsyncConnection, connect, or_mismatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,9 @@ class AsyncClient(ClientBase):
     """A server that runs somewhere. Any number of tasks may share it, in several event loops and threads, too: each
     loop has connections of its own. It is pickled as its arguments."""
 
-    _idle: "dict[asyncio.AbstractEventLoop, list[_Connection]]"
+    _idle: "dict[asyncio.AbstractEventLoop, list[AsyncConnection]]"
+    _may_speak_tls = False
+    """Whether a failure may be that of plain HTTP to a server of TLS: of a command, before the first response."""
 
     embed = _coroutine(calls.embed)
     encode = _coroutine(calls.encode)
@@ -47,6 +49,30 @@ class AsyncClient(ClientBase):
     tokenize = _coroutine(calls.tokenize)
     info = _coroutine(calls.info)
     similarity = staticmethod(calls.similarity)
+
+    @classmethod
+    def of_command(cls, target: Target, user_agent: str, **arguments: Any) -> Self:
+        client = super().of_command(target, user_agent, **arguments)
+        client._may_speak_tls = True
+        return client
+
+    async def answer(self, piece: Piece, call: ClientCall | None = None) -> Any:
+        """Send `piece` until it has its answer, and return that. Raises VecdError."""
+        for step in (call or ClientCall(self)).attempts(piece):
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+            else:
+                await self.send(step)
+        return piece.answer
+
+    async def send(self, step: Send) -> None:
+        """Side effects: sets `outcome`."""
+        try:
+            exchange = self._send(step)
+            step.outcome = await (or_mismatch(self.target, exchange) if self._may_speak_tls else exchange)
+            self._may_speak_tls = False
+        except Exception as error:  # the policy's to judge: it raises what is not its own
+            step.outcome = error
 
     async def close(self) -> None:
         """Close the idle connections of this event loop. The client can be used again."""
@@ -84,7 +110,7 @@ class AsyncClient(ClientBase):
 
         async def answer_some() -> None:
             for piece in rest:
-                await self._answer(call, piece)
+                await self.answer(piece, call)
 
         if len(pieces) == 1:
             await answer_some()
@@ -96,101 +122,23 @@ class AsyncClient(ClientBase):
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
-    async def _answer(self, call: ClientCall, piece: Piece) -> None:
-        for step in call.attempts(piece):
-            if isinstance(step, Pause):
-                await asyncio.sleep(step.seconds)
-                continue
+    async def _send(self, step: Send) -> ServerResponse:
+        until = asyncio.get_running_loop().time() + step.timeout_s
+        while idle := self._idle.get(asyncio.get_running_loop()):
+            connection = idle.pop()
             try:
-                await self._send(step)
-            except Exception as error:  # the policy's to judge: it raises what is not its own
-                step.failure = error
+                return await self._exchange(connection, step, until)
+            except ConnectionError:
+                if connection.reader.has_bytes:
+                    raise
+                # The server closed it while it was idle.
+        return await self._exchange(await connect(self.target, min(step.timeout_s, CONNECT_S)), step, until)
 
-    async def _send(self, step: Send) -> None:
-        async with asyncio.timeout(None if math.isinf(step.timeout_s) else step.timeout_s):
-            while idle := self._idle.get(asyncio.get_running_loop()):
-                try:
-                    await self._exchange(idle.pop(), step)
-                    return
-                except ConnectionError:
-                    if step.reader.has_bytes:
-                        raise
-                    # The server closed it while it was idle.
-            connection = await connect_protocol(_Connection, self._target, min(step.timeout_s, CONNECT_S), "ca=")
-            await self._exchange(connection, step)
-
-    async def _exchange(self, connection: "_Connection", step: Send) -> None:
-        try:
-            await connection.exchange(step.request, step.reader)
-        except BaseException:
+    async def _exchange(self, connection: AsyncConnection, step: Send, until: float) -> ServerResponse:
+        loop = asyncio.get_running_loop()
+        response = await connection.exchange(step.request, until - loop.time(), step.place, self.silence_s)
+        if response.status == OTHER_MODEL:  # another connection may lead to another node
             connection.close()
-            raise
-        if step.reader.keeps_alive:
-            self._idle.setdefault(asyncio.get_running_loop(), []).append(connection)
-        else:
-            connection.close()
-
-
-class _Connection(asyncio.BufferedProtocol):
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport
-        self._reader: ResponseReader | None = None
-        self._loop = asyncio.get_running_loop()
-        self._answered: asyncio.Future[None] = self._loop.create_future()
-        self._silence: asyncio.Timeout
-        self._lost: Exception | None = None
-        self._unused = memoryview(bytearray(1))
-
-    async def exchange(self, request: bytes, reader: ResponseReader) -> None:
-        """Raises OSError, BadResponse."""
-        if self._lost is not None:
-            raise self._lost
-        self._answered = self._loop.create_future()
-        self._reader = reader
-        self._transport.write(request)
-        try:
-            async with asyncio.timeout(SILENCE_S) as self._silence:
-                await self._answered
-        finally:
-            self._reader = None  # the memory is the caller's again
-
-    def close(self) -> None:
-        self._transport.abort()
-
-    def _settle(self, error: Exception | None) -> None:
-        if self._answered.done():
-            return
-        if error is None:
-            self._answered.set_result(None)
-        else:
-            self._answered.set_exception(error)
-
-    # --- called by the event loop -------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._unused if self._reader is None else self._reader.buffer()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._reader is None or self._answered.done():
-            self._lost = ConnectionClosed("bytes without a request")
-            self._transport.abort()
-            return
-        self._silence.reschedule(self._loop.time() + SILENCE_S)
-        try:
-            if self._reader.received(nbytes):
-                self._settle(None)
-        except BadResponse as error:
-            self._settle(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = exc if isinstance(exc, OSError) else ConnectionClosed("closed by the server")
-        if self._reader is None or self._answered.done():
-            return
-        try:
-            self._reader.ended()
-            self._settle(None)
-        except ConnectionClosed as error:
-            self._settle(exc or error)
+        elif connection.is_open:
+            self._idle.setdefault(loop, []).append(connection)
+        return response

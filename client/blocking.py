@@ -5,8 +5,6 @@ Owns blocking sockets and the threads of a call that is cut into several request
 """
 
 import os
-import socket
-import ssl
 import threading
 import time
 import weakref
@@ -16,22 +14,11 @@ from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from vecd.base.target import Target
 from vecd.client import calls
-from vecd.client.connection import check_mismatch
-from vecd.client.exchanges import (
-    CONNECT_S,
-    SILENCE_S,
-    ClientBase,
-    ClientCall,
-    Pause,
-    Piece,
-    Send,
-    ServerNotStarted,
-    Steps,
-    VecdError,
-)
+from vecd.client.exchanges import ClientBase, ClientCall, Pause, Piece, Send, ServerNotStarted, Steps, VecdError
+from vecd.client.http import ServerResponse
 from vecd.client.local_server import LocalServer, NotStarted
+from vecd.client.sockets import CONNECT_S, BlockingConnection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +35,7 @@ def _blocking(make: Callable[Concatenate[ClientBase, P], Steps[T]]) -> "Callable
 class Client(ClientBase):
     """A server that runs somewhere. Threads may share it. It is pickled as its arguments."""
 
-    _idle: "list[_Connection]"
+    _idle: "list[BlockingConnection]"
 
     embed = _blocking(calls.embed)
     encode = _blocking(calls.encode)
@@ -80,11 +67,8 @@ class Client(ClientBase):
         _clients.add(self)
         self._idle = []
 
-    def _why_gone(self) -> str | None:
-        return None
-
     def _run(self, steps: Steps[T]) -> T:
-        call = _BlockingCall(self, ClientCall(self, self._why_gone))
+        call = _BlockingCall(self)
         try:
             while True:
                 call.answer(next(steps))
@@ -92,7 +76,7 @@ class Client(ClientBase):
             result: T = done.value
             return result
 
-    def take(self) -> "_Connection | None":
+    def take(self) -> "BlockingConnection | None":
         with suppress(IndexError):  # another thread may take the last one
             return self._idle.pop()
         return None
@@ -114,10 +98,10 @@ class _Ended(Exception):
 
 
 class _BlockingCall:
-    def __init__(self, client: Client, call: ClientCall) -> None:
-        self._client, self._call = client, call
+    def __init__(self, client: Client) -> None:
+        self._client, self._call = client, ClientCall(client)
         self._is_ended = threading.Event()
-        self._busy: set[_Connection] = set()
+        self._busy: set[BlockingConnection] = set()
 
     def answer(self, pieces: Sequence[Piece]) -> None:
         """Returns when all have their answers; raises the first error."""
@@ -148,102 +132,38 @@ class _BlockingCall:
                 self._is_ended.wait(step.seconds)
                 continue
             try:
-                self._send(step)
+                step.outcome = self._send(step)
             except Exception as error:  # the policy's to judge: it raises what is not its own
-                step.failure = error
+                step.outcome = error
 
-    def _send(self, step: Send) -> None:
+    def _send(self, step: Send) -> ServerResponse:
         until = time.monotonic() + step.timeout_s
         while (connection := self._client.take()) is not None:
             try:
-                self._exchange(connection, step, until)
-                return
+                return self._exchange(connection, step, until)
             except ConnectionError:
-                if step.reader.has_bytes:
+                if connection.reader.has_bytes:
                     raise
                 # The server closed it while it was idle: the request was not read, or can be repeated like any other.
-        self._exchange(_connect(self._client._target, min(step.timeout_s, CONNECT_S)), step, until)
+        connection = BlockingConnection(self._client.target, min(step.timeout_s, CONNECT_S))
+        return self._exchange(connection, step, until)
 
-    def _exchange(self, connection: "_Connection", step: Send, until: float) -> None:
+    def _exchange(self, connection: BlockingConnection, step: Send, until: float) -> ServerResponse:
         self._busy.add(connection)
         try:
             if self._is_ended.is_set():
                 raise _Ended
-            connection.exchange(step, until)
+            response = connection.exchange(step.request, until, step.place, self._client.silence_s)
         except BaseException:
             connection.close()
             raise
         finally:
             self._busy.discard(connection)
-        if step.reader.keeps_alive:
+        if connection.reader.keeps_alive:
             self._client._idle.append(connection)
         else:
             connection.close()
-
-
-class _Connection:
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-
-    def exchange(self, send: Send, until: float) -> None:
-        """Raises OSError, BadResponse."""
-        reader = send.reader
-        failure: OSError | None = None
-        try:
-            self._wait_until(until)
-            self._socket.sendall(send.request)
-        except TimeoutError:
-            raise
-        except OSError as error:  # it may have answered before it closed: the body is too large, say
-            failure = error
-        while not reader.is_complete:
-            self._wait_until(until)
-            try:
-                num_bytes = self._socket.recv_into(reader.buffer())
-            except OSError as error:
-                raise failure or error from None
-            if num_bytes:
-                reader.received(num_bytes)
-            elif failure is not None and not reader.has_bytes:
-                raise failure
-            else:
-                reader.ended()
-
-    def _wait_until(self, until: float) -> None:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("no whole answer in time")
-        self._socket.settimeout(min(left_s, SILENCE_S))
-
-    def interrupt(self) -> None:
-        """End what another thread does with it."""
-        with suppress(OSError):  # closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def _connect(target: Target, timeout_s: float) -> _Connection:
-    """Raises OSError, of which TlsMismatch is one."""
-    if target.unix_path is None:
-        sock = socket.create_connection((target.host, target.port), timeout_s)
-    else:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if target.unix_path is not None:
-            sock.settimeout(timeout_s)
-            sock.connect(target.unix_path)
-        else:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if target.tls is not None:
-                sock = target.tls.wrap_socket(sock, server_hostname=target.host)
-    except OSError as error:
-        sock.close()
-        if isinstance(error, ssl.SSLError):
-            check_mismatch(error, "ca=")
-        raise
-    return _Connection(sock)
+        return response
 
 
 class Server(Client):
@@ -306,7 +226,7 @@ class Server(Client):
             raise VecdError("a server that does not run cannot be pickled: start it first")
         return partial(Client, **self._arguments), ()
 
-    def _why_gone(self) -> str | None:
+    def why_gone(self) -> str | None:
         if self._server is None:
             return "the server has not been started: use `with vecd.Server(...)`, or `start`"
         return self._server.why_gone()

@@ -14,7 +14,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote
 
-from vecd.client.connection import BadResponse
 from vecd.client.exchanges import (
     ClientBase,
     Cut,
@@ -25,7 +24,7 @@ from vecd.client.exchanges import (
     cut,
     write,
 )
-from vecd.client.http1 import ResponseHead, number_of
+from vecd.client.http import BadResponse, ServerResponse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -234,22 +233,14 @@ class _Rows(Piece):
         super().__init__(_EMBEDDINGS, part.body, part.where)
         self._part, self._matrix = part, matrix
 
-    def place(self, head: ResponseHead) -> memoryview | None:
-        return self._memory(head) if head.length is not None else None
-
-    def finish(self, head: ResponseHead, body: bytes | bytearray | None) -> None:
-        if body is None:
-            return
-        memory = self._memory(head)
-        if len(memory) != len(body):
-            raise BadResponse(f"{len(body)} bytes where {len(memory)} were expected")
-        memory[:] = body
-
-    def _memory(self, head: ResponseHead) -> memoryview:
-        dim = number_of(head.headers.get("x-vecd-dimensions", ""))
+    def place(self, response: ServerResponse, length: int) -> memoryview:
+        dim = response.num_dimensions
         if dim is None:
             raise BadResponse("it has no header x-vecd-dimensions with a number")
         return self._matrix.get(dim)[self._part.start : self._part.end].data.cast("B")
+
+    def finish(self, response: ServerResponse) -> None:
+        """The rows are in their place."""
 
 
 # --- other results --------------------------------------------------------------------------------------------

@@ -1,13 +1,8 @@
 """One call as a series of requests: which go out, what is repeated and when, and what ends it. No socket, no clock.
 
-Owns the reaction to every kind of failure. Computing vectors changes nothing on a server, so a request can be repeated
-whenever it is not known to have been answered. The clients do what the generator `ClientCall.attempts` yields, a `Send`
-or a `Pause`, and note in a `Send` what went wrong.
-
-    429, 503                                    when Retry-After says so, or later each time
-    no connection, reset, no answer, 502, 504   later each time
-    500, an answer that is not HTTP             later each time, three times
-    all else                                    never
+Owns the reaction to every kind of failure, for `vecd.Client`, `vecd embed` and `vecd check --fleet`. Computing vectors
+changes nothing on a server, so a request can be repeated whenever it is not known to have been answered. The clients do
+what the generator `ClientCall.attempts` yields, a `Send` or a `Pause`, and note in a `Send` what came of it.
 
 Repeats end when for `retry_for` seconds no request of the call has succeeded, and at the call's deadline.
 """
@@ -19,16 +14,17 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import orjson
 
-from vecd.base.target import parse_target, refuse_credentials
-from vecd.client.connection import BadResponse, TlsMismatch, render_request
-from vecd.client.http1 import ResponseHead, ResponseReader, number_of
+from vecd.base.target import Target, parse_target
+from vecd.client.http import BadResponse, Place, ServerResponse, render_request
+from vecd.client.sockets import NotConnected, TlsMismatch
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST = "first"
@@ -38,6 +34,8 @@ _MAX_TEXTS, _MAX_BODY_BYTES = 512, 512 * 1024
 """Of one request. A proxy repeats a request for itself only while its body fits the proxy's buffer, 1 MiB."""
 _MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
 """The server's limit on x-vecd-timeout-ms."""
+_SILENCE_S = 300.0
+"""Without a byte for so long a connection counts as broken. The server's own limit, --request-timeout, is the same."""
 
 
 class RequestLimits(NamedTuple):
@@ -49,6 +47,13 @@ class RequestLimits(NamedTuple):
 
 class ClientBase:
     """Base of `vecd.Client` and `vecd.AsyncClient`."""
+
+    user_agent = "vecd-python"
+    silence_s = _SILENCE_S
+    counts_silence = False
+    """Whether a request that gets no response is sent three times at most, as one that fails."""
+    trouble = ""
+    """Why a request is repeated at the moment, or ""."""
 
     def __init__(
         self,
@@ -98,18 +103,22 @@ class ClientBase:
     def _forget_connections(self) -> None:
         raise NotImplementedError
 
+    @classmethod
+    def of_command(cls, target: Target, user_agent: str, **arguments: Any) -> Self:
+        """A client of a command, whose flags say which certificates are trusted. `arguments`: those of `__init__`."""
+        client = cls(str(target), **arguments)
+        client.target, client.user_agent = target, user_agent
+        return client
+
+    def why_gone(self) -> str | None:
+        """Why the server will not come back; None if it may."""
+        return None
+
     def _point_to(self, url: str) -> None:
         """Raises ValueError."""
-        refuse_credentials(url)
+        self.target = parse_target(url, self._arguments["ca"])
         self._arguments["url"] = url
-        parts, ca = urlsplit(url), self._arguments["ca"]
-        self._prefix = ""
-        if parts.scheme != "unix":
-            # OpenAI's clients have /v1 in their addresses.
-            self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-            url = urlunsplit(parts._replace(path=""))
-        self._target = parse_target(url, ca)
-        self.render("/", b"", None, None)
+        self.render(Piece("/", b""), None, None)
 
     @property
     def url(self) -> str:
@@ -124,9 +133,9 @@ class ClientBase:
         demanded: str | None = self._arguments["identity"]
         return self.identity if demanded == FIRST else demanded
 
-    def render(self, path: str, body: bytes | None, identity: str | None, timeout_s: float | None) -> bytes:
+    def render(self, piece: "Piece", identity: str | None, timeout_s: float | None) -> bytes:
         """A whole request. Raises ValueError when an argument of the client cannot stand in it."""
-        headers = {}
+        headers = dict(piece.headers)
         if self.model is not None:
             headers["x-vecd-model"] = self.model
         if identity is not None:
@@ -134,8 +143,8 @@ class ClientBase:
         if timeout_s is not None:  # what no caller waits for any more need not be computed
             headers["x-vecd-timeout-ms"] = str(min(max(1, int(timeout_s * 1000)), _MAX_TIMEOUT_MS))
         return render_request(
-            self._target, self._prefix + path, body,
-            api_key=self._arguments["api_key"], accept="*/*", headers=headers, user_agent="vecd-python",
+            self.target, piece.path, piece.body,
+            api_key=self._arguments["api_key"], accept="*/*", headers=headers, user_agent=self.user_agent,
         )  # fmt: skip
 
     def learn(self, info: dict[str, Any]) -> RequestLimits:
@@ -159,6 +168,18 @@ _MAX_QUOTED = 500
 """Characters of an error page that is not JSON."""
 
 
+class Reaction(Enum):
+    """What follows when a request has not succeeded."""
+
+    BUSY = "repeated when Retry-After says so, or later each time"
+    AWAY = "repeated later each time"
+    SILENT = "as AWAY, or as FAILED where the inputs may be the reason"
+    FAILED = "repeated later each time, three times in all: the inputs may be the reason"
+    REFUSED = "never repeated: an input is wrong"
+    OTHER_MODEL = "never repeated, but a proxy may have another node"
+    FATAL = "never repeated"
+
+
 class VecdError(Exception):
     """Base of all errors of this package. The message is the server's where it answered."""
 
@@ -180,6 +201,8 @@ class VecdError(Exception):
         """The field of the request that is wrong."""
         self.request_id = request_id
         """Under which the request is in the server's log."""
+
+    reaction = Reaction.FATAL
 
 
 class BadRequest(VecdError):
@@ -225,30 +248,60 @@ class Timeout(VecdError, TimeoutError):
     """The call took longer than `timeout`."""
 
 
-_BY_STATUS: dict[int, type[VecdError]] = {
-    401: AuthenticationError,
-    403: PermissionDenied,
-    404: NotFound,
-    412: IdentityMismatch,
-    429: Overloaded,
-    502: ServerUnavailable,
-    503: Overloaded,
-    504: ServerUnavailable,
+OTHER_MODEL = 412
+_BY_STATUS: dict[int, tuple[type[VecdError], Reaction]] = {
+    400: (BadRequest, Reaction.REFUSED),
+    401: (AuthenticationError, Reaction.FATAL),
+    403: (PermissionDenied, Reaction.FATAL),
+    404: (NotFound, Reaction.FATAL),
+    408: (BadRequest, Reaction.AWAY),
+    OTHER_MODEL: (IdentityMismatch, Reaction.OTHER_MODEL),
+    413: (BadRequest, Reaction.REFUSED),
+    422: (BadRequest, Reaction.REFUSED),
+    425: (BadRequest, Reaction.AWAY),
+    429: (Overloaded, Reaction.BUSY),
+    500: (ServerError, Reaction.FAILED),
+    502: (ServerUnavailable, Reaction.AWAY),
+    503: (Overloaded, Reaction.BUSY),
+    504: (ServerUnavailable, Reaction.AWAY),
 }
-
-
+_MAX_FAILURES = 3
+_MAX_RETRY_AFTER_S = 60.0
 _MAY_LACK = (AuthenticationError, PermissionDenied, NotFound, BadRequest)
 
 
-def error_of(head: ResponseHead, body: bytes, where: str) -> VecdError:
-    """`where` is added to the message: which inputs the request had."""
-    kind = _BY_STATUS.get(head.status) or (BadRequest if 400 <= head.status < 500 else ServerError)
-    message, code, param = _read(body)
-    message = message or f"the server answered with the status {head.status}"
-    request_id = head.headers.get("x-request-id")
-    error = kind(message + where, status=head.status, code=code, param=param, request_id=request_id)
-    if isinstance(error, Overloaded):
-        error.retry_after = _retry_after_s(head)
+def error_of(outcome: ServerResponse | Exception, url: str, where: str = "") -> VecdError:
+    """What a request that has not succeeded means: the error, and in it the reaction. `where`: which inputs the request
+    had, for the message. Raises `outcome` when it is not of a request."""
+    error: VecdError
+    match outcome:
+        case ServerResponse():
+            return _error_of_response(outcome, where)
+        case BadResponse():
+            error, reaction = ServerError(f"{url}: no answer of vecd's: {outcome}{where}"), Reaction.FAILED
+        case OSError():
+            error = ServerUnavailable(f"{url}: {outcome or type(outcome).__name__}")
+            reaction = Reaction.AWAY
+            if isinstance(outcome, TlsMismatch):
+                reaction = Reaction.FATAL
+            elif isinstance(outcome, TimeoutError) and not isinstance(outcome, NotConnected):
+                reaction = Reaction.SILENT
+        case _:
+            raise outcome
+    error.reaction, error.__cause__ = reaction, outcome
+    return error
+
+
+def _error_of_response(response: ServerResponse, where: str) -> VecdError:
+    status = response.status
+    others = BadRequest if 400 <= status < 500 else ServerError
+    kind, reaction = _BY_STATUS.get(status, (others, Reaction.FATAL))
+    message, code, param = _read(response.body)
+    message = message or f"the server answered with the status {status}"
+    error = kind(message + where, status=status, code=code, param=param, request_id=response.request_id)
+    error.reaction = reaction
+    if isinstance(error, Overloaded) and response.retry_after_s is not None:
+        error.retry_after = min(response.retry_after_s, _MAX_RETRY_AFTER_S)
     return error
 
 
@@ -270,15 +323,8 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-SILENCE_S = 300.0
-"""Without a byte for so long a connection counts as broken. The server's own limit, --request-timeout, is the same."""
-CONNECT_S = 10.0
+_REPEATED = (Reaction.BUSY, Reaction.AWAY, Reaction.SILENT, Reaction.FAILED)
 _FIRST_PAUSE_S, _MAX_PAUSE_S, _MAX_DOUBLINGS = 0.1, 10.0, 10
-_MAX_RETRY_AFTER_S = 60.0
-_MAX_ERRORS = 3
-"""Tries of a request that the server fails to answer. A text may be the reason, so it is not tried for long."""
-_BUSY = (408, 425, 429, 503)
-_AWAY = (502, 504)
 
 Result = TypeVar("Result")
 
@@ -286,20 +332,28 @@ Result = TypeVar("Result")
 class Piece:
     """One request of a call. Base of those that keep the answer's body elsewhere."""
 
-    def __init__(self, path: str, body: bytes | None = None, where: str = "", *, may_lack: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        body: bytes | None = None,
+        where: str = "",
+        *,
+        may_lack: bool = False,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """`where`: which inputs of the call it has, for messages. `may_lack`: the call does without the answer where
         a key may not read it, or a proxy does not pass it on."""
-        self.path, self.body, self.where, self.may_lack = path, body, where, may_lack
+        self.path, self.body, self.where, self.may_lack, self.headers = path, body, where, may_lack, headers
         self.answer: Any = None
 
-    def place(self, head: ResponseHead) -> memoryview | None:
-        """The memory for the body of an answer 200. Raises BadResponse."""
+    def place(self, response: ServerResponse, length: int) -> memoryview | None:
+        """The memory for a body of `length` bytes, of an answer 200. Raises BadResponse."""
         return None
 
-    def finish(self, head: ResponseHead, body: bytes | bytearray | None) -> None:
-        """Take an answer 200. `body`: None where `place` gave the memory. Raises BadResponse."""
+    def finish(self, response: ServerResponse) -> None:
+        """Take an answer 200, whose body is empty where `place` gave the memory. Raises BadResponse."""
         try:
-            self.answer = orjson.loads(body or b"")
+            self.answer = orjson.loads(response.body)
         except orjson.JSONDecodeError as error:
             raise BadResponse(f"no JSON: {error}") from error
 
@@ -310,14 +364,14 @@ Steps: TypeAlias = Generator[Sequence[Piece], None, Result]
 
 @dataclass(slots=True)
 class Send:
-    """Send `request`, and feed `reader` until it is complete: for `timeout_s`, which may be infinite, and while no
-    SILENCE_S pass without a byte."""
+    """Send `request`, and receive the response where `place` says: for `timeout_s`, which may be infinite, and while
+    the client's `silence_s` do not pass without a byte."""
 
     request: bytes
-    reader: ResponseReader
+    place: Place
     timeout_s: float
-    failure: Exception | None = None
-    """What went wrong, of any kind. Set by the client."""
+    outcome: ServerResponse | Exception | None = None
+    """The response, or what went wrong, of any kind. Set by the client."""
 
 
 class Pause(NamedTuple):
@@ -329,16 +383,15 @@ class ClientCall:
 
     def __init__(
         self,
-        endpoint: ClientBase,
-        why_gone: Callable[[], str | None] = lambda: None,
+        client: ClientBase,
         *,
         clock: Callable[[], float] = time.monotonic,
         spread: Callable[[], float] = random.random,
     ) -> None:
-        """`why_gone` returns why the server will not come back, or None. `spread` returns a number in [0, 1)."""
-        self._endpoint, self._why_gone, self._clock, self._spread = endpoint, why_gone, clock, spread
+        """`spread` returns a number in [0, 1)."""
+        self._client, self._clock, self._spread = client, clock, spread
         self._served_at = clock()
-        self._deadline = self._served_at + (math.inf if endpoint.timeout is None else endpoint.timeout)
+        self._deadline = self._served_at + (math.inf if client.timeout is None else client.timeout)
         self._identity: str | None = None
         """Of the first answer; None if that had none. All vectors of one call are of one model."""
         self._is_answered = False
@@ -347,91 +400,80 @@ class ClientCall:
 
     def attempts(self, piece: Piece) -> Iterator[Send | Pause]:
         """Returns when `piece` has its answer. Raises VecdError."""
-        failing_since, num_failures, num_errors = math.inf, 0, 0
+        client = self._client
+        failing_since, num_repeats, num_failures = math.inf, 0, 0
         while True:
-            reader = ResponseReader(lambda head: piece.place(head) if head.status == 200 else None)
-            pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_failures, _MAX_DOUBLINGS), _MAX_PAUSE_S) * (
-                0.5 + self._spread() / 2
-            )
-            is_told = False
-            cause: Exception | None = None
-            try:
-                yield (sent := self._send(piece, reader))
-                if sent.failure is not None:
-                    raise sent.failure
-                assert reader.head is not None
-                if reader.head.status == 200:
-                    if piece.body is not None:  # the head of /info has none, and it has no results
-                        with self._identity_lock:
-                            self._check_identity(reader.head)
-                    piece.finish(reader.head, reader.body)
-                    self._served_at = self._clock()
+            yield (sent := self._send(piece))
+            outcome = sent.outcome
+            assert outcome is not None
+            if isinstance(outcome, ServerResponse) and outcome.status == 200:
+                try:
+                    self._take(piece, outcome)
                     return
-                error = error_of(reader.head, bytes(reader.body or b""), piece.where)
-                if reader.head.status in _BUSY:
-                    told_s = _retry_after_s(reader.head)
-                    pause_s, is_told = told_s or pause_s, bool(told_s)
-                elif reader.head.status == 500:
-                    num_errors += 1
-                elif reader.head.status not in _AWAY:
-                    if piece.may_lack and isinstance(error, _MAY_LACK):
-                        return
-                    raise error
-            except BadResponse as found:
-                cause, error = found, ServerError(f"{self._endpoint.url}: no answer of vecd's: {found}{piece.where}")
-                num_errors += 1
-            except TlsMismatch as found:
-                raise ServerUnavailable(f"{self._endpoint.url}: {found}") from found
-            except OSError as found:
-                cause, error = found, ServerUnavailable(f"{self._endpoint.url}: {found or type(found).__name__}")
+                except BadResponse as found:
+                    sent.outcome = outcome = found
+            error = error_of(outcome, client.url, piece.where)
+            reaction = error.reaction
+            if reaction not in _REPEATED:
+                if piece.may_lack and isinstance(error, _MAY_LACK):
+                    return
+                raise error
+            pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_repeats, _MAX_DOUBLINGS), _MAX_PAUSE_S)
+            pause_s *= 0.5 + self._spread() / 2
+            told_s = error.retry_after if isinstance(error, Overloaded) else None
+            pause_s = told_s or pause_s
             now = self._clock()
             failing_since = min(failing_since, now)
-            num_failures += 1
-            if why := self._why_gone():
-                raise ServerUnavailable(why) from cause
-            if now >= self._deadline or (is_told and now + pause_s >= self._deadline):
-                raise self._timeout(error) from (cause or error)
-            left_s = max(failing_since, self._served_at) + self._endpoint.retry_for - now
-            if num_errors >= _MAX_ERRORS or left_s <= 0 or (is_told and pause_s > left_s):
-                raise error from cause
+            num_repeats += 1
+            num_failures += reaction is Reaction.FAILED or (reaction is Reaction.SILENT and client.counts_silence)
+            if why := client.why_gone():
+                raise ServerUnavailable(why) from error.__cause__
+            if now >= self._deadline or (told_s and now + pause_s >= self._deadline):
+                raise self._timeout(error) from (error.__cause__ or error)
+            left_s = max(failing_since, self._served_at) + client.retry_for - now
+            if num_failures >= _MAX_FAILURES or left_s <= 0 or (told_s and pause_s > left_s):
+                raise error
+            client.trouble = str(error)
             yield Pause(min(pause_s, left_s, self._deadline - now))
 
-    def _send(self, piece: Piece, reader: ResponseReader) -> Send:
+    def _send(self, piece: Piece) -> Send:
         left_s = self._deadline - self._clock()
         if left_s <= 0:
             raise self._timeout(None)
-        identity = self._identity or self._endpoint.demanded_identity
-        timeout_s = None if math.isinf(left_s) else left_s
-        request = self._endpoint.render(piece.path, piece.body, identity, timeout_s)
-        return Send(request, reader, left_s)
+        identity = self._identity or self._client.demanded_identity
+        request = self._client.render(piece, identity, None if math.isinf(left_s) else left_s)
+        return Send(request, lambda found, length: piece.place(found, length) if found.status == 200 else None, left_s)
+
+    def _take(self, piece: Piece, response: ServerResponse) -> None:
+        """Raises BadResponse, IdentityMismatch."""
+        if piece.body is not None:  # the head of /info has none, and it has no results
+            with self._identity_lock:
+                self._check_identity(response)
+        piece.finish(response)
+        self._served_at = self._clock()
+        self._client.trouble = ""
 
     def _timeout(self, error: Exception | None) -> Timeout:
         last = f"; the last failure: {error}" if error is not None else ""
-        return Timeout(f"{self._endpoint.url}: the call took longer than {self._endpoint.timeout} s{last}")
+        return Timeout(f"{self._client.url}: the call took longer than {self._client.timeout} s{last}")
 
-    def _check_identity(self, head: ResponseHead) -> None:
+    def _check_identity(self, response: ServerResponse) -> None:
         """Raises IdentityMismatch."""
-        found = head.headers.get("x-vecd-identity")
-        demanded = self._endpoint.demanded_identity
+        found, demanded = response.identity, self._client.demanded_identity
         if demanded is not None and demanded not in (found, (found or "").partition(";")[0]):
-            raise _mismatch(f"the server's model is {found or 'not known'}, and {demanded} was demanded", head)
+            raise _mismatch(f"the server's model is {found or 'not known'}, and {demanded} was demanded", response)
         if self._is_answered and found != self._identity:
             first, other = (each or "one without an identity" for each in (self._identity, found))
-            raise _mismatch(f"two models have answered one call: {first} and {other}", head)
+            raise _mismatch(f"two models have answered one call: {first} and {other}", response)
         self._is_answered, self._identity = True, found
         if found is not None:
-            self._endpoint.identity = found
+            self._client.identity = found
 
 
-def _mismatch(message: str, head: ResponseHead) -> IdentityMismatch:
-    return IdentityMismatch(message, code="identity_mismatch", request_id=head.headers.get("x-request-id"))
-
-
-def _retry_after_s(head: ResponseHead) -> float | None:
-    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        if (value := number_of(head.headers.get(name, ""))) is not None:
-            return min(value * unit_s, _MAX_RETRY_AFTER_S)
-    return None
+def _mismatch(message: str, response: ServerResponse) -> IdentityMismatch:
+    error = IdentityMismatch(message, code="identity_mismatch", request_id=response.request_id)
+    error.reaction = Reaction.OTHER_MODEL
+    return error
 
 
 # --- inputs into bodies -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import orjson
 
 from vecd.base.target import Target
 from vecd.client.bench.texts import Lengths, draw_texts, shuffle_texts
-from vecd.client.connection import render_request
+from vecd.client.http import render_request
 
 DEFAULT_MAX_CONNECTIONS = 1024
 MAX_RATE_PER_S = 100_000.0

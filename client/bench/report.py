@@ -19,7 +19,7 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.client.bench.load import Load
-from vecd.client.connection import BadResponse, ServerResponse
+from vecd.client.http import BadResponse, ServerResponse
 
 
 class Window:

@@ -18,15 +18,8 @@ from typing import Self
 from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
 from vecd.client.bench.report import LATE_S, READERS, RunResult, Window
-from vecd.client.connection import (
-    BadResponse,
-    ClientConnection,
-    ServerResponse,
-    TlsMismatch,
-    check_not_tls,
-    connect,
-    name_failure,
-)
+from vecd.client.http import BadResponse, ServerResponse
+from vecd.client.sockets import AsyncConnection, TlsMismatch, check_not_tls, connect, name_failure
 
 # Moments are those of `time.perf_counter`.
 
@@ -49,7 +42,7 @@ class Contact:
         self._gone_after_s = load.gone_after_s + (_QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0)
         self._unreachable_since: float | None = None
 
-    async def connect(self) -> ClientConnection:
+    async def connect(self) -> AsyncConnection:
         """Raises OSError, of which TimeoutError is one, when no connection can be made."""
         try:
             connection = await connect(self._load.target, min(self._load.timeout_s, _CONNECT_TIMEOUT_S))
@@ -118,7 +111,7 @@ class Stream:
 class Client:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._connection: ClientConnection | None = None
+        self._connection: AsyncConnection | None = None
 
     @property
     def is_connected(self) -> bool:

@@ -28,17 +28,10 @@ from numpy.typing import NDArray
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.target import Target
-from vecd.client.connection import (
-    BadResponse,
-    ClientConnection,
-    ServerResponse,
-    TlsMismatch,
-    connect,
-    or_mismatch,
-    render_request,
-)
 from vecd.client.embed.options import EmbedError, EmbedOptions, ModelChanged, OtherIdentity, ServerLost
 from vecd.client.embed.rows import InputRow, ThroughputEstimate
+from vecd.client.http import BadResponse, ServerResponse, render_request
+from vecd.client.sockets import AsyncConnection, NotConnected, TlsMismatch, connect, or_mismatch
 
 # What a run writes for each row:
 #
@@ -449,7 +442,7 @@ class EmbeddingService:
         self.target = target
         self._options = options
         self._why_gone = why_gone
-        self._idle: list[ClientConnection] = []
+        self._idle: list[AsyncConnection] = []
         self._served_at = self._silent_since = time.monotonic()
         """When vectors came; when any response came, or the first of the requests under way was sent."""
         self._response_due_s = options.pace.first_response_s
@@ -645,7 +638,7 @@ class EmbeddingService:
                 raise ServerLost(f"{self.target}: {error}") from error
             except (OSError, BadResponse) as error:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                num_failures += isinstance(error, TimeoutError | BadResponse)
+                num_failures += isinstance(error, TimeoutError | BadResponse) and not isinstance(error, NotConnected)
             is_own_fault = num_failures >= _MAX_FAILURES and not is_probe
             if is_own_fault and (len(items) > 1 or await self._serves_probe()):
                 return why
@@ -727,14 +720,11 @@ class EmbeddingService:
             self._idle.append(connection)
         return response
 
-    async def _take_connection(self) -> ClientConnection:
+    async def _take_connection(self) -> AsyncConnection:
         while self._idle:
             if (connection := self._idle.pop()).is_open:
                 return connection
-        try:
-            return await connect(self.target, _CONNECT_TIMEOUT_S)
-        except TimeoutError as error:  # a TimeoutError would mean that a request got no response
-            raise ConnectionError(f"no connection in {_CONNECT_TIMEOUT_S:g} s") from error
+        return await connect(self.target, _CONNECT_TIMEOUT_S)
 
 
 def _message(response: ServerResponse) -> str:

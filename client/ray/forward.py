@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from contextlib import suppress
 from typing import Any
 
-import httptools
+from vecd.client.http import BadResponse, ResponseReader, ServerResponse
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -28,10 +28,6 @@ _WRITTEN_ANEW = (b"date", b"x-request-id")
 """Headers of a response that Ray Serve writes itself; the id is that of the request, which vecd takes over."""
 _CONNECT_TIMEOUT_S = 5.0
 _REQUEST_TARGET = b"%s %s HTTP/1.1\r\n"
-
-
-class Broken(ConnectionError):
-    """Raised when the server closes, or sends what is not HTTP, before its response is complete."""
 
 
 class Forwarder:
@@ -60,31 +56,17 @@ class Forwarder:
         except BaseException:  # the caller has gone, too
             connection.close()
             raise
-        if is_reusable and connection.is_open:
+        if is_reusable and connection.keeps_alive:
             self._idle.append(connection)
         else:
             connection.close()
-
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of a GET. Raises OSError."""
-        connection = await self._take()
-        try:
-            connection.begin(b"GET", path.encode(), [(b"host", b"localhost")], b"")
-            status, _ = await connection.head()
-            body = b"".join([part async for part in connection.parts()])
-        except BaseException:
-            connection.close()
-            raise
-        if connection.is_open:
-            self._idle.append(connection)
-        return status, body
 
     async def _take(self) -> "_Connection":
         while self._idle:
             if (connection := self._idle.pop()).is_open:
                 return connection
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            return _Connection(*await asyncio.open_unix_connection(self._path, limit=HELD_BYTES))
+            return _Connection(await asyncio.open_unix_connection(self._path, limit=HELD_BYTES))
 
 
 async def _exchange(connection: "_Connection", scope: Message, receive: Receive, send: Send) -> bool:
@@ -103,7 +85,12 @@ async def _exchange(connection: "_Connection", scope: Message, receive: Receive,
     try:
         connection.begin(scope["method"].encode(), target, scope["headers"], body, is_more=is_more)
         rest = asyncio.create_task(_send_rest(connection, receive)) if is_more else None
-        status, headers = await connection.head()
+        response = await connection.head()
+        start = {
+            "type": "http.response.start",
+            "status": response.status,
+            "headers": _passed_on(response.headers, *_WRITTEN_ANEW),
+        }
         held, num_held = [], 0
         async for part in connection.parts():
             if not has_begun:
@@ -112,15 +99,15 @@ async def _exchange(connection: "_Connection", scope: Message, receive: Receive,
                 if num_held <= HELD_BYTES:
                     continue
                 has_begun = True
-                await send({"type": "http.response.start", "status": status, "headers": headers})
+                await send(start)
             else:
                 held = [part]
             await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
         if not has_begun:
-            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send(start)
         await send({"type": "http.response.body", "body": b"" if has_begun else b"".join(held)})
         return rest is None or rest.done()
-    except (OSError, RuntimeError) as error:  # uvloop's RuntimeError: the transport is closed
+    except (OSError, BadResponse, RuntimeError) as error:  # uvloop's RuntimeError: the transport is closed
         if has_begun:
             raise  # the caller must not take what it has for the whole
         await _refuse(send, error)
@@ -162,25 +149,22 @@ def _passed_on(headers: Iterable[tuple[bytes, bytes]], *also_left_out: bytes) ->
 class _Connection:
     """One request at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._parser = httptools.HttpResponseParser(self)
-        self._keeps_alive = True
-        self._reset()
-
-    def _reset(self) -> None:
-        self._headers: Headers = []
-        self._parts: list[bytes] = []
-        self._has_head = self._is_complete = self._is_framed = self._has_no_body = self._is_chunked = False
+    def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        self._reader, self._writer = streams
+        self._response = ResponseReader()
+        self._is_chunked = False
 
     @property
     def is_open(self) -> bool:
-        return self._keeps_alive and not self._reader.at_eof() and not self._writer.is_closing()
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    @property
+    def keeps_alive(self) -> bool:
+        return self._response.keeps_alive and self.is_open
 
     def begin(self, method: bytes, target: bytes, headers: Headers, body: bytes, *, is_more: bool = False) -> None:
         """Send a request; with `is_more`, the rest of its body comes through `write_part`."""
-        self._reset()
-        self._has_no_body = method == b"HEAD"
+        self._response.begin(is_streamed=True, has_body=method != b"HEAD")
         # The body has come as a whole or is cut anew, and nothing here waits for a leave to send it.
         passed_on = _passed_on(headers, b"expect")
         has_length = any(name == b"content-length" for name, _ in passed_on)
@@ -190,73 +174,41 @@ class _Connection:
         elif body and not has_length:
             passed_on.append((b"content-length", b"%d" % len(body)))
         head = _REQUEST_TARGET % (method, target) + b"".join(b"%s: %s\r\n" % header for header in passed_on) + b"\r\n"
-        self._writer.write(head + (self._framed(body) if body else b""))
+        self._writer.write(head + self._framed(body))
 
     async def write_part(self, part: bytes, *, is_last: bool) -> None:
         with suppress(OSError):  # the server does not read on: its response says why
             await self._writer.drain()
             if self.is_open:
                 end = b"0\r\n\r\n" if is_last and self._is_chunked else b""
-                self._writer.write((self._framed(part) if part else b"") + end)
+                self._writer.write(self._framed(part) + end)
 
     def _framed(self, part: bytes) -> bytes:
-        return b"%x\r\n%s\r\n" % (len(part), part) if self._is_chunked else part
+        return b"%x\r\n%s\r\n" % (len(part), part) if part and self._is_chunked else part
 
-    async def head(self) -> tuple[int, Headers]:
-        """Status and headers, without those of this connection. Raises OSError, of which Broken is one."""
-        while not self._has_head:
+    async def head(self) -> ServerResponse:
+        """Without the body. Raises OSError or BadResponse."""
+        while (response := self._response.response) is None:
             await self._receive()
-        return self._parser.get_status_code(), _passed_on(self._headers, *_WRITTEN_ANEW)
+        return response
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The body as it comes. Raises as `head`."""
         while True:
-            if self._parts:
-                part = b"".join(self._parts)
-                self._parts.clear()
+            if part := self._response.take():
                 yield part
-            elif self._is_complete:
+            elif self._response.is_complete:
                 return
             else:
                 await self._receive()
 
     async def _receive(self) -> None:
-        data = await self._reader.read(HELD_BYTES)
-        if not data and not (self._has_head and not self._is_framed):
-            raise Broken("closed before the response was complete")
-        if not data:  # the end of the body is that of the connection
-            self._is_complete, self._keeps_alive = True, False
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            raise Broken(f"not HTTP: {error}") from error
+        buffer = self._response.buffer()
+        if data := await self._reader.read(len(buffer)):
+            buffer[: len(data)] = data
+            self._response.received(len(data))
+        else:
+            self._response.ended()
 
     def close(self) -> None:
         self._writer.transport.abort()
-
-    # --- called by the parser -----------------------------------------------------------------------------------
-
-    def on_message_begin(self) -> None:
-        self._headers = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        self._is_framed |= name in (b"content-length", b"transfer-encoding")
-        self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        if self._parser.get_status_code() < 200:  # an interim response
-            return
-        self._has_head = True
-        if self._has_no_body:
-            # The parser would wait for the body that the length announces.
-            self._is_complete, self._keeps_alive = True, False
-
-    def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
-
-    def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:
-            self._is_complete = True
-            self._keeps_alive &= self._parser.should_keep_alive()

@@ -5,7 +5,6 @@ no body.
 """
 
 import asyncio
-import json
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
+from vecd.client.aio import AsyncClient
+from vecd.client.exchanges import Piece
 from vecd.client.ray.autoscaling import QUEUE_AGE, UTILIZATION, QueueAgePolicy
 from vecd.client.ray.forward import Forwarder
 from vecd.client.ray.node_server import NodeServer, exit_at_once
@@ -43,23 +44,21 @@ class Vecd:
             )
         self._server = NodeServer(model, flags, exit_at_once)
         await asyncio.to_thread(self._server.await_ready)
-        self._public, self._admin = Forwarder(self._server.path), Forwarder(self._server.admin_path)
+        self._public = AsyncClient(f"unix:{self._server.path}", retry_for=0)
+        self._admin = AsyncClient(f"unix:{self._server.admin_path}", retry_for=0)
         self._computed_s, self._at = 0.0, time.monotonic()
 
     def __serve_build_asgi_app__(self) -> Forwarder:
-        return self._public
+        return Forwarder(self._server.path)
 
     async def check_health(self) -> None:
         """HAProxy is told of the first."""
         async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            status, body = await self._public.get("/health")
-        if status != 200:
-            raise RuntimeError(f"vecd's /health: {status} {body[:200].decode(errors='replace')}")
+            await self._public.answer(Piece("/health"))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for each report."""
-        _, body = await self._admin.get("/stats")
-        stats = json.loads(body)
+        stats = await self._admin.answer(Piece("/stats"))
         now, computed_s, num_workers = time.monotonic(), stats["totals"]["compute_s"], max(1, len(stats["workers"]))
         busy = (computed_s - self._computed_s) / (now - self._at) / num_workers
         self._computed_s, self._at = computed_s, now

@@ -12,15 +12,8 @@ from typing import Any, TypeAlias
 import orjson
 
 from vecd.base.target import Target
-from vecd.client.connection import (
-    BadResponse,
-    ServerResponse,
-    TlsMismatch,
-    connect,
-    name_failure,
-    or_mismatch,
-    render_request,
-)
+from vecd.client.http import BadResponse, ServerResponse, render_request
+from vecd.client.sockets import TlsMismatch, connect, name_failure, or_mismatch
 
 NUM_REMEMBERED = 600
 """Answers; more than a terminal has columns."""

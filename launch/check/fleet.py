@@ -7,14 +7,12 @@ there is none. Reads no settings of a server, and loads nothing.
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
 import asyncio
-import base64
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,17 +21,10 @@ from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.flags import TlsOptions, flag, number, parse
 from vecd.base.target import Target, parse_target
+from vecd.client.aio import AsyncClient
 from vecd.client.bench.texts import Lengths, draw_texts
-from vecd.client.connection import (
-    BadResponse,
-    ClientConnection,
-    ServerResponse,
-    TlsMismatch,
-    connect,
-    name_failure,
-    or_mismatch,
-    render_request,
-)
+from vecd.client.exchanges import Piece, ServerError, VecdError
+from vecd.client.sockets import TlsMismatch
 from vecd.launch.memory import as_table
 
 TEXTS = tuple(draw_texts(20, Lengths(12, 0.5), seed=0))
@@ -42,11 +33,9 @@ MIN_COSINE = 0.9999
 """Of the vectors of one text by two nodes with one number format."""
 MAX_SCORE_DIFFERENCE = 0.01
 """Of the scores of one text, between 0 and 1 for most models."""
-_TRIES = 3
-_BUSY = (429, 503)
 _IDENTITY_TRIES = 10
 """A server that has just started may be reading its weights."""
-_MAX_SHOWN_BYTES = 200
+_MAX_SHOWN_CHARS = 300
 # Without the tokens of a batch, which follow from the hardware.
 _LIMITS = ("max_inputs", "max_body_bytes", "max_requests", "max_wait_s", "max_priority", "overflow")
 _OF_MODEL = ("max_tokens", "capabilities", "dimensions", "pooling", "normalized", "prompt", "prompts", "matryoshka",
@@ -104,102 +93,78 @@ class Difference:
 
 async def ask_all(nodes: Sequence[Node], api_key: str | None, timeout_s: float, pause_s: float = 1.0) -> None:
     """Fill all nodes at the same time. `pause_s`: before a question is repeated."""
-    await asyncio.gather(*(_Questions(node.target, api_key, timeout_s, pause_s).fill(node) for node in nodes))
+    await asyncio.gather(*(_fill(node, api_key, timeout_s, pause_s) for node in nodes))
 
 
-class _Questions:
-    def __init__(self, target: Target, api_key: str | None, timeout_s: float, pause_s: float) -> None:
-        self._target, self._api_key, self._timeout_s, self._pause_s = target, api_key, timeout_s, pause_s
-        self._connection: ClientConnection | None = None
+async def _fill(node: Node, api_key: str | None, timeout_s: float, pause_s: float) -> None:
+    """Side effects: `error` of the node is set if it does not answer as it has to."""
 
-    async def fill(self, node: Node) -> None:
-        """Side effects: `error` of the node is set if it does not answer as it has to."""
-        try:
-            listed = (await self._exchange("/v1/models"))["data"]
+    def client_of(model: str | None) -> AsyncClient:
+        # As long as three tries with pauses take.
+        options = {"api_key": api_key, "timeout": timeout_s, "retry_for": 2 * pause_s}
+        return AsyncClient.of_command(node.target, "vecd-check", model=model, **options)
+
+    try:
+        async with client_of(None) as listing:
+            listed = (await listing.answer(Piece("/v1/models")))["data"]
             names = list(dict.fromkeys(str(each["root"]) for each in listed))
             for name in names:
-                prefix = f"/m/{quote(name)}" if len(names) > 1 else ""
                 capabilities = next(each["capabilities"] for each in listed if each["root"] == name)
-                rows, are_scores = await self._compute(prefix, name, capabilities)
-                # Only now: a model that is loaded on demand has no number format before.
-                own, info = await self._describe(prefix, name), await self._exchange(f"{prefix}/info")
+                async with client_of(name if len(names) > 1 else None) as client:
+                    rows, are_scores = await _compute(client, capabilities)
+                    # Only now: a model that is loaded on demand has no number format before.
+                    own, info = await _describe(listing, name, pause_s), await client.info()
                 node.version = str(info["version"])
                 node.models[name] = NodeModel(_facts_of(own, info), rows, are_scores)
-        except NodeFailed as error:
-            node.error = str(error)
-        except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
-            node.error = f"its answers are not those of a vecd server of this version ({type(error).__name__}: {error})"
-        finally:
-            if self._connection is not None:
-                self._connection.close()
+    except NodeFailed as error:
+        node.error = str(error)
+    except ServerError as error:
+        node.error = f"its answers are not those of a vecd server of this version ({error})"
+    except VecdError as error:
+        node.error = _in_a_line(error)
+    except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        node.error = f"its answers are not those of a vecd server of this version ({type(error).__name__}: {error})"
 
-    async def _describe(self, prefix: str, model: str) -> JsonObject:
-        """The model's entry of `/v1/models`. Raises NodeFailed if its identity does not become known."""
-        for attempt in range(_IDENTITY_TRIES):
-            if attempt:
-                await asyncio.sleep(self._pause_s)
-            described = (await self._exchange(f"{prefix}/v1/models"))["data"]
-            own: JsonObject = {each["id"]: each for each in described}[model]
-            if own["identity"] is not None:
-                return own
-        raise NodeFailed(f"cannot be compared: the identity of {model} is not known there")
 
-    async def _compute(self, prefix: str, model: str, capabilities: Sequence[str]) -> tuple[list[Floats], bool]:
-        """The rows of TEXTS by the first thing that the model can do, and whether these are scores."""
-        first = capabilities[0]
-        if first == "dense":
-            body = {"model": model, "input": TEXTS, "encoding_format": "base64"}
-            data = (await self._exchange(f"{prefix}/v1/embeddings", body))["data"]
-            rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").astype(np.float64) for each in data]
+async def _describe(client: AsyncClient, model: str, pause_s: float) -> JsonObject:
+    """The model's entry of `/v1/models`. Raises NodeFailed if its identity does not become known."""
+    for attempt in range(_IDENTITY_TRIES):
+        if attempt:
+            await asyncio.sleep(pause_s)
+        described = (await client.answer(Piece("/v1/models")))["data"]
+        own: JsonObject = {each["id"]: each for each in described}[model]
+        if own["identity"] is not None:
+            return own
+    raise NodeFailed(f"cannot be compared: the identity of {model} is not known there")
+
+
+async def _compute(client: AsyncClient, capabilities: Sequence[str]) -> tuple[list[Floats], bool]:
+    """The rows of TEXTS by the first thing that the model can do, and whether these are scores."""
+    match capabilities[0]:
+        case "dense":
+            return list((await client.embed(TEXTS)).astype(np.float64)), False
+        case "sparse":
+            found = await client.sparse(TEXTS)
+            rows = [np.zeros(1 + int(each.indices.max(initial=0))) for each in found]
+            for row, each in zip(rows, found, strict=True):
+                row[each.indices] = each.values
             return rows, False
-        if first == "sparse":
-            found = await self._exchange(f"{prefix}/embed_sparse", {"inputs": TEXTS})
-            pairs = [{entry["index"]: entry["value"] for entry in text} for text in found]
-            rows = [np.zeros(1 + max(each, default=0)) for each in pairs]
-            for row, each in zip(rows, pairs, strict=True):
-                row[list(each)] = list(each.values())
-            return rows, False
-        if first in ("classify", "token-classify"):
-            # A list of texts may be a pair to a model that classifies texts.
-            inputs = [[text] for text in TEXTS] if first == "classify" else TEXTS
-            found = await self._exchange(f"{prefix}/predict", {"inputs": inputs})
-            return [np.array(sorted(_numbers(text))) for text in found], True
-        ranked = await self._exchange(f"{prefix}/rerank", {"model": model, "query": TEXTS[0], "documents": TEXTS[1:]})
-        results = ranked["results"] if isinstance(ranked, dict) else ranked
-        scores = {each["index"]: each.get("relevance_score", each.get("score")) for each in results}
-        return [np.array([scores[index] for index in sorted(scores)], np.float64)], True
-
-    async def _exchange(self, path: str, fields: JsonMapping | None = None) -> Any:
-        """The JSON of the answer; to a POST if there are `fields`. Raises NodeFailed."""
-        body = None if fields is None else json.dumps(fields).encode()
-        request = render_request(self._target, path, body, api_key=self._api_key, user_agent="vecd-check")
-        for attempt in range(1, _TRIES + 1):
-            try:
-                response = await or_mismatch(self._target, self._send(request))
-            except TlsMismatch as error:
-                raise NodeFailed(str(error)) from None
-            except (OSError, BadResponse) as error:
-                raise NodeFailed(f"cannot be reached: {name_failure(error)}") from None
-            if response.status not in _BUSY or attempt == _TRIES:
-                break
-            await asyncio.sleep(self._pause_s)
-        if response.status in (401, 403):
-            raise NodeFailed(f"answers {response.status} at {path}: give a key with --api-key or VECD_API_KEY")
-        if response.status != 200:
-            said = response.body[:_MAX_SHOWN_BYTES].decode(errors="replace")
-            raise NodeFailed(f"answers {response.status} at {path}: {' '.join(said.split())}")
-        return json.loads(response.body)
-
-    async def _send(self, request: bytes) -> ServerResponse:
-        if self._connection is None or not self._connection.is_open:
-            self._connection = await connect(self._target, self._timeout_s)
-        return await self._connection.exchange(request, self._timeout_s)
+        case "classify" | "token-classify" as first:
+            labels = await (client.classify(TEXTS) if first == "classify" else client.entities(TEXTS))
+            return [np.array(sorted(label.score for label in each)) for each in labels], True
+        case _:
+            ranked = sorted(await client.rerank(TEXTS[0], TEXTS[1:]), key=lambda document: document.index)
+            return [np.array([document.score for document in ranked], np.float64)], True
 
 
-def _numbers(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        return [float(value["score"])]
-    return [number for part in value for number in _numbers(part)]
+def _in_a_line(error: VecdError) -> str:
+    if error.status in (401, 403):
+        return f"answers {error.status}: give a key with --api-key or VECD_API_KEY"
+    # The address, which the error begins with, is in front of the line.
+    said = " ".join(str(error.__cause__ or error).split())[:_MAX_SHOWN_CHARS]
+    if error.status is not None:
+        return f"answers {error.status}: {said}"
+    return said if isinstance(error.__cause__, TlsMismatch) else f"cannot be reached: {said}"
 
 
 def _facts_of(own: JsonMapping, info: JsonMapping) -> JsonObject:

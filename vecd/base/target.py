@@ -3,8 +3,8 @@
 Owns its forms and what is refused in one. Connects to nothing.
 """
 
+import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ class Target(NamedTuple):
     port: int
     unix_path: str | None
     tls: "ssl.SSLContext | None" = None
+    prefix: str = ""
+    """In front of each path of the server's own, as a proxy may have it."""
 
     @property
     def host_header(self) -> str:
@@ -30,12 +32,13 @@ class Target(NamedTuple):
 
     def __str__(self) -> str:
         scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://{self.host_header}" if self.unix_path is None else f"unix:{self.unix_path}"
+        return f"{scheme}://{self.host_header}{self.prefix}" if self.unix_path is None else f"unix:{self.unix_path}"
 
 
-def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) -> Target:
-    """Read "http://host:port", "https://host:port" or "unix:/path". `ca`: a PEM file of certificates to trust, not the
-    system's. `insecure`: trust any certificate. Raises ValueError with a line that says what is wrong."""
+def parse_target(url: str, ca: "str | os.PathLike[str] | None" = None, *, insecure: bool = False) -> Target:
+    """Read "http://host:port", "https://host:port" or "unix:/path". Behind a port, a path is kept as a prefix, and a
+    last /v1 of it is ignored. `ca`: a PEM file of certificates to trust, not the system's. `insecure`: trust any
+    certificate. Raises ValueError with a line that says what is wrong."""
     refuse_credentials(url)
     parts = urlsplit(url)
     if (ca is not None or insecure) and parts.scheme != "https":
@@ -46,14 +49,15 @@ def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) ->
         return Target("", 0, parts.path)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is neither http://host:port nor https://host:port nor unix:/path")
-    if parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"{url!r} has a path: give it with --path")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{url!r} has a query or a fragment: only a path may follow the host")
+    prefix = parts.path.rstrip("/").removesuffix("/v1")  # clients of OpenAI's API have /v1 in their addresses
     try:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"{url!r}: {error}") from error
     if parts.scheme == "http":
-        return Target(parts.hostname, port or 80, None)
+        return Target(parts.hostname, port or 80, None, None, prefix)
     import ssl  # what only reads flags does without
 
     try:
@@ -62,7 +66,7 @@ def parse_target(url: str, ca: Path | None = None, *, insecure: bool = False) ->
         raise ValueError(f"--ca: {ca}: {error.strerror or error}") from error
     if insecure:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    return Target(parts.hostname, port or 443, None, tls)
+    return Target(parts.hostname, port or 443, None, tls, prefix)
 
 
 def refuse_credentials(url: str) -> None:

@@ -60,7 +60,7 @@ def test_https(https, certificate, call, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("is_https", "scheme", "message"),
     [
-        (True, "https", "its certificate is not trusted: self-signed certificate (--ca FILE, or --insecure)"),
+        (True, "https", "its certificate is not trusted: self-signed certificate (ca=, --ca FILE, or --insecure)"),
         (True, "http", "it speaks TLS: use https://{address}"),
         (False, "https", "it does not speak TLS: use http://{address}"),
     ],

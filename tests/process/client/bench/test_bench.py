@@ -74,7 +74,7 @@ def test_without_a_single_success_the_exit_code_is_1(start_server, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--url", "https://127.0.0.1/v1"],
+        ["--url", "https://127.0.0.1/?a=b"],
         ["--clients", "0"],
         ["--duration", "inf"],
         ["--lengths", "normal:1,1"],

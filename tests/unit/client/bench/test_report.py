@@ -21,7 +21,7 @@ from vecd.client.bench.report import (
     read_json,
     read_npy,
 )
-from vecd.client.connection import BadResponse, ServerResponse
+from vecd.client.http import BadResponse, ServerResponse
 
 # --- which requests are measured --------------------------------------------------------------------------------
 
@@ -88,6 +88,13 @@ ITEM = {"object": "embedding", "index": 0, "embedding": [0.5, 0.5]}
 USAGE = {"prompt_tokens": 9, "total_tokens": 9}
 
 
+TOKENS = (b"x-vecd-tokens", b"9")
+
+
+def dimensions(dim: int) -> tuple[bytes, bytes]:
+    return b"x-vecd-dimensions", b"%d" % dim
+
+
 def dump(*, indent: bool = False, **fields: object) -> ServerResponse:
     return ServerResponse(200, orjson.dumps(fields, option=orjson.OPT_INDENT_2 if indent else 0))
 
@@ -123,13 +130,13 @@ def test_other_responses_are_bad(answer: ServerResponse, said: str) -> None:
 def test_bare_rows_are_counted_by_their_bytes(num_texts: int, dim: int) -> None:
     body = b"{" * (4 * num_texts * dim)  # as JSON may begin
     assert read_bytes(ServerResponse(200, body), num_texts) == 0
-    assert read_bytes(ServerResponse(200, body, num_tokens=9, num_dimensions=dim), num_texts) == 9
+    assert read_bytes(ServerResponse(200, body, [TOKENS, dimensions(dim)]), num_texts) == 9
 
 
 @pytest.mark.parametrize(("num_bytes", "dim"), [(0, None), (12, None), (7, None), (16, 3)])
 def test_bytes_that_are_no_rows_are_bad_answers(num_bytes: int, dim: int | None) -> None:
     with pytest.raises(BadResponse, match="are not 2 rows"):
-        read_bytes(ServerResponse(200, b"x" * num_bytes, num_dimensions=dim), 2)
+        read_bytes(ServerResponse(200, b"x" * num_bytes, [dimensions(dim)] if dim else []), 2)
     with pytest.raises(BadResponse, match="JSON"):
         read_bytes(ServerResponse(200, b'{"a": 1}'), 1)
 
@@ -144,7 +151,7 @@ def npy(rows: np.ndarray, version: tuple[int, int] = (1, 0)) -> bytes:
 @pytest.mark.parametrize("dtype", ["<f4", "<f2", "|i1"])
 def test_a_numpy_file_has_a_row_a_text(version: tuple[int, int], dtype: str) -> None:
     body = npy(np.ones((3, 5), dtype), version)
-    assert read_npy(ServerResponse(200, body, num_tokens=9), 3) == 9
+    assert read_npy(ServerResponse(200, body, [TOKENS]), 3) == 9
 
 
 @pytest.mark.parametrize(

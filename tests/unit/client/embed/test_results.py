@@ -8,9 +8,9 @@ import numpy as np
 import orjson
 import pytest
 
-from vecd.client.connection import ServerResponse
 from vecd.client.embed.options import EmbedOptions, parse_options
 from vecd.client.embed.service import ModelFingerprint, ResultKind, choose_results, make_kind
+from vecd.client.http import ServerResponse
 
 
 def make_options(folder: Path, **fields: Any) -> EmbedOptions:

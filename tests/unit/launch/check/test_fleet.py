@@ -1,6 +1,5 @@
 """Which node of a fleet is said to differ, and in what."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from vecd.base.target import Target
-from vecd.launch.check.fleet import TEXTS, Node, NodeModel, ask_all, compare, main
+from vecd.launch.check.fleet import TEXTS, Node, NodeModel, compare, main
 
 TARGET = Target("localhost", 1, None)
 
@@ -76,43 +75,6 @@ def test_scores_are_compared_by_their_difference() -> None:
 
     assert found(scored("a", 0), scored("b", 0.001), scored("c", 0)) == []
     assert found(scored("a", 0), scored("b", 0.1), scored("c", 0)) == [("b", "the scores of the texts")]
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ([], "TypeError"),
-        ({}, "KeyError"),
-        ({"data": [{"root": "m", "capabilities": []}]}, "IndexError"),
-        ({"data": [{"root": 1, "capabilities": []}]}, "StopIteration"),
-        ({"data": [{"root": "m", "capabilities": ["dense"], "embedding": "x"}]}, "Error: "),
-    ],
-)
-def test_a_node_whose_answers_have_another_shape(answer: Any, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def exchange(*_: object) -> Any:
-        return answer
-
-    monkeypatch.setattr("vecd.launch.check.fleet._Questions._exchange", exchange)
-    other = Node(TARGET, "a")
-    asyncio.run(ask_all([other], None, 1.0))
-    assert f"not those of a vecd server of this version ({error}" in other.error
-
-
-@pytest.mark.parametrize(("field", "value", "error"), [("id", "other", "KeyError"), ("identity", 1, "AttributeError")])
-def test_a_node_whose_model_is_described_otherwise(
-    field: str, value: object, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described = {"id": "m", "root": "m", "capabilities": ["dense"], "identity": "0"} | {field: value}
-    info = {"version": "1", "max_input_length": 512, "max_client_batch_size": 32, "model_dtype": "float32"}
-    answers = {"/v1/models": {"data": [described]}, "/v1/embeddings": {"data": []}, "/info": info}
-
-    async def exchange(_: object, path: str, *body: object) -> Any:
-        return answers[path]
-
-    monkeypatch.setattr("vecd.launch.check.fleet._Questions._exchange", exchange)
-    other = Node(TARGET, "a")
-    asyncio.run(ask_all([other], None, 1.0))
-    assert f"not those of a vecd server of this version ({error}" in other.error
 
 
 @pytest.mark.parametrize(
