@@ -22,7 +22,8 @@ import orjson
 from vecd.base.flags import TlsOptions, flag, number, parse
 from vecd.base.programs import not_installed
 from vecd.base.target import Target
-from vecd.client.top.figures import History, StatsRefused, StatsUnavailable, fetch_stats, render_stats_request
+from vecd.client.exchanges import VecdError
+from vecd.client.top.figures import History, fetch_stats, is_final, make_client
 
 _INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
 _SIGNALS = {
@@ -58,7 +59,7 @@ class TopOptions(TlsOptions):
     json: bool = flag("print one JSON object for each interval instead", default=False)
 
     def __post_init__(self) -> None:
-        render_stats_request(self.target, self.api_key)  # whether the key can be sent
+        make_client(self.target, self.api_key)  # whether the key can be sent
         if self.json:
             return
         if importlib.util.find_spec("rich") is None:
@@ -82,11 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         asyncio.run(_write(options) if options.json or options.once else Watch(options).run())
-    except StatsRefused as error:
-        print(f"vecd top: {options.target} {error}", file=sys.stderr)
-        return 1
-    except StatsUnavailable as error:
-        print(f"vecd top: {options.target} does not answer: {error}", file=sys.stderr)
+    except VecdError as error:
+        print(f"vecd top: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         pass
@@ -96,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _write(options: TopOptions) -> None:
-    """Without a terminal. Raises StatsRefused; with --once also StatsUnavailable."""
-    history = History()
+    """Without a terminal. Raises VecdError."""
+    history, client = History(), make_client(options.target, options.api_key)
     while True:
         line: dict[str, Any] = {"target": str(options.target), "error": None}
         try:
-            line |= history.add(await fetch_stats(options.target, options.api_key))
-        except StatsUnavailable as error:
-            if options.once:
+            line |= history.add(await fetch_stats(client))
+        except VecdError as error:
+            if options.once or is_final(error):
                 raise
             line["error"] = f"no answer: {error}"
         if line["error"] or line["elapsed_s"] is not None:
@@ -133,17 +131,17 @@ class Watch:
     def __init__(self, options: TopOptions) -> None:
         from vecd.client.top.view import Scene
 
-        self._options = options
+        self._client = make_client(options.target, options.api_key)
         self._history = History()
         self._keyboard = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
         self._scene = Scene(
             target=str(options.target), interval_s=options.interval, has_keys=self._keyboard is not None
         )
-        self._events: asyncio.Queue[str | StatsRefused] = asyncio.Queue()
+        self._events: asyncio.Queue[str | VecdError] = asyncio.Queue()
         """Keys, the names of what else there is to draw or to do, and what ends it."""
 
     async def run(self) -> None:
-        """Until q, Ctrl-C or SIGTERM. Raises StatsRefused."""
+        """Until q, Ctrl-C or SIGTERM. Raises VecdError."""
         loop = asyncio.get_running_loop()
         for signal_number, event in _SIGNALS.items():
             loop.add_signal_handler(signal_number, self._events.put_nowait, event)
@@ -154,7 +152,7 @@ class Watch:
                 os.kill(os.getpid(), signal.SIGSTOP)  # not SIGTSTP, which is handled here: a shell sees no difference
 
     async def _draw(self) -> str:
-        """Returns which event ended it, with the terminal as it was. Raises StatsRefused, and OSError when the terminal
+        """Returns which event ended it, with the terminal as it was. Raises VecdError, and OSError when the terminal
         has gone."""
         from rich.live import Live
 
@@ -168,7 +166,7 @@ class Watch:
                 Live(self._scene, console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live,
             ):
                 while (event := await self._events.get()) not in ("q", "stopped"):
-                    if isinstance(event, StatsRefused):
+                    if isinstance(event, VecdError):
                         raise event
                     self._take(event)
                     if event in ("p", "+", "-"):  # requested anew: what is shown, and how often, has changed
@@ -193,15 +191,15 @@ class Watch:
         scene = self._scene
         while True:
             try:
-                figures = self._history.add(await fetch_stats(self._options.target, self._options.api_key))
+                figures = self._history.add(await fetch_stats(self._client))
                 scene.trouble = None
                 if not scene.is_paused or scene.figures is None:
                     scene.figures, scene.rates = figures, tuple(self._history.rates)
-            except StatsUnavailable as error:
+            except VecdError as error:
+                if is_final(error):
+                    self._events.put_nowait(error)
+                    return
                 scene.trouble = f"no answer, trying again: {error}"
-            except StatsRefused as error:
-                self._events.put_nowait(error)
-                return
             self._events.put_nowait("answered")
             # From an answer on, so that a server that reads its processes' times once a second reads them for each.
             await asyncio.sleep(scene.interval_s)

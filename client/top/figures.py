@@ -6,14 +6,11 @@ anew. Draws nothing, and knows no clock but the server's. A figure without anyth
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any, TypeAlias
 
-import orjson
-
 from vecd.base.target import Target
-from vecd.client.http import BadResponse, ServerResponse, render_request
-from vecd.client.sockets import TlsMismatch, connect, name_failure, or_mismatch
+from vecd.client.aio import AsyncClient
+from vecd.client.exchanges import Piece, Reaction, Timeout, VecdError
 
 NUM_REMEMBERED = 600
 """Answers; more than a terminal has columns."""
@@ -33,10 +30,10 @@ Figures: TypeAlias = Mapping[str, Any]
 """What `compute_figures` returns, and a line of --json contains."""
 
 
-def read_stats(body: bytes) -> Stats:
-    """Text loses the characters that could move a terminal's cursor. Raises StatsRefused for what is no such body."""
+def read_stats(body: Any) -> Stats:
+    """Text loses the characters that could move a terminal's cursor. Raises VecdError for what is no such body."""
     try:
-        stats: dict[str, Any] = _printable(orjson.loads(body))
+        stats: dict[str, Any] = _printable(body)
         for kind in ("worker", "gateway", "model"):
             stats[f"{kind}s"] = {entry[kind]: entry for entry in stats.get(f"{kind}s", ())}
         stats["answers"] = answers = Counter[int]()
@@ -44,15 +41,13 @@ def read_stats(body: bytes) -> Stats:
             if entry["dialect"] != _OWN_DIALECT:
                 answers[entry["status"]] += entry["count"]
         compute_figures(None, stats)  # which needs every field
-    except orjson.JSONDecodeError:
-        why = "no JSON"
     except KeyError as error:
         why = f"no field {error}, which a server older than this vecd top does not send"
     except (AttributeError, IndexError, RecursionError, TypeError, ValueError):
         why = "a field of a wrong type"
     else:
         return stats
-    raise StatsRefused(f"has not the figures of this version: {why}")
+    raise VecdError(f"the server has not the figures of this version: {why}")
 
 
 def _printable(value: Any) -> Any:
@@ -255,46 +250,29 @@ def is_same_life(before: Stats, now: Stats) -> bool:
 # --- from the server -------------------------------------------------------------------------------------------
 
 _TIMEOUT_S = 5.0
-"""Time for a connection, and for a response. A supervisor replaces a gateway that hangs this long."""
-_PATH = "/stats"
-_REFUSALS = {
-    401: "wants a key with the scope metrics: --api-key, or VECD_API_KEY",
-    403: "has not given this key the scope metrics, which its figures need",
-    404: f"has no {_PATH}: where --admin-port or --admin-uds are set, the figures are there; and servers older than "
-    "this one have none",
+"""A supervisor replaces a gateway that hangs this long."""
+_HINTS = {
+    401: "; --api-key, or VECD_API_KEY, is for one that has the scope metrics",
+    404: "; where --admin-port or --admin-uds are set, the figures are there, and servers older than this have none",
 }
+"""By status, what is added to the server's message."""
 
 
-class StatsRefused(Exception):
-    """Raised when another request would bring the same response. The message says what is missing."""
-
-
-class StatsUnavailable(Exception):
-    """Raised when there is no response now. The message says why, in a word or two."""
-
-
-def render_stats_request(target: Target, api_key: str | None) -> bytes:
+def make_client(target: Target, api_key: str | None) -> AsyncClient:
     """Raises ValueError when the key cannot be sent."""
-    return render_request(target, _PATH, api_key=api_key, user_agent="vecd-top")
+    return AsyncClient.of_command(target, "vecd-top", api_key=api_key, retry_for=0, timeout=_TIMEOUT_S)
 
 
-async def fetch_stats(target: Target, api_key: str | None) -> Stats:
-    """On a connection of its own. Raises StatsUnavailable or StatsRefused."""
+async def fetch_stats(client: AsyncClient) -> Stats:
+    """Raises VecdError."""
     try:
-        response = await or_mismatch(target, _exchange(target, render_stats_request(target, api_key)))
-    except TlsMismatch as error:
-        raise StatsRefused(str(error)) from error
-    except (OSError, BadResponse) as error:
-        raise StatsUnavailable(name_failure(error)) from error
-    if response.status == 401 and api_key is not None:
-        raise StatsRefused("does not know the key of --api-key")
-    if response.status in _REFUSALS:
-        raise StatsRefused(_REFUSALS[response.status])
-    if response.status != 200:
-        raise StatsUnavailable(f"status {response.status}")
-    return read_stats(response.body)
+        body = await client.answer(Piece("/stats"))
+    except VecdError as error:
+        error.args = (f"{error}{_HINTS.get(error.status or 0, '')}",)
+        raise
+    return read_stats(body)
 
 
-async def _exchange(target: Target, request: bytes) -> ServerResponse:
-    with closing(await connect(target, _TIMEOUT_S)) as connection:
-        return await connection.exchange(request, _TIMEOUT_S)
+def is_final(error: VecdError) -> bool:
+    """Whether another request would bring the same."""
+    return error.reaction is Reaction.FATAL and not isinstance(error, Timeout)

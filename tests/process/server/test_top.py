@@ -225,7 +225,7 @@ def test_whoever_is_refused_has_his_terminal_back_and_is_told_why(served):
     with on_terminal(served.admin_url, VECD_API_KEY=EMBED_KEY) as terminal:
         _, _, rest = terminal.read_to_end().partition(BACK.decode())
         assert terminal.process.returncode == 1
-        assert "has not given this key the scope metrics" in rest
+        assert "does not have the scope 'metrics'" in rest
         assert terminal.is_restored()
 
 
@@ -252,11 +252,11 @@ def test_for_programs_it_writes_a_line_of_json(served, capsys):
 @pytest.mark.parametrize(
     ("url", "key", "words"),
     [
-        ("admin", "", "wants a key with the scope metrics"),
-        ("admin", "wrong", "does not know the key"),
-        ("admin", EMBED_KEY, "has not given this key the scope metrics"),
+        ("admin", "", "--api-key, or VECD_API_KEY, is for one that has the scope metrics"),
+        ("admin", "wrong", "Incorrect API key provided; --api-key"),
+        ("admin", EMBED_KEY, "does not have the scope 'metrics'"),
         ("public", METRICS_KEY, "--admin-port"),
-        ("unix:/nowhere/at/all", METRICS_KEY, "does not answer"),
+        ("unix:/nowhere/at/all", METRICS_KEY, "unix:/nowhere/at/all: [Errno 2] No such file"),
     ],
 )
 def test_without_access_it_says_what_is_missing(served, capsys, monkeypatch, url, key, words):

@@ -6,12 +6,12 @@ import orjson
 import pytest
 from rich.console import Console
 
+from vecd.client.exchanges import VecdError
 from vecd.client.top.figures import (
     NUM_REMEMBERED,
     STAGES,
     History,
     Stats,
-    StatsRefused,
     compute_figures,
     is_same_life,
     percentile,
@@ -55,7 +55,7 @@ def answer(now_s: float = 100.0) -> dict:
 
 
 def read(changed: dict) -> Stats:
-    return read_stats(orjson.dumps(changed))
+    return read_stats(orjson.loads(orjson.dumps(changed)))
 
 
 def later(seconds: float = 2.0) -> dict:
@@ -253,19 +253,17 @@ def test_what_is_remembered_is_bounded():
 # --- what is no such answer ------------------------------------------------------------------------------------
 
 
-def broken(change) -> bytes:
+def broken(change) -> dict:
     changed = copy.deepcopy(answer())
     change(changed)
-    return orjson.dumps(changed)
+    return changed
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"<html>", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"[" * 1000 + b"]" * 1000, "wrong type"),
-        (b"{}", "no field 'requests'"),
+        ([], "wrong type"),
+        ({}, "no field 'requests'"),
         (broken(lambda a: a.pop("now_s")), "now_s"),
         (broken(lambda a: a["totals"].update(tokens="many")), "wrong type"),
         (broken(lambda a: a["workers"][0].pop("busy_s")), "busy_s"),
@@ -275,7 +273,7 @@ def broken(change) -> bytes:
     ],
 )
 def test_what_is_no_answer_is_told_in_one_line(body, words):
-    with pytest.raises(StatsRefused, match=words):
+    with pytest.raises(VecdError, match=words):
         read_stats(body)
 
 
