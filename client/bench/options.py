@@ -30,12 +30,9 @@ _MAX_TEXTS_PER_REQUEST = 100_000
 _MAX_DURATION_S = 86_400.0
 _MAX_TIMEOUT_S = 3_600.0
 _MAX_DISTINCT_REQUESTS = 100_000
-_NUM_READY_TEXTS = 32_768
-"""About the number of texts in all different requests, if --distinct-requests is not given …"""
-_DISTINCT_REQUESTS = range(16, 513)
-"""… within these numbers of requests."""
-_MAX_READY_TEXTS = 8 * _NUM_READY_TEXTS
-"""Not exceeded for the sake of requests that are in progress at the same time."""
+_READY_TEXTS = 32_768
+"""About the number of texts in all different requests, if --distinct-requests is not given; up to eight times as many
+for the sake of requests that are in progress at the same time."""
 _REQUEST_FLAGS = ("path", "model", "encoding_format", "texts_per_request", "seed", "timeout_ms", "priority")
 """Flags that are fields of `RequestShape`, and are reported. The key is not."""
 _EXCLUSIVE = (("clients", "rate"), ("words", "lengths"), ("words", "texts"), ("lengths", "texts"))
@@ -217,10 +214,9 @@ class BenchOptions(TlsOptions):
     def _render(self, shape: RequestShape, num_at_a_time: int) -> list[bytes]:
         """`num_at_a_time`: the most requests of that shape that are in progress at the same time. They differ where
         possible, because vecd computes inputs once that wait at the same time."""
-        fitting = _NUM_READY_TEXTS // shape.texts_per_request
-        default = min(max(fitting, _DISTINCT_REQUESTS[0]), _DISTINCT_REQUESTS[-1])
-        differing = min(2 * num_at_a_time, _MAX_READY_TEXTS // shape.texts_per_request)
-        return render_requests(self._target, shape, self.distinct_requests or max(default, differing))
+        fitting = _READY_TEXTS // shape.texts_per_request
+        default = max(16, min(512, fitting), min(2 * num_at_a_time, 8 * fitting))
+        return render_requests(self._target, shape, self.distinct_requests or default)
 
     # --- in words -----------------------------------------------------------------------------------------
 

@@ -156,8 +156,6 @@ class RunResult:
     load: Load
     latencies: "array[float]" = field(default_factory=lambda: array("d"))
     """Seconds, of the measured requests that succeeded: from the moment of sending to the whole response."""
-    num_good: int = 0
-    """Successes within the load's `goodput_ms`; all without it."""
     num_requests: int = 0
     """Successes that ended inside the window, from which rates are computed; `num_tokens` likewise."""
     num_tokens: int = 0
@@ -165,9 +163,9 @@ class RunResult:
     errors: Counter[str] = field(default_factory=Counter)
     first_details: dict[str, str] = field(default_factory=dict)
     """The message of the first error of each kind."""
-    num_late: int = 0
-    """Requests of an open loop that were sent well after their arrival. Latencies include the delay."""
-    max_late_ms: float = 0.0
+    delays: "array[float]" = field(default_factory=lambda: array("d"))
+    """Seconds from arrival to sending, of the requests of an open loop for which it took longer than LATE_S. Latencies
+    include them."""
 
     # Set when the run is over.
     elapsed_s: float = 0.0
@@ -176,18 +174,9 @@ class RunResult:
     ended_early: str | None = None
     bulk: Optional["RunResult"] = None
 
-    def add_latency(self, latency_s: float) -> None:
-        self.latencies.append(latency_s)
-        if self.load.goodput_ms is None or latency_s * 1000 <= self.load.goodput_ms:
-            self.num_good += 1
-
     def add_errors(self, kind: str, detail: str, count: int = 1) -> None:
         self.errors[kind] += count
         self.first_details.setdefault(kind, detail)
-
-    def add_late(self, late_s: float) -> None:
-        self.num_late += 1
-        self.max_late_ms = max(self.max_late_ms, late_s * 1000)
 
     def latencies_ms(self) -> dict[str, float | None]:
         """Percentiles by the nearest rank, the largest, and the mean; None when nothing succeeded."""
@@ -203,6 +192,15 @@ class RunResult:
     def num_offered(self) -> int:
         """Measured requests, successes and errors."""
         return len(self.latencies) + self.errors.total()
+
+    @property
+    def num_good(self) -> int:
+        """Successes within the load's `goodput_ms`."""
+        return sum(latency_s * 1000 <= (self.load.goodput_ms or math.inf) for latency_s in self.latencies)
+
+    @property
+    def max_delay_ms(self) -> float:
+        return 1000 * max(self.delays, default=0.0)
 
     @property
     def num_texts(self) -> int:
@@ -239,8 +237,8 @@ def fields(result: RunResult) -> JsonObject:
         "goodput_per_s": round(result.per_s(result.num_good), 2) if has_goodput else None,
         "goodput_share": round(result.share(result.num_good), 5) if has_goodput else None,
         "cpu_share": round(result.cpu_share, 3),
-        "late_share": round(result.share(result.num_late), 5) if is_open else None,
-        "late_max_ms": round(result.max_late_ms, 3) if is_open else None,
+        "late_share": round(result.share(len(result.delays)), 5) if is_open else None,
+        "late_max_ms": round(result.max_delay_ms, 3) if is_open else None,
         "ended_early": result.ended_early,
         "bulk": bulk
         and {
@@ -322,10 +320,10 @@ def notes(result: RunResult) -> list[str]:
     if load.goodput_ms is not None:
         good = f"{result.per_s(result.num_good):.1f} requests/s, {result.share(result.num_good):.1%}"
         lines.append(f"answered within {load.goodput_ms:g} ms: {good}")
-    if (late_share := result.share(result.num_late)) > _LATE_SHARE:
+    if (late_share := result.share(len(result.delays))) > _LATE_SHARE:
         lines.append(
             f"the load generator was late: {late_share:.1%} of the requests were sent over {LATE_S * 1000:g} ms "
-            f"after they arrived, at most {result.max_late_ms:.0f} ms, and the latencies include it"
+            f"after they arrived, at most {result.max_delay_ms:.0f} ms, and the latencies include it"
         )
     num_missing = result.num_offered - result.num_requests
     if load.rate_per_s is not None and num_missing > max(_BEHIND_REQUESTS, (1 - _BEHIND_SHARE) * result.num_offered):

@@ -98,7 +98,7 @@ class Stream:
         if is_measured or is_counted:
             num_tokens = self._read(response, self.load.shape.texts_per_request)
             if is_measured:
-                self.result.add_latency(now - sent_at)
+                self.result.latencies.append(now - sent_at)
             if is_counted:
                 self.result.num_requests += 1
                 self.result.num_tokens += num_tokens
@@ -274,7 +274,7 @@ class _OpenLoop:
 
     def _send(self, arrived_at: float, now: float) -> None:
         if now - arrived_at > LATE_S and self._stream.window.measures_failure(arrived_at, arrived_at):
-            self._stream.result.add_late(now - arrived_at)
+            self._stream.result.delays.append(now - arrived_at)
         if (client := self._take_client()) is not None:
             self._group.create_task(self._request(client, arrived_at))
         else:
