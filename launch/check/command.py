@@ -26,7 +26,7 @@ from vecd.base.failures import (
     ConfigurationError,
     StartFailure,
 )
-from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.files import JsonMapping
 from vecd.base.flags import flags_of
 from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
 from vecd.base.status_line import StatusLine
@@ -66,23 +66,19 @@ def main(argv: Sequence[str]) -> int:
         parser = _parser()
         options, rest = parser.parse_known_args(argv)
         entries = load_models(load_settings(rest, other_flags=flags_of(parser)))
-        if options.all:
-            return _check_all(entries, options)
-        if len(entries) > 1:
+        if len(entries) > 1 and not options.all:
             names = ", ".join(entry.name for entry in entries)
             raise ConfigurationError(f"MODEL: vecd check takes one model, or --all, and these are given: {names}")
-        settings = entries[0].settings
-        texts = _read_texts(options, settings)
-        report = _examine(settings, texts, options)
-        if not _print(_dump(to_json(report)) if options.json else render(report)):
-            return EXIT_INTERNAL_ERROR
-        return EXIT_COULD_NOT_START if report["problems"] else EXIT_OK
+        return _check(entries, options)
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except _NotWritten as error:
+        print(f"vecd check: the report cannot be written: {error}", file=sys.stderr)
+        return EXIT_INTERNAL_ERROR
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL_ERROR
@@ -110,9 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_all(entries: Sequence[ModelEntry], options: argparse.Namespace) -> int:
+def _check(entries: Sequence[ModelEntry], options: argparse.Namespace) -> int:
     """Print each report when it is complete, unless all are to be one object. Returns the exit code. Raises
-    ConfigurationError for the arguments; what is wrong with a model, or its settings, is a problem of its report."""
+    ConfigurationError for the arguments; with --all, what is wrong with the settings of a model is a problem of its
+    report."""
     texts: list[str] = []
     for entry in entries:
         texts = _read_texts(options, entry.settings)
@@ -120,16 +117,21 @@ def _check_all(entries: Sequence[ModelEntry], options: argparse.Namespace) -> in
     for entry in entries:
         name = entry.name or name_of(entry.settings.model)
         try:
-            report = _examine(entry.settings, texts, options)
+            reports[name] = report = _examine(entry.settings, texts, options)
         except ConfigurationError as error:
-            report = new_report(version(), *(Problem(problem, "change the setting") for problem in error.problems))
-        reports[name] = report
-        if not (options.json or _print(f"# {name}\n\n{render(report)}\n")):
-            return EXIT_INTERNAL_ERROR
+            if not options.all:
+                raise
+            problems = [Problem(problem, "change the setting") for problem in error.problems]
+            reports[name] = report = new_report(version(), *problems)
+        if not options.json:
+            _print(f"# {name}\n\n{render(report)}\n" if options.all else render(report))
     failed = any(report["problems"] for report in reports.values())
-    described = {"is_servable": not failed, "models": {name: to_json(each) for name, each in reports.items()}}
-    if not _print(_dump(described) if options.json else render_all(reports)):
-        return EXIT_INTERNAL_ERROR
+    described = {name: to_json(report) for name, report in reports.items()}
+    if options.json:
+        whole = {"is_servable": not failed, "models": described} if options.all else next(iter(described.values()))
+        _print(orjson.dumps(whole).decode())
+    elif options.all:
+        _print(render_all(reports))
     return EXIT_COULD_NOT_START if failed else EXIT_OK
 
 
@@ -152,21 +154,18 @@ def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
     return texts
 
 
-def _dump(described: JsonObject) -> str:
-    return orjson.dumps(described).decode()
+class _NotWritten(Exception):
+    """Raised by `_print`."""
 
 
-def _print(text: str) -> bool:
-    """False if it could not be written. A reader that stops early, such as `head`, is no error."""
+def _print(text: str) -> None:
+    """A reader that stops early, such as `head`, is no error."""
     try:
         print(text, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
-        if isinstance(error, BrokenPipeError):
-            return True
-        print(f"vecd check: the report cannot be written: {error.strerror}", file=sys.stderr)
-        return False
-    return True
+        if not isinstance(error, BrokenPipeError):
+            raise _NotWritten(error.strerror) from error
 
 
 def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) -> Report:
