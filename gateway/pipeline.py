@@ -1,14 +1,13 @@
 """The way of an embedding request, from its parsed body to its rows.
 
 Owns the order of that way (the principal's limits, admission, tokenizer, batching policy, dispatcher) and the requests
-that are waiting on it. It is the `embedder` of one generation. Knows no HTTP, no dialect, no socket.
+that are waiting on it. Each generation has one. Knows no HTTP, no dialect, no socket.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,7 +30,6 @@ from vecd.gateway.errors import (
     NotReady,
     TooManyRequests,
     TooManyTokens,
-    Unavailable,
 )
 from vecd.gateway.request import (
     Embedded,
@@ -82,41 +80,6 @@ MAX_TOKEN_FLOATS = 8 * 2**20
 queries, and of documents that cannot be compared yet."""
 MAX_RUNNING_TOKEN_FLOATS = 4 * MAX_TOKEN_FLOATS
 """Of all such requests that are being computed; one caller gets half."""
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What is counted of a request's inputs, as they are tokenized."""
-
-    share: Share
-    """Of the room for rows of tokens."""
-    wants_reports: bool
-    num_tokens: int = 0
-    num_truncated: int = 0
-    num_chunked: int = 0
-    num_late_chunks: int = 0
-    sources: set[Source] = field(default_factory=set)
-    reports: list[InputReport] = field(default_factory=list)
-    offsets: list[NDArray[np.int32]] = field(default_factory=list)
-    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
-    """As in `Embedded.token_ids`."""
-    late_chunks: list[LateChunks] = field(default_factory=list)
-    max_sims: "_MaxSims | None" = None
-
-    def add(self, tokenized: list[TokenizedInput]) -> int:
-        """Returns the number of the inputs' tokens."""
-        num_tokens = 0
-        for _, num, is_truncated, source, chunks, _, offsets in tokenized:
-            num_tokens += num
-            if offsets is not None:
-                self.offsets.append(offsets)
-            self.num_truncated += is_truncated
-            self.num_chunked += chunks != ()
-            self.sources.add(source)
-            if self.wants_reports:
-                self.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
-        self.num_tokens += num_tokens
-        return num_tokens
 
 
 class _MaxSims:
@@ -173,27 +136,23 @@ class Pipeline:
         self.dispatcher = dispatcher
         self.residence = residence
         self.shared_metrics = shared_metrics
+        self.vector_cache = vector_cache
+        self.query_weights = query_weights
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error of each request that still comes, once this has ended."""
         self.encoder = Encoder(config.card, config.quantization_ranges)
         self._max_priority = Priority[config.max_priority.upper()]
-        self._pending: set[PendingResult] = set()
+        self.pending: set[PendingResult] = set()
         self._inspected: set[PendingResult] = set()
         self.tokenizer_room = TenantRoom(MAX_SIZE, "Texts and ids of {} characters are with the tokenizer")
         self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
         self.token_room = TenantRoom(MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
-        self._deadlines = Deadlines(self._expire)
-        self._vector_cache = vector_cache
-        self._query_weights = query_weights
-        self._span = span_of(config.card)
+        self.deadlines = Deadlines(self._expire)
+        self.span = span_of(config.card)
         floats_of_each = config.card.dim if query_weights is None else _FLOATS_OF_A_QUERY
-        self._max_per_turn = max(1, FLOATS_PER_TURN // floats_of_each)
+        self.max_per_turn = max(1, FLOATS_PER_TURN // floats_of_each)
 
     # --- its end --------------------------------------------------------------------------------------------
-
-    def give_up(self) -> None:
-        """The drain's deadline is near."""
-        self.end(lambda: Unavailable("The server is shutting down and did not get to this request", retry_after_s=1))
 
     def end(self, make_error: Callable[[], ApiError]) -> None:
         """Fail every request that waits for rows, now or later, each with an error of its own."""
@@ -205,8 +164,16 @@ class Pipeline:
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
         """Fail every request that waits for rows, each with an error of its own."""
-        for pending in list(self._pending):
+        for pending in list(self.pending):
             pending.fail(make_error())
+
+    def _expire(self, pending: PendingResult) -> None:
+        if not pending.is_over:
+            self.shared_metrics.add(Counter.EXPIRED)
+            waits_for_load = self.residence.is_awaited and pending in self.pending
+            pending.fail(
+                self.residence.late_error() if waits_for_load else DeadlinePassed(self.dispatcher.why_unavailable())
+            )
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
@@ -226,7 +193,7 @@ class Pipeline:
         if stage is not None and not self.config.keeps_listening:  # else no client is to notice a restart
             raise NotReady(stage, time.monotonic() - self._made_at)
         self.dispatcher.raise_if_broken()
-        deadline = self._deadline(request.timeout_s, timeline.arrived_at)
+        deadline = deadline_of(self.config, request.timeout_s, timeline.arrived_at)
         priority = Priority.NORMAL if request.priority is None else request.priority
         priority = max(self._max_priority, principal.max_priority, priority)
         with principal.reserve(num_estimated) as reservation:
@@ -236,21 +203,17 @@ class Pipeline:
                 self.shared_metrics.add(Counter.REFUSED)
                 raise
             with permit:
-                return await self._gather(request, permit, principal, reservation, timeline)
-
-    async def load(self, timeout_s: float | None, arrived_at: float) -> None:
-        """Wait until the model is ready. Raises Unavailable as `vecd.gateway.dispatch.residence`."""
-        if self.residence.is_awaited:
-            await self.residence.until_ready(self._deadline(timeout_s, arrived_at) - time.monotonic())
-
-    def keep_alive(self, seconds: float | None) -> None:
-        self.residence.keep_alive(seconds)
+                if self._make_end is not None:
+                    raise self._make_end()
+                self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
+                if self.residence.is_awaited:
+                    self.residence.let_wait(self.admission.num_requests - 1, permit.deadline)
+                timeline.entered_at = time.monotonic()
+                return await _Run(self, request, permit, principal.tenant).rows(reservation, timeline)
 
     # --- requests of the tokenizer alone --------------------------------------------------------------------
 
-    async def describe(
-        self, parsed: ParsedTokenize, timeout_s: float | None, arrived_at: float, principal: Principal
-    ) -> None:
+    async def describe(self, parsed: ParsedTokenize, deadline: float, principal: Principal) -> None:
         """Give the tokens of texts to `parsed.collector`. Raises as `embed`, and TooManyRequests while there are too
         many such requests."""
         size = size_of(parsed.texts, parsed.prompt)
@@ -263,27 +226,22 @@ class Pipeline:
             next(steps)  # which checks
             reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
             tokenizing = self.tokenizer.threads.run(steps, principal.tenant)
-            reservation.settle(await self._unless_late(tokenizing, timeout_s, arrived_at))
+            reservation.settle(await self._unless_late(tokenizing, deadline))
 
-    async def decode(
-        self, parsed: ParsedDecode, timeout_s: float | None, arrived_at: float, principal: Principal
-    ) -> list[str]:
+    async def decode(self, parsed: ParsedDecode, deadline: float, principal: Principal) -> list[str]:
         """The texts of lists of token ids. Raises as `describe`."""
         num_ids = sum(map(len, parsed.lists))
         with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
             steps = self.tokenizer.api.decode_steps(parsed.lists, parsed.skip_special_tokens)
             next(steps)
             reservation.note_sent(num_ids)
-            decoding = self.tokenizer.threads.run(steps, principal.tenant)
-            return await self._unless_late(decoding, timeout_s, arrived_at)
+            return await self._unless_late(self.tokenizer.threads.run(steps, principal.tenant), deadline)
 
-    async def render(
-        self, parsed: ParsedMessages, timeout_s: float | None, arrived_at: float, principal: Principal
-    ) -> list[str]:
+    async def render(self, parsed: ParsedMessages, deadline: float, principal: Principal) -> list[str]:
         """The texts that the model's chat template makes of conversations. Raises as `describe`."""
         assert self.chat is not None
         with self._inspecting(_SIZE_OF_RENDERING + len(parsed.payload), principal):
-            return await self._unless_late(self.chat.render(parsed.payload), timeout_s, arrived_at)
+            return await self._unless_late(self.chat.render(parsed.payload), deadline)
 
     @contextmanager
     def _inspecting(self, size: int, principal: Principal) -> Iterator[None]:
@@ -291,226 +249,225 @@ class Pipeline:
         if self._make_end is not None:
             raise self._make_end()
         with self.tokenizer_room.share(principal.tenant) as share:
-            self._take(share, size, most_of_one_caller(size))
+            self.take(share, size, most_of_one_caller(size))
             yield
 
-    def _take(self, share: Share, num: int, most: int | None = None) -> None:
-        """As `Share.take`."""
+    def take(self, share: Share, num: int, most: int | None = None) -> None:
+        """As `Share.take`. Side effect: a refusal is counted."""
         try:
             share.take(num, most)
         except TooManyRequests:
             self.shared_metrics.add(Counter.REFUSED)
             raise
 
-    async def _unless_late(self, work: Coroutine[Any, Any, T], timeout_s: float | None, arrived_at: float) -> T:
+    async def _unless_late(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
         """The result of `work`, which is cancelled at the deadline. Raises DeadlinePassed."""
         pending = PendingResult(1, (), asyncio.get_running_loop())
         self._inspected.add(pending)
-        tick = self._deadlines.set(pending, self._deadline(timeout_s, arrived_at))
+        tick = self.deadlines.set(pending, deadline)
         try:
             return await _unless_over(pending, work)
         finally:
-            self._deadlines.drop(pending, tick)
+            self.deadlines.drop(pending, tick)
             self._inspected.discard(pending)
             pending.abandon()
 
-    def _deadline(self, timeout_s: float | None, arrived_at: float) -> float:
-        limit_s = self.config.request_timeout_s
-        return arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
 
-    # --- the way of an embedding request --------------------------------------------------------------------
+def deadline_of(config: GatewayConfig, timeout_s: float | None, arrived_at: float) -> float:
+    """`timeout_s`: the client's."""
+    limit_s = config.request_timeout_s
+    return arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
 
-    async def _gather(
-        self,
-        request: EmbedRequest,
-        permit: Permit,
-        principal: Principal,
-        reservation: Reservation,
-        timeline: RequestTimeline,
-    ) -> Embedded:
-        if self._make_end is not None:
-            raise self._make_end()
-        self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
-        if self.residence.is_awaited:
-            self.residence.let_wait(self.admission.num_requests - 1, permit.deadline)
-        entered_at = timeline.entered_at = time.monotonic()
-        if self._query_weights is not None and request.tokenizing.role is Role.QUERY:
+
+class _Run:
+    """An embedding request that was admitted, until its rows have come."""
+
+    def __init__(self, pipeline: Pipeline, request: EmbedRequest, permit: Permit, tenant: str) -> None:
+        if pipeline.query_weights is not None and request.tokenizing.role is Role.QUERY:
             request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
-        num_chars = _num_chars(request.inputs)
-        counts = _Counts(self.token_room.share(principal.tenant), wants_reports=request.wants_report)
-        collectors = self.encoder.make_collectors(request, counts.token_ids, counts.late_chunks)
-        if request.late is not None:
-            request = request._replace(output=Output.TOKENS)
-        pending = PendingResult(len(request.inputs), collectors, asyncio.get_running_loop())
-        request_queue = RequestQueue(pending, permit.priority, permit.deadline, principal.tenant)
-        if isinstance(rows := collectors[0], MaxSimRows):
-            counts.max_sims = _MaxSims(rows, request.tokenizing.num_queries)
-            rows.on_come = partial(self._note_come, counts.share, counts.max_sims)
-        request_queue.batches = timeline.batches
-        permit.request_queue = request_queue
-        self._pending.add(pending)
-        tick = self._deadlines.set(pending, permit.deadline)
+        self._pipeline = pipeline
+        self._permit = permit
+        self._share = pipeline.token_room.share(tenant)
+        """Of the room for rows of tokens."""
+        self._num_tokens = self._num_truncated = self._num_chunked = self._num_late_chunks = 0
+        self._sources: set[Source] = set()
+        self._reports: list[InputReport] = []
+        self._offsets: list[NDArray[np.int32]] = []
+        self._token_ids: list[NDArray[np.int32]] = []
+        self._late_chunks: list[LateChunks] = []
+        self._collectors = pipeline.encoder.make_collectors(request, self._token_ids, self._late_chunks)
+        self._request = request if request.late is None else request._replace(output=Output.TOKENS)
+        self._pending = PendingResult(len(request.inputs), self._collectors, asyncio.get_running_loop())
+        self._queue = RequestQueue(self._pending, permit.priority, permit.deadline, tenant)
+        self._max_sims: _MaxSims | None = None
+        if isinstance(rows := self._collectors[0], MaxSimRows):
+            self._max_sims = _MaxSims(rows, request.tokenizing.num_queries)
+            rows.on_come = partial(_note_come, self._share, self._max_sims)
+
+    async def rows(self, reservation: Reservation, timeline: RequestTimeline) -> Embedded:
+        pipeline, request, pending, queue = self._pipeline, self._request, self._pending, self._queue
+        num_chars, permit = _num_chars(request.inputs), self._permit
+        queue.batches = timeline.batches
+        permit.request_queue = queue
+        pipeline.pending.add(pending)
+        tick = pipeline.deadlines.set(pending, permit.deadline)
         try:
             take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
-            num_bytes = _response_bytes(request, permit.num_tokens, self.config.card)
+            num_bytes = _response_bytes(request, permit.num_tokens, pipeline.config.card)
             num_held_bytes = num_chars or permit.num_tokens * _BYTES_OF_AN_ID
             if take_room is not None and (waiting := take_room(num_bytes, num_held_bytes)) is not None:
                 permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
                 await _unless_over(pending, waiting)
-            tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
+            tokenized = pipeline.tokenizer.tokenize_now(request.inputs, request.tokenizing)
             if tokenized is None:
-                await _unless_over(pending, self._queue_runs(request, request_queue, permit, counts))
-            later = [] if tokenized is None else self._queue_run(request, request_queue, 0, tokenized, counts)
+                await _unless_over(pending, self._queue_runs())
+            later = [] if tokenized is None else self._queue_run(0, tokenized)
             permit.note_queued()  # the estimate no longer counts
             if later:
                 await _unless_over(pending, _in_turns(later))
             request.inputs.clear()  # frees up to megabytes before the response is there
             tokenized_at = timeline.tokenized_at = time.monotonic()
-            reservation.settle(counts.num_tokens)
+            reservation.settle(self._num_tokens)
             await pending.finished
         finally:
-            self._deadlines.drop(pending, tick)
-            self._pending.discard(pending)
+            pipeline.deadlines.drop(pending, tick)
+            pipeline.pending.discard(pending)
             pending.abandon()
-            self.policy.close(request_queue)
-            counts.share.keep(0)
-            if counts.max_sims is not None:
-                counts.max_sims.rows.on_come = None  # refers to this request, and so to the rows
-            reservation.note_sent(request_queue.num_sent_tokens)
-            timeline.num_tokens = counts.num_tokens
+            pipeline.policy.close(queue)
+            self._share.keep(0)
+            if self._max_sims is not None:
+                self._max_sims.rows.on_come = None  # refers to this request, and so to the rows
+            reservation.note_sent(queue.num_sent_tokens)
+            timeline.num_tokens = self._num_tokens
         finished_at = time.monotonic()
-        sent_at = timeline.sent_at = request_queue.first_sent_at or tokenized_at
-        timeline.done_at = max(request_queue.last_done_at, sent_at)
+        sent_at = timeline.sent_at = queue.first_sent_at or tokenized_at
+        timeline.done_at = max(queue.last_done_at, sent_at)
         return Embedded(
-            collectors,
-            counts.num_tokens,
-            counts.num_truncated,
-            counts.num_chunked,
-            frozenset(counts.sources),
-            tuple(counts.reports),
+            self._collectors,
+            self._num_tokens,
+            self._num_truncated,
+            self._num_chunked,
+            frozenset(self._sources),
+            tuple(self._reports),
             num_chars,
             Stages(
                 finished_at - timeline.arrived_at,
-                tokenized_at - entered_at,
+                tokenized_at - timeline.entered_at,
                 max(0.0, sent_at - tokenized_at),
                 finished_at - sent_at,
             ),
-            tuple(counts.token_ids),
-            tuple(counts.offsets),
+            tuple(self._token_ids),
+            tuple(self._offsets),
         )
 
-    def _expire(self, pending: PendingResult) -> None:
-        if not pending.is_over:
-            self.shared_metrics.add(Counter.EXPIRED)
-            waits_for_load = self.residence.is_awaited and pending in self._pending
-            pending.fail(
-                self.residence.late_error() if waits_for_load else DeadlinePassed(self.dispatcher.why_unavailable())
-            )
-
-    async def _queue_runs(
-        self, request: EmbedRequest, request_queue: RequestQueue, permit: Permit, counts: "_Counts"
-    ) -> None:
+    async def _queue_runs(self) -> None:
         """Workers compute the first inputs while the last are being tokenized."""
-        num_queued = 0
+        request, num_queued = self._request, 0
         most = len(request.inputs) if request.late is None else _LATE_INPUTS_PER_TURN
-        async with aclosing(self.tokenizer.tokenize(request.inputs, request.tokenizing, request_queue.tenant)) as runs:
+        tokenizing = self._pipeline.tokenizer.tokenize(request.inputs, request.tokenizing, self._queue.tenant)
+        async with aclosing(tokenizing) as runs:
             async for tokenized in runs:
-                await self._until_rows_have_room(counts.share, counts.max_sims, num_queued)
+                await self._until_rows_have_room(num_queued)
                 for at in range(0, len(tokenized), most):
                     if at:
                         await asyncio.sleep(0)
-                    part, num_tokens = tokenized[at : at + most], counts.num_tokens
-                    later = self._queue_run(request, request_queue, num_queued, part, counts)
-                    permit.note_queued(counts.num_tokens - num_tokens)
+                    part, num_tokens = tokenized[at : at + most], self._num_tokens
+                    later = self._queue_run(num_queued, part)
+                    self._permit.note_queued(self._num_tokens - num_tokens)
                     await _in_turns(later)
                     num_queued += len(part)
 
-    def _queue_run(
-        self,
-        request: EmbedRequest,
-        request_queue: RequestQueue,
-        start: int,
-        tokenized: list[TokenizedInput],
-        counts: "_Counts",
-    ) -> list[Callable[[], None]]:
-        """Queue the sequences of some inputs, or deliver their rows where these are known. Returns what is left to do
-        in later turns of the event loop."""
-        num_tokens = counts.add(tokenized)
-        most = self.config.max_request_tokens
-        if most is not None and counts.num_tokens > most:
+    def _queue_run(self, start: int, tokenized: list[TokenizedInput]) -> list[Callable[[], None]]:
+        """Queue the sequences of the inputs from `start` on, or deliver their rows where these are known. Returns what
+        is left to do in later turns of the event loop."""
+        pipeline, request = self._pipeline, self._request
+        self._count(tokenized)
+        most, output = pipeline.config.max_request_tokens, request.output
+        if most is not None and self._num_tokens > most:
             least = "" if start + len(tokenized) == len(request.inputs) else "at least "
-            message = f"Requested {least}{counts.num_tokens} tokens, max {most} tokens per request"
+            message = f"Requested {least}{self._num_tokens} tokens, max {most} tokens per request"
             raise TooManyTokens(message, param="input")
-        output = request.output
         if output.is_per_token:
-            width = output.width_of(self.config.card)
-            if request.late is None:
-                self._check_token_rows(start, tokenized, counts, width)
-                counts.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
-                num_rows = num_tokens if counts.max_sims is None or counts.max_sims.keeps_documents else 0
-            else:
-                self._check_whole(start, tokenized, self.config.arena.rows_per_slot, "late chunks are made")
-                num_rows = self._find_late_chunks(request, request.late, start, tokenized, counts, width)
-            self._take(counts.share, counts.share.num + num_rows * width)
-        elif counts.num_chunked and not output.is_plain:
-            self._check_whole(start, tokenized, self.config.max_tokens, "scores and sparse vectors are given")
-        if counts.num_chunked:
-            sequences = self._sequences_with_chunks(request, request_queue, start, tokenized)
+            self._take_room_for_tokens(start, tokenized)
+        elif self._num_chunked and not output.is_plain:
+            self._check_whole(start, tokenized, pipeline.config.max_tokens, "scores and sparse vectors are given")
+        if self._num_chunked:
+            sequences = self._sequences_with_chunks(start, tokenized)
         else:
             sequences = [
-                QueuedSequence(request_queue, index, item, output, span=self._span)
+                QueuedSequence(self._queue, index, item, output, span=pipeline.span)
                 for index, item in enumerate(tokenized, start)
             ]
-        if output is Output.LEXICAL and self._query_weights is not None:
-            take = partial(self._deliver_query_weights, self._query_weights)
-        elif self._vector_cache is not None and output.is_plain:
-            take = partial(self._queue_unknown, self._vector_cache, request_queue)
+        take: Callable[[list[QueuedSequence]], None]
+        if output is Output.LEXICAL and pipeline.query_weights is not None:
+            take = partial(self._deliver_query_weights, pipeline.query_weights)
+        elif pipeline.vector_cache is not None and output.is_plain:
+            take = partial(self._queue_unknown, pipeline.vector_cache)
         else:
-            self.dispatcher.submit(request_queue, sequences)
+            pipeline.dispatcher.submit(self._queue, sequences)
             return []
-        take(sequences[: self._max_per_turn])
-        later = sequences[self._max_per_turn :]
-        return [partial(take, later[at : at + self._max_per_turn]) for at in range(0, len(later), self._max_per_turn)]
+        most = pipeline.max_per_turn
+        take(sequences[:most])
+        return [partial(take, sequences[at : at + most]) for at in range(most, len(sequences), most)]
+
+    def _count(self, tokenized: list[TokenizedInput]) -> None:
+        for _, num, is_truncated, source, chunks, _, offsets in tokenized:
+            self._num_tokens += num
+            if offsets is not None:
+                self._offsets.append(offsets)
+            self._num_truncated += is_truncated
+            self._num_chunked += chunks != ()
+            self._sources.add(source)
+            if self._request.wants_report:
+                self._reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
 
     def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
         for sequence in sequences:
             token_ids = np.frombuffer(sequence.token_ids, dtype="<i4")
-            added = self.tokenizer.num_added(token_ids.tolist())
+            added = self._pipeline.tokenizer.num_added(token_ids.tolist())
             sequence.pending.deliver_one(sequence, query_weights.of_tokens(token_ids, *added))
 
-    def _queue_unknown(
-        self, vector_cache: VectorCache, request_queue: RequestQueue, sequences: list[QueuedSequence]
-    ) -> None:
-        unknown = vector_cache.deliver_known(sequences, sequences[0].output, request_queue.tenant)
+    def _queue_unknown(self, vector_cache: VectorCache, sequences: list[QueuedSequence]) -> None:
+        unknown = vector_cache.deliver_known(sequences, self._request.output, self._queue.tenant)
         if unknown:
-            self.dispatcher.submit(request_queue, unknown)
+            self._pipeline.dispatcher.submit(self._queue, unknown)
 
-    def _sequences_with_chunks(
-        self, request: EmbedRequest, request_queue: RequestQueue, start: int, tokenized: list[TokenizedInput]
-    ) -> list[QueuedSequence]:
-        sequences = []
-        is_normalized = request.normalize or request.output.is_normalized_by(self.config.card)
+    def _sequences_with_chunks(self, start: int, tokenized: list[TokenizedInput]) -> list[QueuedSequence]:
+        sequences, request, queue = [], self._request, self._queue
+        is_normalized = request.normalize or request.output.is_normalized_by(self._pipeline.config.card)
         for index, item in enumerate(tokenized, start):
             if not item.chunks:
-                sequences.append(QueuedSequence(request_queue, index, item, request.output))
+                sequences.append(QueuedSequence(queue, index, item, request.output))
                 continue
             chunked = ChunkedInput(len(item.chunks), is_normalized=is_normalized)
-            sequences += [QueuedSequence(request_queue, index, chunk, request.output, chunked) for chunk in item.chunks]
+            sequences += [QueuedSequence(queue, index, chunk, request.output, chunked) for chunk in item.chunks]
         return sequences
 
-    def _check_token_rows(self, start: int, tokenized: list[TokenizedInput], counts: "_Counts", width: int) -> None:
-        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a request. `counts`:
-        of all inputs so far. `width`: floats of a row."""
-        most, num_tokens = MAX_TOKEN_FLOATS // width, counts.num_tokens
-        if counts.max_sims is not None:
-            counts.max_sims.check(start, tokenized, most)
-        elif num_tokens > most and start + len(tokenized) > 1:
-            raise BadRequest(
-                f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most {most} in "
-                "a request",
-                param="input",
-            )
-        self._check_whole(start, tokenized, self.config.arena.rows_per_slot, "one vector for each token is given")
+    # --- rows of tokens -------------------------------------------------------------------------------------
+
+    def _take_room_for_tokens(self, start: int, tokenized: list[TokenizedInput]) -> None:
+        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a request;
+        TooManyRequests while other requests have that memory."""
+        config, max_sims = self._pipeline.config, self._max_sims
+        width, rows_per_slot = self._request.output.width_of(config.card), config.arena.rows_per_slot
+        most = MAX_TOKEN_FLOATS // width
+        if self._request.late is not None:
+            self._check_whole(start, tokenized, rows_per_slot, "late chunks are made")
+            num_rows = self._find_late_chunks(self._request.late, start, tokenized, most)
+        else:
+            if max_sims is not None:
+                max_sims.check(start, tokenized, most)
+            elif self._num_tokens > most and start + len(tokenized) > 1:
+                raise BadRequest(
+                    f"The inputs have {self._num_tokens} tokens or more: one vector for each token is given of at most "
+                    f"{most} in a request",
+                    param="input",
+                )
+            self._check_whole(start, tokenized, rows_per_slot, "one vector for each token is given")
+            self._token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
+            keeps_rows = max_sims is None or max_sims.keeps_documents
+            num_rows = sum(item.num_tokens for item in tokenized) if keeps_rows else 0
+        self._pipeline.take(self._share, self._share.num + num_rows * width)
 
     def _check_whole(self, start: int, tokenized: list[TokenizedInput], limit: int, what: str) -> None:
         """Raises BadRequest for inputs in chunks, and for those of more than `limit` tokens."""
@@ -518,56 +475,49 @@ class Pipeline:
             if item.num_tokens > limit or item.chunks:
                 raise BadRequest(
                     f"'input[{index}]' has {item.num_tokens} tokens: {what} of at most "
-                    f"{min(limit, self.config.max_tokens)}, which are not split",
+                    f"{min(limit, self._pipeline.config.max_tokens)}, which are not split",
                     param="input",
                 )
 
-    def _find_late_chunks(
-        self,
-        request: EmbedRequest,
-        late: LateChunking,
-        start: int,
-        tokenized: list[TokenizedInput],
-        counts: "_Counts",
-        width: int,
-    ) -> int:
+    def _find_late_chunks(self, late: LateChunking, start: int, tokenized: list[TokenizedInput], most: int) -> int:
         """Find the chunks of some inputs, and return their number. Raises BadRequest as `find_chunks`, and for more
-        chunks than have room in a response. `width`: floats of a row."""
-        num_before = counts.num_late_chunks
+        chunks than have room in a response, which is `most`."""
+        num_before, tokenizer = self._num_late_chunks, self._pipeline.tokenizer
         for index, item in enumerate(tokenized, start):
-            num_prefix, _ = self.tokenizer.num_added(np.frombuffer(item.token_ids, dtype="<i4").tolist())
-            text = request.inputs[index]
+            num_prefix, _ = tokenizer.num_added(np.frombuffer(item.token_ids, dtype="<i4").tolist())
+            text = self._request.inputs[index]
             assert isinstance(text, str)
-            is_whole = len(text) <= self.tokenizer.max_chars
+            is_whole = len(text) <= tokenizer.max_chars
             chunks = find_chunks(text, item, late, index, num_prefix, is_whole=is_whole)
-            counts.late_chunks.append(chunks)
-            counts.num_late_chunks += len(chunks.ranges)
-        most = MAX_TOKEN_FLOATS // width
-        if counts.num_late_chunks > most:
+            self._late_chunks.append(chunks)
+            self._num_late_chunks += len(chunks.ranges)
+        if self._num_late_chunks > most:
             raise BadRequest(
-                f"'late_chunking': {counts.num_late_chunks} chunks or more, at most {most} are made in one request",
+                f"'late_chunking': {self._num_late_chunks} chunks or more, at most {most} are made in one request",
                 param="late_chunking",
             )
-        return counts.num_late_chunks - num_before
+        return self._num_late_chunks - num_before
 
-    async def _until_rows_have_room(self, share: Share, max_sims: _MaxSims | None, num_queued: int) -> None:
+    async def _until_rows_have_room(self, num_queued: int) -> None:
         """Wait until the documents of a request for MaxSim that were queued no longer have to be kept, if there is
         little room for more, and all queries are among the `num_queued` inputs."""
-        if max_sims is None or num_queued < max_sims.num_queries or self.token_room.num < MAX_TOKEN_FLOATS:
+        max_sims, num_taken = self._max_sims, self._pipeline.token_room.num
+        if max_sims is None or num_queued < max_sims.num_queries or num_taken < MAX_TOKEN_FLOATS:
             return
         rows = max_sims.rows
         await max_sims.until(lambda: not rows.num_queries_left)
         if max_sims.has_long_query:
             await max_sims.until(lambda: rows.num_come == num_queued)
             await asyncio.to_thread(rows.compare_held)
-            share.keep(rows.num_floats)
+            self._share.keep(rows.num_floats)
 
-    def _note_come(self, share: Share, max_sims: _MaxSims) -> None:
-        """With all rows of the queries, documents need no room from now on."""
-        max_sims.has_come.set()
-        if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
-            max_sims.keeps_documents = False
-            share.keep(max_sims.rows.num_floats)
+
+def _note_come(share: Share, max_sims: _MaxSims) -> None:
+    """With all rows of the queries, documents need no room from now on."""
+    max_sims.has_come.set()
+    if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
+        max_sims.keeps_documents = False
+        share.keep(max_sims.rows.num_floats)
 
 
 def _num_chars(inputs: Inputs) -> int:

@@ -339,8 +339,10 @@ class Services:
     # --- the drain ------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
+        """The drain's deadline is near."""
+        message = "The server is shutting down and did not get to this request"
         for service in self.all.values():
-            service.pipeline.give_up()
+            service.pipeline.end(lambda: Unavailable(message, retry_after_s=1))
 
     # --- messages of the supervisor -------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from vecd.gateway.api.served import ModelInfo, Models
 from vecd.gateway.app.routes import name_in
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
+from vecd.gateway.pipeline import deadline_of
 from vecd.gateway.request import HEADER, Embedded, HttpRequest, Response
 from vecd.gateway.request import REQUEST_ID as VALID_ID
 from vecd.gateway.scheduling.keys import Principal
@@ -77,16 +78,13 @@ async def check_before(demand: Demand, service: Service, http: HttpRequest) -> N
     """Wait until the identity is known, at most 30 s and until the request's deadline, and compare. For a number format
     the model is loaded, and the first worker is waited for as long. Raises IdentityMismatch; NotReady at the deadline;
     Unavailable for a model that cannot be loaded, and at once for an identity that cannot be found out."""
-    identity, arrived_at = service.info.identity, http.timeline.arrived_at
-    timeout_s = parse_timeout_s(http.headers)
-    limit_s = service.config.request_timeout_s
-    deadline = arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
+    identity, deadline = service.info.identity, _deadline(service, http)
     if not identity.digest:
         await _until(identity.known, deadline)
     if not identity.digest:
         raise _unknown(service)
     if demand.digest == identity.digest and demand.number_format is not None and not identity.formats:
-        await service.pipeline.load(timeout_s, arrived_at)
+        await service.residence.until_ready(deadline - time.monotonic())
         await _until(identity.has_format, deadline)
     check_after(demand, service)
 
@@ -100,6 +98,10 @@ def check_after(demand: Demand, service: Service) -> None:
         raise _unknown(service)
     message = f"header {CONDITION}: {demand} is demanded, and the model here is {identity.describe()}"
     raise IdentityMismatch(message)
+
+
+def _deadline(service: Service, http: HttpRequest) -> float:
+    return deadline_of(service.config, parse_timeout_s(http.headers), http.timeline.arrived_at)
 
 
 async def _until(event: asyncio.Event, deadline: float) -> None:
@@ -192,7 +194,7 @@ class OperationsHandler:
                 embedded = await service.pipeline.embed(work.request, parsed.num_estimated, timeline, principal)
                 response = _render(work, embedded)
             else:
-                response = await _respond(service, parsed, http, principal)
+                response = await respond(service, work, parsed.num_estimated, http, principal)
             if demand is not None:
                 check_after(demand, service)
             return response
@@ -328,36 +330,29 @@ class _Parsed(NamedTuple):
     """The field with the inputs, if it is not `input`."""
 
 
-async def _respond(service: Service, parsed: _Parsed, http: HttpRequest, principal: Principal) -> Response:
-    def limits() -> tuple[float | None, float, Principal]:
-        return parse_timeout_s(http.headers), http.timeline.arrived_at, principal
-
-    match parsed.work:
-        case Response() as response:
-            return response
-        case ParsedEmbed() as work:
+async def respond(
+    service: Service, work: Work, num_estimated: int, http: HttpRequest, principal: Principal
+) -> Response:
+    pipeline = service.pipeline
+    match work:
+        case Response():
+            return work
+        case ParsedEmbed():
             is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
-            embedded = await service.pipeline.embed(work.request, parsed.num_estimated, http.timeline, principal)
+            embedded = await pipeline.embed(work.request, num_estimated, http.timeline, principal)
             if is_large:
                 return await service.tokenizer.threads.run(_render_steps(work, embedded), principal.tenant)
             return _render(work, embedded)
-        case ParsedStay() as work:
-            return await _respond_to_stay(service, parsed, work, http, principal)
-        case ParsedMessages() as work:
-            texts = await service.pipeline.render(work, *limits())
-            return await _respond_further(service, parsed, work.proceed(texts), http, principal)
-        case ParsedTokenize() as work:
-            await service.pipeline.describe(work, *limits())
+        case ParsedStay():
+            return await _respond_to_stay(service, work, http, principal)
+        case ParsedMessages():
+            further = work.proceed(await pipeline.render(work, _deadline(service, http), principal))
+            return await respond(service, further, _estimate(service, further), http, principal)
+        case ParsedTokenize():
+            await pipeline.describe(work, _deadline(service, http), principal)
             return work.render()
-        case ParsedDecode() as work:
-            return work.render(await service.pipeline.decode(work, *limits()))
-
-
-async def _respond_further(
-    service: Service, parsed: _Parsed, work: Work, http: HttpRequest, principal: Principal
-) -> Response:
-    parsed = parsed._replace(work=work, num_estimated=_estimate(service, work))
-    return await _respond(service, parsed, http, principal)
+        case ParsedDecode():
+            return work.render(await pipeline.decode(work, _deadline(service, http), principal))
 
 
 def _estimate(service: Service, work: Work) -> int:
@@ -383,14 +378,12 @@ def _render_steps(work: ParsedEmbed, embedded: Embedded) -> Generator[None, None
     return response
 
 
-async def _respond_to_stay(
-    service: Service, parsed: _Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
-) -> Response:
+async def _respond_to_stay(service: Service, work: ParsedStay, http: HttpRequest, principal: Principal) -> Response:
     if work.work is not None:
-        response = await _respond_further(service, parsed, work.work, http, principal)
+        response = await respond(service, work.work, _estimate(service, work.work), http, principal)
     elif work.loads and service.residence.is_awaited:
         started_at = time.monotonic()
-        await service.pipeline.load(parse_timeout_s(http.headers), http.timeline.arrived_at)
+        await service.residence.until_ready(_deadline(service, http) - time.monotonic())
         response = work.render(round((time.monotonic() - started_at) * 1e9))
     else:
         response = work.render(0)

@@ -67,23 +67,20 @@ class FakeService:
         self.dispatcher = Mock(spec=Dispatcher, quarantine=set(), changed_files="")
         self.dispatcher.broken_error.side_effect = self._broken_error
         self.errors: list[ApiError] = []
-        self.pipeline = SimpleNamespace(
-            end=lambda make: self.errors.append(make()),
-            fail_all=lambda make: self.errors.append(make()),
-            give_up=self._give_up,
-        )
+        self.pipeline = SimpleNamespace(end=self._end, fail_all=lambda make: self.errors.append(make()))
         self.admission = SimpleNamespace(num_requests=0)
         self.residence = SimpleNamespace(is_awaited=False)
         self.num_handled = 0
-        self.has_given_up_at: float | None = None
+        self.has_ended_at: float | None = None
 
     is_in_use = Service.is_in_use
 
     def _broken_error(self) -> Unavailable:
         return Unavailable(*self.dispatcher.set_broken.call_args.args, retry_after_s=1)
 
-    def _give_up(self) -> None:
-        self.has_given_up_at = asyncio.get_running_loop().time()
+    def _end(self, make: Callable[[], ApiError]) -> None:
+        self.errors.append(make())
+        self.has_ended_at = asyncio.get_running_loop().time()
 
     def stop(self) -> None:
         self.dispatcher.stop()
@@ -352,7 +349,7 @@ async def test_a_drain(deadline_s, grace_s, called_at, quiet_s, gives_up_at):
     assert bench.services.is_draining
     assert server.calls == [(called_at, deadline_s - called_at, quiet_s)]
     assert asyncio.get_running_loop().time() == deadline_s
-    assert bench.first.has_given_up_at == gives_up_at
+    assert bench.first.has_ended_at == gives_up_at
 
 
 # --- one generation's wiring ----------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ class Model:
         config = SimpleNamespace(request_timeout_s=timeout_s)
         self.service = cast(
             Service,
-            SimpleNamespace(info=self, config=config, pipeline=self, made_at=time.monotonic()),
+            SimpleNamespace(info=self, config=config, residence=self, made_at=time.monotonic()),
         )
 
-    async def load(self, timeout_s: float | None, arrived_at: float) -> None:
+    async def until_ready(self, timeout_s: float) -> None:
         self.num_loads += 1
         if self.has_workers:
             self.identity.add_format("float32")

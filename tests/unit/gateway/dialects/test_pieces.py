@@ -179,10 +179,11 @@ async def test_whoever_tokenizes_waits_for_one_step_of_large_responses():
 
     def respond(name: str) -> "asyncio.Task[Response]":
         request: Any = SimpleNamespace(inputs=["a"])
-        context: Any = SimpleNamespace(embedder=SimpleNamespace(embed=embed), threads=threads)
-        parsed: Any = SimpleNamespace(work=ParsedEmbed(request, partial(render, name), is_large=True), num_estimated=1)
+        tokenizer, pipeline = SimpleNamespace(threads=threads), SimpleNamespace(embed=embed)
+        service: Any = SimpleNamespace(pipeline=pipeline, tokenizer=tokenizer)
+        work = ParsedEmbed(request, partial(render, name), is_large=True)
         http: Any = SimpleNamespace(timeline=RequestTimeline())
-        return asyncio.ensure_future(handle._respond(context, parsed, http, Principal("a")))
+        return asyncio.ensure_future(handle.respond(service, work, 1, http, Principal("a")))
 
     responses = [respond("first"), respond("second")]
     try:
