@@ -13,7 +13,7 @@ from vecd.base.target import Target
 from vecd.client import calls
 from vecd.client.exchanges import OTHER_MODEL, ClientBase, ClientCall, Pause, Piece, Send, Steps
 from vecd.client.http import ServerResponse
-from vecd.client.sockets import CONNECT_S, AsyncConnection, connect, or_mismatch
+from vecd.client.sockets import CONNECT_S, AsyncConnection, connect, find_mismatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,11 +68,14 @@ class AsyncClient(ClientBase):
     async def send(self, step: Send) -> None:
         """Side effects: sets `outcome`."""
         try:
-            exchange = self._send(step)
-            step.outcome = await (or_mismatch(self.target, exchange) if self._may_speak_tls else exchange)
-            self._may_speak_tls = False
+            step.outcome = await self._send(step)
         except Exception as error:  # the policy's to judge: it raises what is not its own
             step.outcome = error
+        if self._may_speak_tls and not isinstance(step.outcome, ConnectionRefusedError):
+            has_answered = isinstance(step.outcome, ServerResponse)
+            if not isinstance(step.outcome, ServerResponse) or step.outcome.status == 400:
+                step.outcome = await find_mismatch(self.target) or step.outcome
+            self._may_speak_tls = not has_answered
 
     async def close(self) -> None:
         """Close the idle connections of this event loop. The client can be used again."""

@@ -63,8 +63,7 @@ class Client(ClientBase):
         self.close()
 
     def _forget_connections(self) -> None:
-        """At first, and in a forked process, which must not use those of its parent."""
-        _clients.add(self)
+        self._pid = os.getpid()
         self._idle = []
 
     def _run(self, steps: Steps[T]) -> T:
@@ -77,20 +76,11 @@ class Client(ClientBase):
             return result
 
     def take(self) -> "BlockingConnection | None":
+        if self._pid != os.getpid():  # a forked process must not use those of its parent
+            self._forget_connections()
         with suppress(IndexError):  # another thread may take the last one
             return self._idle.pop()
         return None
-
-
-_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for client in list(_clients):
-        client._forget_connections()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Ended(Exception):

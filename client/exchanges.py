@@ -52,8 +52,6 @@ class ClientBase:
     silence_s = _SILENCE_S
     counts_silence = False
     """Whether a request that gets no response is sent three times at most, as one that fails."""
-    trouble = ""
-    """Why a request is repeated at the moment, or ""."""
 
     def __init__(
         self,
@@ -433,7 +431,6 @@ class ClientCall:
             left_s = max(failing_since, self._served_at) + client.retry_for - now
             if num_failures >= _MAX_FAILURES or left_s <= 0 or (told_s and pause_s > left_s):
                 raise error
-            client.trouble = str(error)
             yield Pause(min(pause_s, left_s, self._deadline - now))
 
     def _send(self, piece: Piece) -> Send:
@@ -451,7 +448,6 @@ class ClientCall:
                 self._check_identity(response)
         piece.finish(response)
         self._served_at = self._clock()
-        self._client.trouble = ""
 
     def _timeout(self, error: Exception | None) -> Timeout:
         last = f"; the last failure: {error}" if error is not None else ""

@@ -7,7 +7,7 @@ The kernel's signal for the death of a parent is tied to the *thread* that start
 thread starts would end with that thread. So a process in between starts the server in its only thread. It is one of
 two, both of this module:
 
-    guard   watches its parent as a process, whose death does not depend on how it dies; ends with the server's code
+    guard   looks for its parent, whose death does not depend on how it dies; ends with the server's code
     keeper  watches the lock of those that share a server; has a session of its own and is no child of any of them
 """
 
@@ -41,7 +41,7 @@ MAX_PATH_BYTES = 107
 _STOP_S = 45.0
 _GUARD_STOP_S = 30.0
 _LOOK_S = 0.5
-"""Between looks for the parent, without file descriptors of processes."""
+"""Between looks for the parent."""
 _TAIL_BYTES = 4096
 _NOT_OURS = {*SYSTEMD_VARIABLES, "VECD_COMMAND"}
 """Variables for this process, not for the server."""
@@ -76,7 +76,7 @@ class LocalServer:
         writer = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
         os.close(low)
         self._ready = os.fdopen(reader, "rb", buffering=0)
-        self._owner = os.getpid()
+        self._owner, self.is_stopping = os.getpid(), False
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
         order = [*_THIS, "guard", str(self._owner), self._folder, str(writer)]
         log = self._log if log_fd is None else log_fd
@@ -107,8 +107,7 @@ class LocalServer:
         """What the server says when it is ready: `url`, `admin_url`, `pid`. `on_wait` is called meanwhile, with the
         last line of the log. Raises NotStarted; the server is stopped then."""
         until = time.monotonic() + timeout_s
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.stop)
+        try:
             with self._ready as ready:
                 while not select.select([ready], [], [], max(0.0, min(0.25, until - time.monotonic())))[0]:
                     if time.monotonic() >= until:
@@ -118,9 +117,11 @@ class LocalServer:
             if not line:  # the other end was closed, by its death
                 code = self.wait(_STOP_S)
                 raise NotStarted(f"the server did not start, and ended with {code}: {self.last_lines()}")
-            on_error.pop_all()
             said: dict[str, Any] = json.loads(line)
-            return said
+        except BaseException:
+            self.stop()
+            raise
+        return said
 
     def why_gone(self) -> str | None:
         """Why it will not come back; None while it runs, and in a process that was forked from the one that owns it."""
@@ -135,6 +136,7 @@ class LocalServer:
     def stop(self) -> None:
         """Let it finish its requests and end; after 45 s, kill it. Does nothing in a forked process."""
         if self._owner == os.getpid():
+            self.is_stopping = True
             _stop(self._guard, _STOP_S)
             shutil.rmtree(self._folder, ignore_errors=True)  # a guard that was killed has not
 
@@ -184,6 +186,7 @@ def _spawn(command: Sequence[str], *fds: int) -> "subprocess.Popen[bytes]":
     me, libc = os.getpid(), ctypes.CDLL(None)
 
     def end_with_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != me:  # it died before the call above
             os._exit(1)
@@ -212,21 +215,14 @@ def _last_lines(log: IO[bytes]) -> str:
 
 
 def _guard(parent_pid: int, folder: str, ready_fd: int, command: Sequence[str]) -> int:
-    is_told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # the pipe has it
-    try:
-        parent = [os.pidfd_open(parent_pid)]
-    except (OSError, AttributeError):
-        parent = []
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, signal.SIGCHLD})
     try:
         server = _spawn(command, ready_fd)
         os.close(ready_fd)  # its end is the server's
         while server.poll() is None and os.getppid() == parent_pid:
-            found, _, _ = select.select([is_told, *parent], [], [], 60.0 if parent else _LOOK_S)
-            if is_told in found and {signal.SIGTERM, signal.SIGINT}.intersection(os.read(is_told, 64)):
+            found = signal.sigtimedwait({*ends, signal.SIGCHLD}, _LOOK_S)
+            if found is not None and found.si_signo in ends:
                 break
         code = _stop(server, _GUARD_STOP_S)
         return code if code >= 0 else 128 - code  # as a shell has it

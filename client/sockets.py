@@ -159,28 +159,29 @@ async def or_mismatch(target: Target, exchange: Awaitable[ServerResponse]) -> Se
     except (ConnectionRefusedError, TlsMismatch):
         raise
     except (OSError, BadResponse):
-        await check_not_tls(target)
+        if mismatch := await find_mismatch(target):
+            raise mismatch from None
         raise
-    if response.status == 400:
-        await check_not_tls(target)
+    if response.status == 400 and (mismatch := await find_mismatch(target)):
+        raise mismatch
     return response
 
 
-async def check_not_tls(target: Target) -> None:
-    """Raises TlsMismatch when `target` is plain HTTP and the server speaks TLS.
+async def find_mismatch(target: Target) -> TlsMismatch | None:
+    """What is wrong if `target` is plain HTTP and the server speaks TLS.
 
     To be called after a failure only: a server of plain HTTP counts this as a bad request.
     """
     if target.tls is not None or target.unix_path is not None:
-        return
+        return None
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         connection = await connect(target._replace(tls=context), _TLS_CHECK_S)
     except OSError:
-        return
+        return None
     connection.close()
-    raise TlsMismatch(f"it speaks TLS: use https://{target.host_header}")
+    return TlsMismatch(f"it speaks TLS: use https://{target.host_header}")
 
 
 # --- blocking -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from vecd.client.bench import report
 from vecd.client.bench.load import Load, Unreachable
 from vecd.client.bench.report import LATE_S, READERS, RunResult, Window
 from vecd.client.http import BadResponse, ServerResponse
-from vecd.client.sockets import AsyncConnection, TlsMismatch, check_not_tls, connect, name_failure
+from vecd.client.sockets import AsyncConnection, TlsMismatch, connect, find_mismatch, name_failure
 
 # Moments are those of `time.perf_counter`.
 
@@ -57,10 +57,7 @@ class Contact:
 
     async def has_failed(self, error: Exception) -> None:
         if not self._has_answered and self.mismatch is None and not isinstance(error, TimeoutError):
-            try:
-                await check_not_tls(self._load.target)
-            except TlsMismatch as mismatch:
-                self.mismatch = mismatch
+            self.mismatch = await find_mismatch(self._load.target)
 
     def why_give_up(self, now: float) -> str | None:
         since = self._unreachable_since

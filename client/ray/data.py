@@ -48,10 +48,9 @@ class RayEmbedder:
         Raises NotStarted when the server does not start, or not in time.
         """
         self._text_column, self._output_column, self._fields = text_column, output_column, dict(fields or {})
-        self._server = NodeServer(model, flags, exit_at_once)
-        self._server.await_ready()
-        url = f"unix:{self._server.path}"
-        self._client = Client(url, identity=identity, retry_for=retry_for)
+        self._server = NodeServer(model, flags)
+        self._server.serve(exit_at_once)
+        self._client = Client(f"unix:{self._server.path('public')}", identity=identity, retry_for=retry_for)
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The batch, and float32 [rows, dimensions] in the output column; a row whose text is null (None, NaN, NA) has

@@ -42,14 +42,15 @@ class Vecd:
             raise RuntimeError(
                 f"{', '.join(absent)} not set: start every node with `python -m vecd.client.ray.start` (docs/ray.md)"
             )
-        self._server = NodeServer(model, flags, exit_at_once)
-        await asyncio.to_thread(self._server.await_ready)
-        self._public = AsyncClient(f"unix:{self._server.path}", retry_for=0)
-        self._admin = AsyncClient(f"unix:{self._server.admin_path}", retry_for=0)
+        self._server = NodeServer(model, flags)
+        await asyncio.to_thread(self._server.serve, exit_at_once)
+        self._public, self._admin = (
+            AsyncClient(f"unix:{self._server.path(name)}", retry_for=0) for name in ("public", "admin")
+        )
         self._computed_s, self._at = 0.0, time.monotonic()
 
     def __serve_build_asgi_app__(self) -> Forwarder:
-        return Forwarder(self._server.path)
+        return Forwarder(self._server.path("public"))
 
     async def check_health(self) -> None:
         """HAProxy is told of the first."""

@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-import signal
 import threading
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.serving import clean_environment, eventually
@@ -147,16 +147,16 @@ _FLAGS = ("--engine", "dummy", "--workers", "1")
 
 
 async def test_before_vecd_itself(node_environment, tmp_path):
-    server = NodeServer(None, _FLAGS, lambda reason: None)
-    await asyncio.to_thread(server.await_ready)
-    async with _client(server.path) as client:
+    server = NodeServer(None, _FLAGS)
+    await asyncio.to_thread(server.serve, lambda reason: None)
+    async with _client(server.path("public")) as client:
         answer = await client.post("/v1/embeddings", json={"input": [f"text {n}" for n in range(300)]})
         assert len(answer.json()["data"]) == 300
         assert (await client.get("/metrics")).status_code == 404  # on the admin socket alone
         head = await client.head("/health")
         assert (head.status_code, head.content) == (200, b"")
         assert (await client.get("/health")).json() == {"status": "ok", "model_files": "as loaded"}
-    assert "totals" in await AsyncClient(f"unix:{server.admin_path}").answer(Piece("/stats"))
+    assert "totals" in await AsyncClient(f"unix:{server.path('admin')}").answer(Piece("/stats"))
     await asyncio.to_thread(server.stop)
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -168,9 +168,9 @@ def test_the_death_of_vecd_is_told_once(node_environment, tmp_path):
         told.append(reason)
         has_died.set()
 
-    server = NodeServer(None, _FLAGS, on_death)
-    server.await_ready()
-    os.kill(server.pid, signal.SIGKILL)
+    server = NodeServer(None, _FLAGS)
+    server.serve(on_death)
+    psutil.Process(server.pid).children()[0].kill()
     assert has_died.wait(20)
     server.stop()
     assert told == ["vecd has ended with 137"]
@@ -179,7 +179,7 @@ def test_the_death_of_vecd_is_told_once(node_environment, tmp_path):
 
 def test_what_cannot_start(node_environment):
     with pytest.raises(RuntimeError, match="ended with 2"):
-        NodeServer(None, ["--no-such-flag"], pytest.fail).await_ready()
+        NodeServer(None, ["--no-such-flag"]).serve(pytest.fail)
     for flag in ("--port", "--uds=/tmp/x"):
         with pytest.raises(ValueError, match="where the server of a node listens"):
-            NodeServer(None, [flag], pytest.fail)
+            NodeServer(None, [flag])
