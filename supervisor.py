@@ -43,7 +43,7 @@ from vecd.launch.check import model as check_model
 from vecd.launch.children import System, Zygote
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, connections_of_gateway, make_plans, max_open_files
-from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.settings import load_settings
 from vecd.launch.files import FilesHang, watch_keys
 from vecd.launch.gateways import GatewayPool, Link
 from vecd.launch.identities import Identities
@@ -70,6 +70,7 @@ from vecd.shm.control import (
     ReloadAsked,
     WorkerStuck,
 )
+from vecd.shm.settings import Settings
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation

@@ -17,7 +17,7 @@ from vecd.base.failures import ConfigurationError
 from vecd.base.tasks import NoTasks, naming_limit
 from vecd.gateway.config import ApiKey
 from vecd.launch.config.keys import load_keys
-from vecd.launch.config.settings import Settings
+from vecd.shm.settings import Settings
 
 T = TypeVar("T")
 

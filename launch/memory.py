@@ -19,10 +19,10 @@ from pathlib import Path
 from vecd.base.failures import ConfigurationError
 from vecd.base.files import read_json, write_json
 from vecd.launch.config.plan import Plan
-from vecd.launch.config.settings import Settings, read_memory_budget
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.files import tensor_facts
 from vecd.shm.output import MAX_BATCH_TOKENS
+from vecd.shm.settings import Settings, read_memory_budget
 from vecd.workers.config import WorkerConfig
 from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.formats import LARGEST_MEASURED, formats_of, is_lean_wanted

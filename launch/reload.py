@@ -23,12 +23,12 @@ from vecd.gateway.config import ApiKey
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.models import ModelEntry, numbered
 from vecd.launch.config.plan import Plan
-from vecd.launch.config.settings import Settings
 from vecd.launch.files import FileAccess, FilesHang
 from vecd.launch.gateways import GatewayPool
 from vecd.launch.residency import Residency
 from vecd.launch.workers import WorkerPool
 from vecd.model.card import ModelError
+from vecd.shm.settings import Settings
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -42,7 +42,6 @@ _FIXED_SETTINGS = (
     "memory_budget",
 )  # fmt: skip
 """The sockets, which processes listen on them, and memory. The content of the certificate's files can change."""
-_OF_THE_START = {"ready_fd"}
 
 
 class ReloadObserver(Protocol):
@@ -348,7 +347,7 @@ def serves_the_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
         and plan.workers == served.workers
         and plan.model_files == served.model_files
         and {name for name, *_ in plan.other_files ^ served.other_files} <= set(tls)
-        and plan.settings.model_dump(exclude=_OF_THE_START) == served.settings.model_dump(exclude=_OF_THE_START)
+        and replace(plan.settings, ready_fd=None) == replace(served.settings, ready_fd=None)
     )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vecd.base.failures import ConfigurationError, StartFailure
-from vecd.launch.config.settings import Settings
 from vecd.shm.control import FileId, file_id, remove_if_ours
+from vecd.shm.settings import Settings
 
 _LISTEN_BACKLOG = 2048
 _PROBE_TIMEOUT_S = 1.0
@@ -56,7 +56,7 @@ def take_inherited(settings: Settings, environ: MutableMapping[str, str] = os.en
         for use, replaced in _REPLACED.items()
         if found[use] is not None
         for name in replaced
-        if name in settings.model_fields_set
+        if name in settings.given.names
     ]
     if problems:
         raise ConfigurationError(*problems)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
     exit_at_interrupt()
     match command:
         case "serve":
-            if not {"--help", "-h"} & set(arguments):
+            if not {"--help", "-h", "--help-all"} & set(arguments):
                 from vecd.launch import prestart
 
                 exit_at_interrupt(prestart.end_rest)

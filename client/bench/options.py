@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vecd.base.flags import TlsOptions, flag, flag_name, integer, listed, number, parse, whole
+from vecd.base.flags import Command, TlsOptions, flag, flag_name, parse
 from vecd.base.target import Target
 from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load, RequestShape, render_requests
 from vecd.client.bench.plot import require_matplotlib
-from vecd.client.bench.report import READERS
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
 
 STDOUT = Path("-")
@@ -45,7 +44,7 @@ _DEPENDENT = (
 
 _load = partial(flag, group="load")
 _request = partial(flag, group="requests")
-_bulk = partial(flag, group="bulk, beside what is measured")
+_bulk = partial(flag, group="bulk, beside what is measured", at_least=1)
 _report = partial(flag, group="report")
 
 
@@ -57,81 +56,81 @@ class BenchOptions(TlsOptions):
     """
 
     url: str = _load(
-        "http://host:port, https://host:port or unix:/path (http://127.0.0.1:8000)", default="http://127.0.0.1:8000"
+        "http://127.0.0.1:8000", "http://host:port, https://host:port or unix:/path (http://127.0.0.1:8000)"
     )
-    path: str = _load("of the OpenAI-shaped endpoint (/v1/embeddings)", default="/v1/embeddings")
+    path: str = _load("/v1/embeddings", "of the OpenAI-shaped endpoint (/v1/embeddings)")
     clients: tuple[int, ...] | None = _load(
+        None,
         "closed loop: connections, each sending again when it is answered; several are runs in a row (1,16,64)",
-        read=listed(whole(_MAX_CLIENTS)),
-        metavar="N,…",
+        at_least=1,
+        at_most=_MAX_CLIENTS,
     )
     rate: tuple[float, ...] | None = _load(
+        None,
         "open loop: requests a second, arriving at random moments; latency runs from the moment of arrival",
-        read=listed(number("requests a second", MAX_RATE_PER_S)),
-        metavar="R,…",
+        above=0,
+        at_most=MAX_RATE_PER_S,
+        unit="requests a second",
+        word="RATE,…",
     )
     max_connections: int | None = _load(
+        None,
         f"open loop: an arrival that finds this many busy is an error ({DEFAULT_MAX_CONNECTIONS})",
-        read=whole(_MAX_CLIENTS),
-        metavar="N",
+        at_least=1,
+        at_most=_MAX_CLIENTS,
     )
-    duration: float = _load(
-        "measured seconds of a run (10)", default=10.0, read=number("seconds", _MAX_DURATION_S), metavar="S"
-    )
-    warmup: float = _load(
-        "seconds before that (2)", default=2.0, read=number("seconds", _MAX_DURATION_S, least=0), metavar="S"
-    )
-    requests: int | None = _load("measure this many requests instead of a time", read=whole(), metavar="N")
-    timeout: float = _load(
-        "longest wait for one answer (30)", default=30.0, read=number("seconds", _MAX_TIMEOUT_S), metavar="S"
-    )
-    texts_per_request: int = _request("inputs in each (1)", default=1, read=whole(_MAX_TEXTS_PER_REQUEST), metavar="N")
-    words: int | None = _request(f"in each text ({_DEFAULT_WORDS})", read=whole(), metavar="N")
+    duration: float = _load(10.0, "measured seconds of a run (10)", above=0, at_most=_MAX_DURATION_S, unit="seconds")
+    warmup: float = _load(2.0, "seconds before that (2)", at_least=0, at_most=_MAX_DURATION_S, unit="seconds")
+    requests: int | None = _load(None, "measure this many requests instead of a time", at_least=1)
+    timeout: float = _load(30.0, "longest wait for one answer (30)", above=0, at_most=_MAX_TIMEOUT_S, unit="seconds")
+    texts_per_request: int = _request(1, "inputs in each (1)", at_least=1, at_most=_MAX_TEXTS_PER_REQUEST)
+    words: int | None = _request(None, f"in each text ({_DEFAULT_WORDS})", at_least=1)
     lengths: Lengths | None = _request(
-        "words in each text, instead of --words", read=parse_lengths, metavar="lognormal:MEAN,SIGMA"
+        None, "words in each text, instead of --words", read=parse_lengths, word="lognormal:MEAN,SIGMA"
     )
-    texts: Path | None = _request('texts to send: one a line, or JSON objects with a "text"', read=Path, metavar="FILE")
+    texts: Path | None = _request(None, 'texts to send: one a line, or JSON objects with a "text"', word="FILE")
     distinct_requests: int | None = _request(
+        None,
         "how many differ, before they come again (512, or twice those at a time; fewer of many texts)",
-        read=whole(_MAX_DISTINCT_REQUESTS),
-        metavar="N",
+        at_least=1,
+        at_most=_MAX_DISTINCT_REQUESTS,
     )
-    encoding_format: str = _request(
-        "encoding of the vectors (base64); bytes and npy are not JSON", default="base64", choices=tuple(READERS)
+    encoding_format: Literal["base64", "float", "bytes", "npy"] = _request(
+        "base64", "encoding of the vectors (base64); bytes and npy are not JSON"
     )
-    model: str | None = _request("left out of the requests when not given")
-    api_key: str | None = _request("sent as a bearer token")
+    model: str | None = _request(None, "left out of the requests when not given")
+    api_key: str | None = _request(None, "sent as a bearer token")
     timeout_ms: int | None = _request(
-        "sent as x-vecd-timeout-ms: the server's deadline for an answer", read=whole(), metavar="MS"
+        None, "sent as x-vecd-timeout-ms: the server's deadline for an answer", at_least=1, unit="milliseconds"
     )
-    priority: str | None = _request("sent as x-vecd-priority", metavar="P")
-    seed: int = _request("of the texts and the arrivals (0)", default=0, read=integer, metavar="N")
+    priority: str | None = _request(None, "sent as x-vecd-priority", word="P")
+    seed: int = _request(0, "of the texts and the arrivals (0)")
     bulk_clients: int | None = _bulk(
+        None,
         "connections, each sending again when it is answered; they have a row of their own",
-        read=whole(_MAX_CLIENTS),
-        metavar="N",
+        at_most=_MAX_CLIENTS,
     )
     bulk_texts: int | None = _bulk(
-        f"inputs in each request ({_DEFAULT_BULK_TEXTS})", read=whole(_MAX_TEXTS_PER_REQUEST), metavar="N"
+        None, f"inputs in each request ({_DEFAULT_BULK_TEXTS})", at_most=_MAX_TEXTS_PER_REQUEST
     )
     bulk_words: Lengths | None = _bulk(
-        f"in each text, or lognormal:MEAN,SIGMA ({_DEFAULT_BULK_WORDS})", read=parse_lengths, metavar="N"
+        None, f"in each text, or lognormal:MEAN,SIGMA ({_DEFAULT_BULK_WORDS})", read=parse_lengths
     )
-    bulk_priority: str | None = _bulk("sent as x-vecd-priority", metavar="P")
+    bulk_priority: str | None = _bulk(None, "sent as x-vecd-priority", word="P")
     goodput_ms: float | None = _report(
+        None,
         "count the requests that were answered within MS of their arrival",
-        read=number("milliseconds", 1000 * _MAX_TIMEOUT_S),
-        metavar="MS",
+        above=0,
+        at_most=1000 * _MAX_TIMEOUT_S,
+        unit="milliseconds",
     )
     json: Path | None = _report(
-        "append one JSON object a run; -: print them, and the table to stderr", read=Path, metavar="FILE"
+        None, "append one JSON object a run; -: print them, and the table to stderr", word="FILE"
     )
     documents: int | None = _report(
-        "say how long this many texts take at the measured rate", read=whole(10**15), metavar="N"
+        None, "say how long this many texts take at the measured rate", at_least=1, at_most=10**15
     )
-    plot: Path | None = _report(
-        "draw latency over throughput, a point a run; needs vecd[plot]", read=Path, metavar="FILE.png"
-    )
+    plot: Path | None = _report(None, "draw latency over throughput, a point a run; needs vecd[plot]", word="FILE.png")
 
     def __post_init__(self) -> None:
         for one, other in _EXCLUSIVE:
@@ -251,7 +250,9 @@ def parse_options(argv: Sequence[str] | None) -> BenchOptions:
     return parse(
         BenchOptions,
         argv,
-        prog="vecd bench",
-        description="Measure an embedding server: by clients that send again when they are answered, or by requests "
-        "that arrive at a rate whatever the server does.",
+        Command(
+            "vecd bench",
+            "Measure an embedding server: by clients that send again when they are answered, or by requests that "
+            "arrive at a rate whatever the server does.",
+        ),
     )

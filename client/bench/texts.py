@@ -46,7 +46,7 @@ def parse_lengths(value: str) -> Lengths:
     except ValueError:
         lengths = Lengths(0)
     if not (0 < lengths.mean < math.inf and 0 <= (lengths.sigma or 0.0) < math.inf):
-        raise ValueError(f"{value!r} is neither a number of words nor lognormal:MEAN,SIGMA of positive numbers")
+        raise ValueError("is neither a number of words nor lognormal:MEAN,SIGMA of positive numbers")
     return lengths
 
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-from vecd.base.flags import TlsOptions, flag, number, parse, whole
+from vecd.base.flags import Command, TlsOptions, flag, parse
 from vecd.base.programs import not_installed
 from vecd.base.target import Target
 
 STDIN = "-"
-INPUT_FORMATS = ("txt", "jsonl", "csv", "tsv", "parquet")
-OUTPUT_FORMATS = ("npy", "jsonl", "parquet")
+_InputFormat = Literal["txt", "jsonl", "csv", "tsv", "parquet"]
+_OutputFormat = Literal["npy", "jsonl", "parquet"]
+INPUT_FORMATS, OUTPUT_FORMATS = get_args(_InputFormat), get_args(_OutputFormat)
 _VECTORS = ("dense", "sparse", "multi-vector")
 RESULTS = (*_VECTORS, "scores", "labels")
 _COLUMNS = {
@@ -29,25 +30,23 @@ _COLUMNS = {
 _REQUEST_FIELDS = ("overflow", "dimensions", "input_type", "prompt_name", "prompt")
 _SERVED_HERE = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
 _MAX_DIGITS = 9
-_seconds = number("seconds", 86_400)
 _rows = partial(flag, group="rows")
 _server = partial(flag, group="server")
+_seconds = partial(_server, above=0, at_most=86_400, unit="seconds")
 _vectors = partial(flag, group="vectors")
 _many = partial(flag, group="many outputs")
 _run = partial(flag, group="run")
 _results = partial(flag, group="results")
 
 
-def _names(value: str) -> tuple[str, ...]:
-    names = tuple(value.split(","))
+def _names(names: tuple[str, ...]) -> tuple[str, ...]:
     if not all(names):
-        raise ValueError(f"{value!r} has an empty name")
+        raise ValueError("has an empty name")
     return names
 
 
-def _result_names(value: str) -> tuple[str, ...]:
+def _result_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """In the order of `RESULTS`, so that the same results are the same run."""
-    names = _names(value)
     for name in names:
         if name not in RESULTS:
             raise ValueError(f"{name!r} is none of {', '.join(RESULTS)}")
@@ -84,9 +83,9 @@ def _shard(value: str) -> ShardNumber:
     run, slash, num_runs = value.partition("/")
     parts = [run, num_runs]
     if not slash or not all(part.isascii() and part.isdecimal() and len(part) <= _MAX_DIGITS for part in parts):
-        raise ValueError(f"{value!r} is not I/N, as 0/40")
+        raise ValueError("is not I/N, as 0/40")
     if int(run) >= int(num_runs):
-        raise ValueError(f"{value!r} is out of range: I is from 0 to N-1")
+        raise ValueError("is out of range: I is from 0 to N-1")
     return ShardNumber(int(run), int(num_runs))
 
 
@@ -95,99 +94,88 @@ class EmbedOptions(TlsOptions):
     """Immutable. Raises ValueError when flags do not go together, or the output cannot be there."""
 
     files: Sequence[str] = flag(
+        (),
         ".txt .jsonl .csv .tsv, each also with .gz; .parquet; -: standard input. With --output-dir also folders, globs "
         "and URLs",
-        default=(),
+        word="INPUT",
         names=("files",),
-        nargs="*",
-        metavar="INPUT",
     )
     out: Path | None = flag(
-        "one output for all inputs: .npy, .jsonl or .parquet", read=Path, names=("-o", "--output"), metavar="OUT"
+        None, "one output for all inputs: .npy, .jsonl or .parquet", word="OUT", names=("-o", "--output")
     )
     output_dir: str | None = _many(
-        "one output for each input, in this folder or place of an object store", metavar="DIR"
+        None, "one output for each input, in this folder or place of an object store", word="DIR"
     )
     manifest: str | None = _many(
-        "a file that names the inputs: a path or URL a line, and behind a tab the name of its output", metavar="FILE"
+        None, "a file that names the inputs: a path or URL a line, and behind a tab the name of its output", word="FILE"
     )
     shard: ShardNumber = _many(
+        _ALL,
         "of N runs that share the inputs, this is the one with the number I, from 0: every N-th input",
-        default=_ALL,
         read=_shard,
-        metavar="I/N",
+        word="I/N",
     )
     work_dir: Path | None = _many(
-        "for copies of remote inputs, and for unfinished remote outputs (the user's cache folder)",
-        read=Path,
-        metavar="DIR",
+        None, "for copies of remote inputs, and for unfinished remote outputs (the user's cache folder)", word="DIR"
     )
-    format: str | None = _rows("of the inputs, instead of what their suffixes say (-: txt)", choices=INPUT_FORMATS)
-    field: str = _rows("the field with the text, in formats that have fields (text)", default="text", metavar="NAME")
+    format: _InputFormat | None = _rows(None, "of the inputs, instead of what their suffixes say (-: txt)")
+    field: str = _rows("text", "the field with the text, in formats that have fields (text)", word="NAME")
     pair_with: str | None = _rows(
+        None,
         "the field with the second text of each row, for scores and labels of pairs: the document, if --field is the "
         "query",
-        metavar="NAME",
+        word="NAME",
     )
-    keep: tuple[str, ...] = _rows(
-        "fields to copy to the output, beside the results", default=(), read=_names, metavar="NAME,…"
-    )
-    on_bad_row: str = _rows(
+    keep: tuple[str, ...] = _rows((), "fields to copy to the output, beside the results", read=_names, word="NAME,…")
+    on_bad_row: Literal["", "blank", "skip", "fail"] = _rows(
+        "",
         "a row without a text, or refused by the server. blank: NaN or null stands in its place; skip: it is left out; "
         "both: listed in OUT.rejected.jsonl. fail: it ends the run (blank, and exit code 1)",
-        default="",
-        choices=("blank", "skip", "fail"),
     )
-    max_row_bytes: int = _rows("a longer row is a bad one (16 MiB)", default=1 << 24, read=whole(1 << 30), metavar="N")
-    output_format: str = _rows("instead of what the suffix of OUT says", default="", choices=OUTPUT_FORMATS)
+    max_row_bytes: int = _rows(1 << 24, "a longer row is a bad one (16 MiB)", at_least=1, at_most=1 << 30)
+    output_format: _OutputFormat | Literal[""] = _rows("", "instead of what the suffix of OUT says")
     url: str | None = _server(
-        "of a running server, http://host:port, https://host:port or unix:/path; without it, one is started for the run"
+        None,
+        "of a running server, http://host:port, https://host:port or unix:/path; without it, one is started for the "
+        "run",
     )
-    model: str | None = _server("folder or hub id of the model of the server that is started (the bundled one)")
-    share_server: bool = _server(
+    model: str | None = _server(None, "folder or hub id of the model of the server that is started (the bundled one)")
+    share_server: bool | None = _server(
+        None,
         "the server that is started is one for all runs of this user on this host with the same flags, and ends after "
-        "the last of them (the default with --output-dir)",
-        default=False,
-    )
-    no_share_server: bool = _server(
-        "the server that is started is for this run alone (the default with -o)", default=False
+        "the last of them (the default with --output-dir). --no-share-server: it is for this run alone (the default "
+        "with -o)",
     )
     api_key: str | None = _server(
-        "sent as a bearer token; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
+        None, "sent as a bearer token; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
     )
-    priority: str = _server("beside other callers (bulk)", default="bulk", choices=("interactive", "normal", "bulk"))
-    timeout: float = _server("longest wait for one answer (300)", default=300.0, read=_seconds, metavar="S")
-    retry_for: float = _server(
-        "how long to wait for a server that is away or serves no request (600)",
-        default=600.0,
-        read=_seconds,
-        metavar="S",
-    )
-    concurrency: int | None = _server("requests under way (about a second of work)", read=whole(1024), metavar="N")
-    batch_texts: int = _server("most rows in a request (256)", default=256, read=whole(100_000), metavar="N")
-    batch_chars: int = _server("about as many characters (131,072)", default=1 << 17, read=whole(1 << 30), metavar="N")
+    priority: Literal["interactive", "normal", "bulk"] = _server("bulk", "beside other callers (bulk)")
+    timeout: float = _seconds(300.0, "longest wait for one answer (300)")
+    retry_for: float = _seconds(600.0, "how long to wait for a server that is away or serves no request (600)")
+    concurrency: int | None = _server(None, "requests under way (about a second of work)", at_least=1, at_most=1024)
+    batch_texts: int = _server(256, "most rows in a request (256)", at_least=1, at_most=100_000)
+    batch_chars: int = _server(1 << 17, "about as many characters (131,072)", at_least=1, at_most=1 << 30)
     results: tuple[str, ...] = _results(
+        (),
         "what is written: dense, sparse or multi-vector, or several of them; scores of pairs; labels of texts, pairs "
         "or parts of texts (what the model is for)",
-        default=(),
         read=_result_names,
-        metavar="KIND,…",
+        word="KIND,…",
     )
-    raw_scores: bool = _results("scores are the model's own numbers, without an activation", default=False)
-    all_scores: bool = _results("of labels: the scores of all labels, not of the best one alone", default=False)
-    dtype: str = _vectors("of the vectors (float32)", default="float32", choices=("float32", "float16"))
-    dimensions: int | None = _vectors("the first N; of models made for it", read=whole(1 << 20), metavar="N")
-    overflow: str | None = _vectors(
-        "text longer than the model takes; error: a bad row (the server's default)",
-        choices=("error", "truncate", "truncate_left", "chunk"),
+    raw_scores: bool = _results(False, "scores are the model's own numbers, without an activation")
+    all_scores: bool = _results(False, "of labels: the scores of all labels, not of the best one alone")
+    dtype: Literal["float32", "float16"] = _vectors("float32", "of the vectors (float32)")
+    dimensions: int | None = _vectors(None, "the first N; of models made for it", at_least=1, at_most=1 << 20)
+    overflow: Literal["error", "truncate", "truncate_left", "chunk"] | None = _vectors(
+        None, "text longer than the model takes; error: a bad row (the server's default)"
     )
     input_type: str | None = _vectors(
-        "purpose of the texts, as query or document: chooses the model's prompt", metavar="TYPE"
+        None, "purpose of the texts, as query or document: chooses the model's prompt", word="TYPE"
     )
-    prompt_name: str | None = _vectors("the model's prompt of that name", metavar="NAME")
-    prompt: str | None = _vectors("put before every text", metavar="TEXT")
-    restart: bool = _run("begin anew: replace OUT, and what an unfinished run has left", default=False)
-    quiet: bool = _run("no progress; errors and the last line are written all the same", default=False)
+    prompt_name: str | None = _vectors(None, "the model's prompt of that name", word="NAME")
+    prompt: str | None = _vectors(None, "put before every text", word="TEXT")
+    restart: bool = _run(False, "begin anew: replace OUT, and what an unfinished run has left")
+    quiet: bool = _run(False, "no progress; errors and the last line are written all the same")
     serve_flags: tuple[str, ...] = ()
     """Behind `--`, for `vecd serve`."""
     pace: Pace = USUAL_PACE
@@ -205,10 +193,16 @@ class EmbedOptions(TlsOptions):
             raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
 
     def _check_server(self) -> None:
-        self.check_server(self.url, self.model, self.serve_flags, _SERVED_HERE)
-        if self.share_server and (self.no_share_server or self.url is not None):
-            other = "--no-share-server" if self.no_share_server else "--url"
-            raise ValueError(f"--share-server and {other} exclude each other")
+        if self.url is not None:
+            self.read_target(self.url)
+            if self.model is not None or self.serve_flags:
+                raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
+        elif self.ca is not None or self.insecure:
+            raise ValueError("--ca and --insecure are for a running server: give --url https://host:port")
+        for name in [each for each in self.serve_flags if each.partition("=")[0] in _SERVED_HERE]:
+            raise ValueError(f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url")
+        if self.share_server and self.url is not None:
+            raise ValueError("--share-server and --url exclude each other")
 
     def _check_output(self) -> None:
         """Side effects: sets `output_format`."""
@@ -256,7 +250,7 @@ class EmbedOptions(TlsOptions):
 
     @property
     def shares_server(self) -> bool:
-        return self.share_server or (self.output_dir is not None and not self.no_share_server)
+        return self.output_dir is not None if self.share_server is None else self.share_server
 
     @cached_property
     def target(self) -> Target | None:
@@ -320,9 +314,11 @@ def parse_options(argv: Sequence[str], pace: Pace = USUAL_PACE) -> EmbedOptions:
     return parse(
         EmbedOptions,
         argv[:place],
-        prog="vecd embed",
-        usage="vecd embed INPUT... (-o OUT | --output-dir DIR) [--flags] [-- flags of vecd serve]",
-        description="Embed the rows of files. The same command again resumes a run that was ended, or killed.",
+        Command(
+            "vecd embed",
+            usage="vecd embed INPUT... (-o OUT | --output-dir DIR) [--flags] [-- flags of vecd serve]",
+            description="Embed the rows of files. The same command again resumes a run that was ended, or killed.",
+        ),
         serve_flags=tuple(argv[place + 1 :]),
         pace=pace,
     )

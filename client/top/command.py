@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from vecd.base.flags import TlsOptions, flag, number, parse
+from vecd.base.flags import Command, TlsOptions, flag, parse
 from vecd.base.programs import not_installed
 from vecd.base.target import Target
 from vecd.client.exchanges import VecdError
@@ -42,21 +42,22 @@ class TopOptions(TlsOptions):
     """Immutable. Raises ValueError when the server's address or the key cannot be used, or nothing can be drawn."""
 
     url: str = flag(
+        "http://127.0.0.1:8000",
         "http://host:port, https://host:port or unix:/path (http://127.0.0.1:8000); of the admin listener, if the "
         "server has one",
-        default="http://127.0.0.1:8000",
     )
     api_key: str | None = flag(
-        "one that has the scope metrics; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
+        None, "one that has the scope metrics; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
     )
     interval: float = flag(
+        1.0,
         "seconds from one answer to the next request (1)",
-        default=1.0,
-        read=number("seconds", _INTERVALS_S[-1], least=_INTERVALS_S[0]),
-        metavar="S",
+        at_least=_INTERVALS_S[0],
+        at_most=_INTERVALS_S[-1],
+        unit="seconds",
     )
-    once: bool = flag("print one picture, of that many seconds, as plain text", default=False)
-    json: bool = flag("print one JSON object for each interval instead", default=False)
+    once: bool = flag(False, "print one picture, of that many seconds, as plain text")
+    json: bool = flag(False, "print one JSON object for each interval instead")
 
     def __post_init__(self) -> None:
         make_client(self.target, self.api_key)  # whether the key can be sent
@@ -77,9 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(
         TopOptions,
         argv,
-        prog="vecd top",
-        description="Show what a running server does: rates, latency by stage, queue, workers, memory. "
-        "Keys: q quits, p pauses the picture, + and - change the interval.",
+        Command(
+            "vecd top",
+            "Show what a running server does: rates, latency by stage, queue, workers, memory. "
+            "Keys: q quits, p pauses the picture, + and - change the interval.",
+        ),
     )
     try:
         asyncio.run(_write(options) if options.json or options.once else Watch(options).run())

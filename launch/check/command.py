@@ -4,14 +4,15 @@ Owns the command's arguments, the order of its parts, and its exit codes. It mak
 same settings, and loads the engine that a worker would run; it opens no port. The selection of an engine is remembered.
 """
 
-import argparse
+# ruff: noqa: RUF009 (a flag is a dataclasses.field)
+
 import logging
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -27,7 +28,7 @@ from vecd.base.failures import (
     StartFailure,
 )
 from vecd.base.files import JsonMapping
-from vecd.base.flags import flags_of
+from vecd.base.flags import Command, FieldValues, flag
 from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
 from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import read_texts
@@ -36,8 +37,9 @@ from vecd.launch.check.report import Problem, Report, new_report, render, render
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
-from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelError
+from vecd.shm.settings import Settings
 from vecd.workers.batch import ReportProgress
 from vecd.workers.check.order import Order
 from vecd.workers.machine import available_mb
@@ -45,11 +47,31 @@ from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
 
-_MAX_SECONDS = 600.0
 _LEAST_CORE_SHARE = 0.9
 """Below it other programs used the same core: the speeds are too low."""
 _TIMEOUT_S = 600.0
 """Without a word from a process; `--start-timeout` can make it longer."""
+
+
+_COMMAND = Command(
+    "vecd check",
+    "Describe a model and how it would be served here, check its vectors, and measure its speed. MODEL, --dtype, "
+    "--device, --engine, --max-tokens, --revision, --cache-dir and every other flag, variable and file mean what they "
+    "mean to vecd serve. Exit codes: 0 the model can be served, 2 bad usage, 3 it cannot or should not be served.",
+    "vecd check [MODEL] [--all] [--quick] [--json] [--remember] [--texts FILE] [--seconds SECONDS] "
+    "[flags of vecd serve]\n       vecd check --fleet URL URL… [--json] [--api-key KEY]",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    all: bool = flag(False, "check every configured model, with a table at the end")
+    fleet: bool = flag(False, "compare running servers (vecd check --fleet --help)")
+    quick: bool = flag(False, "do not measure speed")
+    json: bool = flag(False, "print the report as one JSON object")
+    remember: bool = flag(False, "if the vectors are right, write the reference's beside the model")
+    texts: FilePath | None = flag(None, 'compare with these: one a line, or JSON objects with a "text"', word="FILE")
+    seconds: float = flag(2.5, "to measure each dtype and length of text (2.5)", above=0, at_most=600, unit="seconds")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,9 +85,10 @@ def main(argv: Sequence[str]) -> int:
 
         return check_fleet(argv)
     try:
-        parser = _parser()
-        options, rest = parser.parse_known_args(argv)
-        entries = load_models(load_settings(rest, other_flags=flags_of(parser)))
+        given = FieldValues(CheckOptions)
+        rest = given.add_argv(argv, _COMMAND)
+        options = CheckOptions(**given.read())
+        entries = load_models(load_settings(rest, beside=given))
         if len(entries) > 1 and not options.all:
             names = ", ".join(entry.name for entry in entries)
             raise ConfigurationError(f"MODEL: vecd check takes one model, or --all, and these are given: {names}")
@@ -84,29 +107,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_INTERNAL_ERROR
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vecd check",
-        usage="vecd check [MODEL] [--all] [--quick] [--json] [--remember] [--texts FILE] [--seconds S] "
-        "[flags of vecd serve]\n       vecd check --fleet URL URL… [--json] [--api-key KEY]",
-        description="Describe a model and how it would be served here, check its vectors, and measure its speed. "
-        "MODEL, --dtype, --device, --engine, --max-tokens, --revision, "
-        "--cache-dir and every other flag, variable and file mean what they mean to vecd serve.",
-        epilog="Exit codes: 0 the model can be served, 2 bad usage, 3 it cannot or should not be served.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--all", action="store_true", help="check every configured model, with a table at the end")
-    add("--fleet", metavar="URL", nargs="+", help="compare running servers (vecd check --fleet --help)")
-    add("--quick", action="store_true", help="do not measure speed")
-    add("--json", action="store_true", help="print the report as one JSON object")
-    add("--remember", action="store_true", help="if the vectors are right, write the reference's beside the model")
-    add("--texts", type=FilePath, metavar="FILE", help='compare with these: one a line, or JSON objects with a "text"')
-    add("--seconds", type=float, default=2.5, metavar="S", help="to measure each dtype and length of text (2.5)")
-    return parser
-
-
-def _check(entries: Sequence[ModelEntry], options: argparse.Namespace) -> int:
+def _check(entries: Sequence[ModelEntry], options: CheckOptions) -> int:
     """Print each report when it is complete, unless all are to be one object. Returns the exit code. Raises
     ConfigurationError for the arguments; with --all, what is wrong with the settings of a model is a problem of its
     report."""
@@ -135,11 +136,9 @@ def _check(entries: Sequence[ModelEntry], options: argparse.Namespace) -> int:
     return EXIT_COULD_NOT_START if failed else EXIT_OK
 
 
-def _read_texts(options: argparse.Namespace, settings: Settings) -> list[str]:
+def _read_texts(options: CheckOptions, settings: Settings) -> list[str]:
     """The user's texts; empty for the built-in ones. Raises ConfigurationError for these and for other options."""
     problems, texts = [], []
-    if not 0 < options.seconds <= _MAX_SECONDS:
-        problems.append(f"--seconds: {options.seconds:g} given, must be above 0 and at most {_MAX_SECONDS:g}")
     if settings.engine == "dummy":
         problems.append("--engine: dummy given, which has no model to check")
     if not has_torch():
@@ -168,7 +167,7 @@ def _print(text: str) -> None:
             raise _NotWritten(error.strerror) from error
 
 
-def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) -> Report:
+def _examine(settings: Settings, texts: list[str], options: CheckOptions) -> Report:
     """The report, with as much as a faulty model allows. Raises ConfigurationError."""
     status = StatusLine("vecd check", plain_s=0)
 
@@ -189,9 +188,7 @@ def _examine(settings: Settings, texts: list[str], options: argparse.Namespace) 
     return report
 
 
-def _fill(
-    report: Report, settings: Settings, texts: list[str], options: argparse.Namespace, show: ReportProgress
-) -> None:
+def _fill(report: Report, settings: Settings, texts: list[str], options: CheckOptions, show: ReportProgress) -> None:
     """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
     plan = make_plan(settings)
     try:

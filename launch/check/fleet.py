@@ -4,8 +4,6 @@ Owns the requests to a node, and the decision which nodes differ: those that are
 there is none. Reads no settings of a server, and loads nothing.
 """
 
-# ruff: noqa: RUF009 (a flag is a dataclasses.field)
-
 import asyncio
 import json
 from collections import Counter
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 
 from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK
 from vecd.base.files import JsonMapping, JsonObject
-from vecd.base.flags import TlsOptions, flag, number, parse
+from vecd.base.flags import Command, TlsOptions, flag, parse
 from vecd.base.target import Target, parse_target
 from vecd.client.aio import AsyncClient
 from vecd.client.bench.texts import Lengths, draw_texts
@@ -261,14 +259,17 @@ _HEADINGS = ("node", "version", "identity", "dtype", "max tokens", "result")
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions(TlsOptions):
-    fleet: list[str] = flag("the nodes: http://host:port, https://host:port or unix:/path", metavar="URL", nargs="+")
-    json: bool = flag("print the comparison as one JSON object", default=False)
-    api_key: str | None = flag(
-        "of all nodes; prefer the variable VECD_API_KEY. Without the scope metrics less is compared",
-        variable="VECD_API_KEY",
-        metavar="KEY",
+    fleet: Sequence[str] = flag(
+        (), "the nodes: http://host:port, https://host:port or unix:/path", names=("fleet",), word="URL"
     )
-    timeout: float = flag("seconds for each answer (60)", default=60.0, read=number("seconds", 3600), metavar="S")
+    json: bool = flag(False, "print the comparison as one JSON object")
+    api_key: str | None = flag(
+        None,
+        "of all nodes; prefer the variable VECD_API_KEY. Without the scope metrics less is compared",
+        word="KEY",
+        variable="VECD_API_KEY",
+    )
+    timeout: float = flag(60.0, "seconds for each answer (60)", above=0, at_most=3600, unit="seconds")
 
     def __post_init__(self) -> None:
         if len(set(self.fleet)) < max(2, len(self.fleet)):
@@ -286,11 +287,13 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 the nodes may be mixed, 1 they differ, 2 bad arguments, or a node that cannot be asked."""
     options = parse(
         FleetOptions,
-        argv,
-        prog="vecd check",
-        usage="vecd check --fleet URL URL… [--json] [--api-key KEY] [--ca FILE | --insecure] [--timeout S]",
-        description="Compare the nodes of a fleet: identity, number format, version, settings, and what they make of "
-        f"the same {len(TEXTS)} texts.",
+        [word.removeprefix("--fleet=") for word in argv if word != "--fleet"],
+        Command(
+            "vecd check",
+            usage="vecd check --fleet URL URL… [--json] [--api-key KEY] [--ca FILE | --insecure] [--timeout SECONDS]",
+            description="Compare the nodes of a fleet: identity, number format, version, settings, and what they make "
+            f"of the same {len(TEXTS)} texts.",
+        ),
     )
     nodes = options.nodes()
     asyncio.run(ask_all(nodes, options.api_key, options.timeout))

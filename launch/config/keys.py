@@ -21,7 +21,7 @@ from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationErr
 from vecd.base.flags import closest
 from vecd.gateway.config import PRIORITIES, SCOPES, ApiKey
 from vecd.launch.config.models import names_configured
-from vecd.launch.config.settings import Settings
+from vecd.shm.settings import Settings
 
 MIN_KEY_CHARACTERS = 16
 """For keys in lists and files. A key of `vecd key` has 43: 256 bits."""
@@ -49,9 +49,9 @@ def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
     never with a key."""
     found = _KeysRead(settings)
     if settings.api_key is not None:
-        found.add("--api-key", ApiKey("default", _digest(settings.api_key.get_secret_value())))
+        found.add("--api-key", ApiKey("default", _digest(settings.api_key.value)))
     if settings.api_keys is not None:
-        _read_list(settings.api_keys.get_secret_value(), found)
+        _read_list(settings.api_keys.value, found)
     if settings.keys_file is not None:
         _read_file(settings.keys_file, found)
     if len(found.keys) > MAX_KEYS:

@@ -15,9 +15,10 @@ from typing import Any
 from vecd.base.failures import ConfigurationError
 from vecd.base.flags import closest
 from vecd.gateway.config import DTYPES, OVERFLOWS, ROLES, AliasDefaults, GatewayConfig
-from vecd.launch.config.settings import Settings, with_values
+from vecd.launch.config.settings import SETTINGS, with_values
 from vecd.model.card import ModelCard
 from vecd.model.files import read_optional
+from vecd.shm.settings import Settings, names_of
 
 # What a table `[models.NAME]` says of prompts, and of the requests by an alias: how it is read, before there is a card,
 # and whether the model can do it, which `vecd.launch.config.plan` asks. Reads one file of the model.
@@ -236,13 +237,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAX_WEIGHT = 1000.0
 
 _SOURCE_KEYS = ("source", "model")
-_SETTINGS_OF_MODEL = (
-    "revision", "kind", "pooling", "dtype", "engine", "device", "workers", "threads_per_worker", "max_tokens",
-    "max_batch_tokens",
-    "max_requests", "max_wait", "max_request_tokens", "max_inputs", "max_priority", "token_ids", "overflow",
-    "max_embed_len", "matryoshka", "quantization_ranges", "literal_special_tokens", "unverified", "accept_unordered",
-    "batch_timeout", "load", "keep_alive", "pinned", "dummy_ms_per_text",
-)  # fmt: skip
+_SETTINGS_OF_MODEL = [name for name, (_, rules) in SETTINGS.items() if rules.is_per_model]
 """The settings that a table may have. All others are of what the models share."""
 _KEYS = (*_SOURCE_KEYS, "aliases", "prompts", "default_prompt", "weight", *_SETTINGS_OF_MODEL)
 _NAMING = {
@@ -272,8 +267,8 @@ def load_models(settings: Settings) -> tuple[ModelEntry, ...]:
 
 
 def _read(settings: Settings) -> "_Reader":
-    given, reader = settings.given_models, _Reader(settings)
-    arguments = [split_source(source) for source in given.sources]
+    given, reader = settings.given, _Reader(settings)
+    arguments = [split_source(source) for source in given.models]
     if given.tables not in (None, {}) or len(arguments) > 1 or any(name for name, _ in arguments):
         reader.read_arguments(arguments)
         reader.read_tables(given.tables)
@@ -308,10 +303,6 @@ def name_of(model: str) -> str:
     return model if folder is None else folder.resolve().name
 
 
-def names_of(setting: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in setting.split(",") if name.strip())
-
-
 def _aliases_of(settings: Settings) -> tuple[str, ...]:
     return names_of(settings.model_aliases)
 
@@ -334,13 +325,13 @@ class _Reader:
         self.problems: list[str] = []
         self.named: list[tuple[str, tuple[str, ...]]] = []
         self._settings = settings
-        self._given = settings.given_models
+        self._given = settings.given
         self._places: dict[str, str] = {}
         tables = self._given.tables
         num_tables = len(tables) if isinstance(tables, Mapping) else 0
-        self._is_one_argument = len(self._given.sources) == 1 and not num_tables
+        self._is_one_argument = len(self._given.models) == 1 and not num_tables
         policy = "refuse" if settings.strict_model else settings.unknown_model or "default"
-        self._common = {} if len(self._given.sources) + num_tables == 1 else {"unknown_model": policy}
+        self._common = {} if len(self._given.models) + num_tables == 1 else {"unknown_model": policy}
 
     def read_arguments(self, arguments: Sequence[tuple[str, str]]) -> None:
         settings = self._settings
@@ -354,7 +345,7 @@ class _Reader:
                 f"--model-aliases: {settings.model_aliases!r} given, which is for the only model, if it has no table: "
                 'use aliases = ["NAME"] in a table [models.NAME]'
             )
-        for text, (name, source) in zip(self._given.sources, arguments, strict=True):
+        for text, (name, source) in zip(self._given.models, arguments, strict=True):
             place = f"{self._given.origin} {shown(text)}"
             if not source:
                 self.problems.append(f"{place}: has no model after the name: must be NAME=MODEL")
@@ -438,7 +429,7 @@ def _why_not(name: str, written: str, value: object) -> str:
     key = written.replace("-", "_")
     if key in _NAMING:
         return f"cannot stand in a table: {_NAMING[key]}"
-    if key in Settings.model_fields:
+    if key in SETTINGS:
         return "is for the whole server: it must stand above the tables"
     if isinstance(value, Mapping):
         return f"is a table; a name with a dot is written in quotes: [models.{_key(f'{name}.{written}')}]"

@@ -33,11 +33,9 @@ from vecd.launch.config.models import (
     check_defaults,
     folder_of,
     name_of,
-    names_of,
     with_prompts,
 )
 from vecd.launch.config.pickles import without_pickles
-from vecd.launch.config.settings import MAX_WORKERS, Settings
 from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
 from vecd.model.card import ModelCard, ModelError, read_card
 from vecd.model.files import files_of, source_of
@@ -45,6 +43,7 @@ from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
 from vecd.shm.control import parse_keep_alive
 from vecd.shm.output import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU, span_of
+from vecd.shm.settings import MAX_WORKERS, Settings, names_of
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families import FAMILIES
 from vecd.workers.machine import usable_cores
@@ -514,7 +513,7 @@ def _worker_config(settings: Settings, card: ModelCard, device: str, arena: Aren
 
 
 def _as_set(settings: Settings, config: type) -> dict[str, Any]:
-    names = [field.name for field in fields(config) if field.name in Settings.model_fields]
+    names = [field.name for field in fields(config) if field.name in {each.name for each in fields(Settings)}]
     values = ((name, getattr(settings, name)) for name in names)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values}
 

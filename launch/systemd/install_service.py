@@ -3,18 +3,18 @@
 Fills its paths into the units of deploy/, which are links in `data`, installs and starts them.
 """
 
-import argparse
 import os
 import re
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_COULD_NOT_START, EXIT_OK, ConfigurationError
-from vecd.base.flags import flag_hints, flags_of
+from vecd.base.flags import Command, flag, parse
 from vecd.base.programs import command_of
 
 SERVICE, SOCKET = "vecd.service", "vecd.socket"
@@ -22,18 +22,28 @@ _MADE_BY = b"# Made by `vecd install-service`"
 _Run: TypeAlias = Callable[[list[str]], int]
 
 
+_COMMAND = Command(
+    "vecd install-service",
+    "Have systemd keep a server running.",
+    hint="; the settings are in /etc/vecd.toml, or with --user in ~/.config/vecd/vecd.toml",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstallOptions:
+    socket: bool = flag(False, "also vecd.socket: systemd listens")
+    user: bool = flag(False, "for this user's own systemd, without root")
+    run_as: str | None = flag(None, "run as this user; default: one that systemd makes up", word="USER")
+    print: bool = flag(False, "print the units, and write nothing")
+    remove: bool = flag(False, "stop and remove the units; the settings stay")
+
+
 def main(
     arguments: Sequence[str], root: Path = Path("/"), program: Sequence[str] = (), run: _Run = subprocess.call
 ) -> int:
     """Returns the exit code: 2 for what cannot be done as given, 3 when writing or systemctl failed. `root`: files are
     written below it. `program`: `vecd` on the service's command line. `run`: runs systemctl."""
-    parser = argparse.ArgumentParser("vecd install-service", description="Have systemd keep a server running.")
-    parser.add_argument("--socket", action="store_true", help="also vecd.socket: systemd listens")
-    parser.add_argument("--user", action="store_true", help="for this user's own systemd, without root")
-    parser.add_argument("--run-as", metavar="USER", help="run as this user; default: one that systemd makes up")
-    parser.add_argument("--print", action="store_true", help="print the units, and write nothing")
-    parser.add_argument("--remove", action="store_true", help="stop and remove the units; the settings stay")
-    options, rest = parser.parse_known_args(arguments)
+    options = parse(InstallOptions, arguments, _COMMAND)
     folder, config = Path("/etc/systemd/system"), Path("/etc/vecd.toml")
     names = [] if options.remove else [SOCKET, SERVICE] if options.socket else [SERVICE]
 
@@ -45,9 +55,6 @@ def main(
         if options.user:
             home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
             folder, config = home / "systemd/user", home / "vecd/vecd.toml"
-        if rest:
-            hints = f"{flag_hints(rest, flags_of(parser))}; the settings are in {config}"
-            parser.error(f"unrecognized arguments: {' '.join(rest)}{hints}")
         texts = {name: _unit(name, program or own_program(), config, options) for name in names}
         if options.print:
             print("\n".join(texts.values()), end="")
@@ -67,7 +74,7 @@ def own_program() -> list[str]:
     return [str(script)] if os.access(script, os.X_OK) else command_of("vecd")
 
 
-def _unit(name: str, program: Sequence[str], config: Path, options: argparse.Namespace) -> str:
+def _unit(name: str, program: Sequence[str], config: Path, options: InstallOptions) -> str:
     """Raises ConfigurationError for what its user could not run, or what cannot stand in it."""
     text = Path(__file__).with_name("data").joinpath(name).read_text(encoding="utf-8")
     if name == SOCKET:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from tests.support.supervision import FakeGateway, FakeNotifier, Fakes, FakeSocket, settle
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import make_plans
-from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.settings import load_settings
 from vecd.launch.sockets import Inherited
 from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import Heartbeat
+from vecd.shm.settings import Settings
 from vecd.supervisor import Supervisor
 
 WATCHDOG_S = 2.0
@@ -27,8 +29,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, configured: Models) -> None:
 
     def load(settings: Settings) -> tuple[ModelEntry, ...]:
         return tuple(
-            ModelEntry(name, settings.model_copy(update={"served_model_name": name, **table}))
-            for name, table in configured.items()
+            ModelEntry(name, replace(settings, served_model_name=name, **table)) for name, table in configured.items()
         )
 
     for module in ("vecd.supervisor", "tests.support.supervisor_bench"):

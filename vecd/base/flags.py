@@ -1,26 +1,28 @@
-"""Command-line flags, declared as the fields of a dataclass, and what may have been meant by one that there is not.
+"""Settings and flags: declared as the fields of a frozen dataclass, and read by their annotations.
 
-Owns how a flag is declared (`flag`), read from argv (`parse`) and checked (`whole`, `number`, `listed`). Knows no
-command: each declares its own flags.
+Owns how one is declared (`flag`), what a value must be (`read_value`), how argv is read, and the help. A value is a
+text of argv or of a variable, or what a TOML file has. Knows no command: each declares its own fields, and says where
+their values are from.
 """
 
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
-import argparse
 import dataclasses
-import math
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from vecd.base.target import Target, parse_target
 
-# What may have been meant by a flag, a setting or a command that there is not.
-
+_T = TypeVar("_T")
 _CUTOFF = 0.65
 
 
@@ -42,129 +44,294 @@ def flag_hints(words: Sequence[str], known: Sequence[str]) -> str:
     return hints
 
 
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    return list(parser._option_string_actions)
+# --- declarations --------------------------------------------------------------------------------------------------
 
 
-# These commands do not use pydantic-settings, which `vecd serve` uses. Importing it takes 0.17 s of processor time (two
-# cores, medians of three), while `vecd top --help` takes 0.10 s in all. It would also read every flag from the
-# environment: a VECD_MODEL or VECD_PRIORITY that is meant for the server would change what a client sends.
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A text that is never shown."""
 
-_T = TypeVar("_T")
-
-
-def flag(
-    help: str,
-    *,
-    default: Any = None,
-    read: Callable[[str], Any] = str,
-    group: str = "",
-    names: Sequence[str] = (),
-    variable: str = "",
-    **argparse_options: Any,
-) -> Any:
-    """A field that is read from `--field-name`. `default` False makes it a switch, `dataclasses.MISSING` a required
-    flag. `read` raises ValueError with what is wrong with the value. `group` is a heading of --help, `names` replaces
-    the flag's name, and `variable` is an environment variable that stands in for the flag."""
-    kind = {"action": "store_true"} if default is False else {"type": _checked(read)}
-    options = {"help": help, **kind, **argparse_options}
-    metadata = {"group": group, "names": names, "variable": variable, "argparse": options}
-    return dataclasses.field(default=default, metadata=metadata)
+    value: str = field(repr=False)
 
 
-class _Parser(argparse.ArgumentParser):
-    given: Sequence[str] = ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What is declared of a field, beside its annotation and its default."""
 
-    def error(self, message: str) -> NoReturn:
-        is_missing = message.startswith("the following arguments are required")
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        super().error(message + flag_hints(self.given if is_missing else unknown, flags_of(self)))
+    help: str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    read: Callable[[Any], Any] | None = None
+    """Makes the field's value of one that has the annotated type, or of the text where that is a type of its own.
+    Raises ValueError, with a reason that goes on from the field's name."""
+    unit: str = ""
+    """Of a number, and its word in the help. A text that has one may be given as a number."""
+    word: str = ""
+    """For the value in the help; "": the unit's, or the type's."""
+    group: str = ""
+    """Its heading in the help."""
+    names: Sequence[str] = ()
+    """In place of the field's name; one without a dash is no flag, but takes the words that are none."""
+    variable: str = ""
+    """An environment variable that stands in for the flag."""
+    is_basic: bool = False
+    """What a newcomer needs: where a command has such, its --help shows these alone."""
+    is_per_model: bool = False
+    """Each of several models may have its own."""
 
 
-def parse(
-    kind: type[_T], argv: Sequence[str] | None, *, prog: str, description: str, usage: str | None = None, **extra: Any
-) -> _T:
-    """A `kind` of the flags in `argv`, and of the fields `extra`, which are no flags. Side effects: prints what is
-    wrong in one line and exits with 2, also when `kind` raises ValueError; prints the help and exits with 0 for
-    --help."""
-    # A command that passes flags on must not take an abbreviation of one of those for its own.
-    parser = _Parser(
-        prog=prog, description=description, usage=usage, allow_abbrev=not extra, argument_default=argparse.SUPPRESS
+def flag(default: Any, help: str, **rules: Any) -> Any:
+    """A field that is read from `--field-name`, and whose value the annotation and the other `Rules` describe. An
+    annotation is int, float, bool, str, Path, Secret, Literal, a union of these, or a tuple or Sequence, whose parts
+    have commas between them. One of bool has `--no-field-name`, too."""
+    return field(default=default, metadata={"rules": Rules(help=help, **rules)})
+
+
+@cache
+def flags_in(kind: Any) -> Mapping[str, tuple[Any, Rules]]:
+    """Annotation and rules of each flag, by the field's name."""
+    kinds = typing.get_type_hints(kind)
+    declared = [each for each in dataclasses.fields(kind) if "rules" in each.metadata]
+    return {each.name: (kinds[each.name], each.metadata["rules"]) for each in declared}
+
+
+def flag_name(field_name: str, rules: Rules | None = None) -> str:
+    """As a user writes it; of one without a dash, its word."""
+    name = rules.names[-1] if rules and rules.names else "--" + field_name.replace("_", "-")
+    return rules.word if rules and not name.startswith("-") else name
+
+
+# --- values --------------------------------------------------------------------------------------------------------
+
+_TRUTHS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
+_LISTS = (tuple, Sequence)
+
+
+def read_value(kind: Any, rules: Rules, value: Any) -> Any:
+    """Raises ValueError, with a reason that goes on from the field's name."""
+    for each in kinds_in(kind):
+        try:
+            found = _read_as(each, rules, value)
+        except (ValueError, TypeError, OverflowError):
+            continue
+        return found if rules.read is None else rules.read(found)
+    raise ValueError(f"must be {', or '.join(_requirement(each, rules) for each in kinds_in(kind))}")
+
+
+def kinds_in(kind: Any) -> list[Any]:
+    """Of a union; names such as `auto` first."""
+    kinds: tuple[Any, ...] = get_args(kind) if get_origin(kind) in (UnionType, typing.Union) else (kind,)
+    return sorted((each for each in kinds if each is not NoneType), key=lambda each: not _is_literal(each))
+
+
+def _is_literal(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is Literal
+
+
+def _names_in(kind: Any) -> list[str]:
+    """Of a Literal. "" stands for a value that is not given, and is none of them."""
+    return [name for name in get_args(kind) if name]
+
+
+def _read_as(kind: Any, rules: Rules, value: Any) -> Any:
+    """Raises ValueError, TypeError or OverflowError."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if get_origin(kind) in _LISTS:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(_read_as(get_args(kind)[0], rules, part) for part in parts)
+    if _is_literal(kind):
+        is_right = value in _names_in(kind)
+    elif kind is bool:
+        value = _TRUTHS.get(value.lower()) if isinstance(value, str) else value
+        is_right = isinstance(value, bool)
+    elif kind in (int, float):
+        number = kind(value)
+        is_right = (number == value if is_number else isinstance(value, str)) and _is_within(rules, number)
+        value = number
+    else:
+        is_right = isinstance(value, str) or (kind is str and is_number and bool(rules.unit))
+        value = kind(value) if kind in (str, Path, Secret) else value
+    if not is_right:
+        raise ValueError
+    return value
+
+
+def _is_within(rules: Rules, number: float) -> bool:
+    """No range has NaN."""
+    is_above = (rules.above is None or number > rules.above) and (rules.at_least is None or number >= rules.at_least)
+    return is_above and (rules.at_most is None or number <= rules.at_most) and number == number
+
+
+def _requirement(kind: Any, rules: Rules) -> str:
+    if get_origin(kind) in _LISTS:
+        return f"{_requirement(get_args(kind)[0], rules)}, or several with commas between them"
+    if _is_literal(kind):
+        *others, last = map(repr, _names_in(kind))
+        return f"{', '.join(others)} or {last}" if others else last
+    if kind not in (int, float):
+        return "true or false" if kind is bool else "a text"
+    what = "a whole number" if kind is int else f"a number of {rules.unit}" if rules.unit else "a number"
+    least, above, most = (
+        None if each is None else f"{each:.15g}" for each in (rules.at_least, rules.above, rules.at_most)
     )
-    groups: dict[str, Any] = {"": parser}
-    fields = [field for field in dataclasses.fields(kind) if field.metadata]  # type: ignore[arg-type]
-    for field in fields:
-        metadata = field.metadata
-        if (group := metadata["group"]) not in groups:
-            groups[group] = parser.add_argument_group(group)
-        names, options = metadata["names"] or [flag_name(field.name)], metadata["argparse"]
-        if names[0].startswith("-"):
-            options = {**options, "dest": field.name, "required": field.default is dataclasses.MISSING}
-        groups[group].add_argument(*names, **options)
-    parser.given = sys.argv[1:] if argv is None else argv
-    values = vars(parser.parse_args(parser.given))
-    for field in fields:
-        if variable := field.metadata["variable"]:
-            values[field.name] = values.get(field.name) or os.environ.get(variable) or None
-    try:
-        return kind(**values, **extra)
-    except ValueError as error:
-        parser.error(str(error))
+    if above is not None:
+        return f"{what} above {above}" + (f" and at most {most}" if most else "")
+    if least is not None and most is not None:
+        return f"{what} from {least} to {most}"
+    return what + (f" of at least {least}" if least is not None else "")
 
 
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
+# --- sources -------------------------------------------------------------------------------------------------------
 
 
-def _checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read_or_tell(value: str) -> Any:
-        try:
-            return read(value)
-        except ValueError as error:  # argparse shows the message of its own exception only
-            raise argparse.ArgumentTypeError(str(error)) from error
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the help says beside the flags."""
 
-    return read_or_tell
-
-
-# --- values -------------------------------------------------------------------------------------------------
+    prog: str
+    description: str
+    usage: str | None = None
+    hint: str = ""
+    """The end of the message about flags that there are not."""
 
 
-def whole(largest: int = 10**9) -> Callable[[str], int]:
+class FieldValues:
+    """What the sources say of the fields of a dataclass: of two that name the same field, the first counts."""
 
-    def read(value: str) -> int:
-        if not value.isascii() or not value.isdecimal() or not 1 <= int(value[:20]) <= largest:
-            raise ValueError(f"{value!r} is not a whole number from 1 to {largest:,}")
-        return int(value)
+    def __init__(self, kind: Any) -> None:
+        self.problems: list[str] = []
+        self.given: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        """By field, where its value is given, as the user wrote it."""
+        self.flags = flags_in(kind)
 
-    return read
+    def add(self, values: Mapping[str, Any], origin: Callable[[str], str]) -> None:
+        """`origin` writes a field's name as the source does."""
+        self.given = {**values, **self.given}
+        self.origins = {name: origin(name) for name in values} | self.origins
 
+    def add_argv(self, argv: Sequence[str], command: Command) -> list[str]:
+        """Returns the words that are of no field. Side effect: for --help, prints it and exits with 0."""
+        takers: dict[str, tuple[str, bool | None]] = {}
+        """By flag, its field, and the value of one that takes none."""
+        for name, (kind, rules) in self.flags.items():
+            is_switch = bool in kinds_in(kind)
+            takers |= dict.fromkeys(rules.names or [flag_name(name)], (name, is_switch or None))
+            if is_switch:
+                takers[f"--no-{flag_name(name)[2:]}"] = name, False
+        values: dict[str, Any] = {}
+        rest, words = list[str](), list(reversed(argv))
+        while words:
+            word = words.pop()
+            written, equals, value = word.partition("=")
+            if word in ("-h", "--help", "--help-all"):
+                print(_help_of(self.flags, command, shows_all=word == "--help-all"), end="")
+                sys.exit(0)
+            if not _is_flag(word) or written not in takers:
+                rest.append(word)
+                continue
+            name, constant = takers[written]
+            if constant is not None:
+                values[name] = constant
+                self.problems += [f"{written}: takes no value (given: {value!r})"] if equals else []
+            elif equals or (words and not _is_flag(words[-1])):
+                values[name] = value if equals else words.pop()
+            else:
+                self.problems.append(f"{written}: expected one argument")
+        for name, (_, rules) in self.flags.items():
+            if rules.names and not _is_flag(rules.names[0]) and (given := [one for one in rest if not _is_flag(one)]):
+                values[name], rest = given, [one for one in rest if _is_flag(one)]
+        self.add(values, lambda name: flag_name(name, self.flags[name][1]))
+        return rest
 
-def integer(value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not a whole number") from None
-
-
-def number(unit: str, largest: float, *, least: float | None = None) -> Callable[[str], float]:
-    """Reads a number of `unit` from `least` to `largest`; without `least`, one above 0."""
-    span = f"above 0 and up to {largest:,.0f}" if least is None else f"from {least:g} to {largest:,.0f}"
-
-    def read(value: str) -> float:
-        try:
-            found = float(value)
-        except ValueError:
-            found = math.nan  # no range has it
-        if not (found > 0 if least is None else found >= least) or found > largest:
-            raise ValueError(f"{value!r} is not a number of {unit} {span}")
+    def read(self, endings: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The values as the fields have them. `endings`: of messages, by the flag and its value. Side effect: adds
+        the problems."""
+        found = {}
+        for name, value in self.given.items():
+            kind, rules = self.flags[name]
+            try:
+                found[name] = read_value(kind, rules, value)
+            except ValueError as error:
+                is_shown = Secret not in kinds_in(kind) and "@" not in str(value)
+                ending = (endings or {}).get(f"{flag_name(name)} {value}")
+                self.problems.append(
+                    f"{self.origins[name]}: {error}{f' (given: {value!r})' if is_shown else ''}"
+                    + (f"; {ending}" if ending else "")
+                )
         return found
 
-    return read
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdigit() and word != "-"
 
 
-def listed(read_one: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """Reads values with commas between them."""
-    return lambda value: tuple(read_one(part.strip()) for part in value.split(","))
+def parse(kind: type[_T], argv: Sequence[str] | None, command: Command, **extra: Any) -> _T:
+    """A `kind` of the flags in `argv`, and of the fields `extra`, which are no flags. Side effects: prints what is
+    wrong, a line for each problem, and exits with 2, also when `kind` raises ValueError; exits with 0 for --help."""
+    values = FieldValues(kind)
+    if unknown := values.add_argv(sys.argv[1:] if argv is None else argv, command):
+        known = [flag_name(name, rules) for name, (_, rules) in values.flags.items()]
+        hints = f"{flag_hints(unknown, known)}{command.hint}"
+        values.problems.append(f"unrecognized arguments: {' '.join(unknown)}{hints}")
+    variables = {name: rules.variable for name, (_, rules) in values.flags.items() if rules.variable}
+    values.add(
+        {name: os.environ[each] for name, each in variables.items() if os.environ.get(each)}, variables.__getitem__
+    )
+    found = values.read()
+    if not values.problems:
+        try:
+            return kind(**found, **extra)
+        except ValueError as error:
+            values.problems.append(str(error))
+    for problem in values.problems:
+        print(f"{command.prog}: error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+# --- the help ------------------------------------------------------------------------------------------------------
+
+_WORDS = {Path: "PATH", str: "TEXT", int: "NUMBER", float: "NUMBER"}
+
+
+def _help_of(flags: Mapping[str, tuple[Any, Rules]], command: Command, *, shows_all: bool) -> str:
+    import argparse
+
+    basic = {name: each for name, each in flags.items() if each[1].is_basic}
+    groups = dict.fromkeys(rules.group for _, rules in flags.values() if rules.group)
+    is_short = bool(basic) and not shows_all
+    parser = argparse.ArgumentParser(
+        prog=command.prog,
+        usage=command.usage,
+        description=command.description,
+        epilog=f"--help-all shows all {len(flags)} flags, of: {', '.join(groups)}." if is_short else None,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=min(shutil.get_terminal_size().columns, 110)),
+    )
+    parsers: dict[str, Any] = {"": parser}
+    for name, (annotated, rules) in (basic if is_short else flags).items():
+        group = "" if is_short else rules.group
+        if group not in parsers:
+            parsers[group] = parser.add_argument_group(group)
+        takes_words = bool(rules.names) and not rules.names[0].startswith("-")
+        parsers[group].add_argument(
+            *([name] if takes_words else rules.names or [flag_name(name)]),
+            help=rules.help.replace("%", "%%"),
+            **({"action": "store_true"} if bool in kinds_in(annotated) else {"metavar": _word(annotated, rules)}),
+            **({"nargs": "*"} if takes_words else {}),
+        )
+    return parser.format_help()
+
+
+def _word(kind: Any, rules: Rules) -> str:
+    first, *others = kinds_in(kind)
+    if rules.word or get_origin(first) in _LISTS:
+        return rules.word or f"{_word(get_args(first)[0], rules)},…"
+    if _is_literal(first):
+        return "{" + ",".join([*_names_in(first), *(_WORDS[each] for each in others)]) + "}"
+    return rules.unit.upper() or _WORDS.get(first, "TEXT")
 
 
 # --- flags that several commands have ------------------------------------------------------------------------
@@ -173,26 +340,9 @@ def listed(read_one: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
     ca: Path | None = flag(
-        "with https://, trust the certificates in this PEM file instead of the system's", read=Path, metavar="FILE"
+        None, "with https://, trust the certificates in this PEM file instead of the system's", word="FILE"
     )
-    insecure: bool = flag("with https://, trust any certificate", default=False)
+    insecure: bool = flag(False, "with https://, trust any certificate")
 
     def read_target(self, url: str) -> Target:
         return parse_target(url, self.ca, insecure=self.insecure)
-
-    def check_server(
-        self, url: str | None, model: str | None, serve_flags: Sequence[str], served_here: Sequence[str]
-    ) -> None:
-        """Of a command that asks the server at `url`, or starts one of `model` with `serve_flags` and the flags
-        `served_here` of its own. Raises ValueError for flags that do not go together."""
-        if url is not None:
-            self.read_target(url)
-            if model is not None or serve_flags:
-                raise ValueError("--url names a running server: --model, and flags behind --, are for one started here")
-        elif self.ca is not None or self.insecure:
-            raise ValueError("--ca and --insecure are for a running server: give --url https://host:port")
-        for name in serve_flags:
-            if name.partition("=")[0] in served_here:
-                raise ValueError(
-                    f"{name}: where the server listens is chosen here; for one that listens elsewhere, --url"
-                )

@@ -5,14 +5,16 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vecd.base.failures import ConfigurationError, StartFailure
 from vecd.launch import sockets
-from vecd.launch.config.settings import Settings
 from vecd.launch.sockets import Inherited, listen, listen_admin, take_inherited
+from vecd.shm.settings import GivenSettings, Settings
 
 
 @pytest.fixture
@@ -29,8 +31,8 @@ def close() -> Iterator[Callable[[socket.socket], socket.socket]]:
         sock.close()
 
 
-def settings(**fields: object) -> Settings:
-    return Settings.model_validate(fields)
+def settings(**fields: Any) -> Settings:
+    return replace(Settings(), **fields, given=GivenSettings(names=frozenset(fields)))
 
 
 def can_connect(sock: socket.socket) -> bool:

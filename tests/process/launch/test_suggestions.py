@@ -12,7 +12,7 @@ import pytest
         ("srve", "vecd: unknown command 'srve'; did you mean serve?"),
         ("serve --wrokers 2", "vecd: unrecognized arguments: --wrokers; --wrokers: did you mean --workers?"),
         ("check --quik", "vecd check: unrecognized arguments: --quik; --quik: did you mean --quick?"),
-        ("embed a.txt --ouput b.npy", "vecd embed: error: unrecognized arguments: --ouput b.npy; --ouput: did you mean "
+        ("embed a.txt --ouput b.npy", "vecd embed: error: unrecognized arguments: --ouput; --ouput: did you mean "
          "--output?"),
         ("reload --prot 8000", "vecd reload: --prot: did you mean --port?"),
     ],

@@ -286,7 +286,7 @@ def test_a_report_that_nobody_takes(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--seconds", "0"], "--seconds: 0 given"),
+        (["--seconds", "0"], "--seconds: must be a number of seconds above 0 and at most 600 (given: '0')"),
         (["--texts", "nowhere.txt"], "--texts: nowhere.txt cannot be read"),
         (["--engine", "dummy"], "--engine: dummy given, which has no model to check"),
         (["--dtype", "int4"], "--dtype: "),

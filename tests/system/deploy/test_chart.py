@@ -13,15 +13,16 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from vecd.base.flags import Rules, kinds_in
 from vecd.gateway.api.served import PREFIX
 from vecd.gateway.app.app import ROUTES
 from vecd.launch.config.models import _KEYS, _SETTINGS_OF_MODEL, load_models
-from vecd.launch.config.settings import Settings, load_settings
+from vecd.launch.config.settings import SETTINGS, load_settings
 from vecd.shm.shared_metrics import Gauge
 
 helm = pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed: make check does it")
@@ -85,13 +86,22 @@ def dashed(names: Any) -> Iterator[str]:
     return (name.replace("_", "-") for name in names)
 
 
+def schema_of(kind: Any, rules: Rules) -> dict[str, Any]:
+    """Null is the same as absent, which TOML cannot say otherwise."""
+    one, *others = kinds_in(kind)
+    if others:
+        return {"anyOf": [schema_of(each, rules) for each in (*others, one)]}
+    if names := get_args(one):
+        return {"type": "string"} | ({"enum": list(names)} if names[1:] else {"const": names[0]})
+    if one in (int, float):
+        bounds = {"minimum": rules.at_least, "exclusiveMinimum": rules.above, "maximum": rules.at_most}
+        found = {name: bound for name, bound in bounds.items() if bound is not None}
+        return {"type": "integer" if one is int else "number"} | found
+    return {"type": "boolean" if one is bool else "string"}
+
+
 def test_the_schema_knows_the_settings_of_vecd() -> None:
-    described = Settings.model_json_schema()["properties"]
-    for properties in described.values():  # null is the same as absent, which TOML cannot say otherwise
-        kinds = [each for each in properties.pop("anyOf", []) if each != {"type": "null"}]
-        properties.update(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})
-        for key in ("title", "default", "description", "format", "writeOnly"):
-            properties.pop(key, None)
+    described = {name: schema_of(kind, rules) for name, (kind, rules) in SETTINGS.items()}
     config = {
         name.replace("_", "-"): described[name]
         for name in described

@@ -1,25 +1,26 @@
 """Flags that are declared as fields of a dataclass."""
 
-import dataclasses
-from collections.abc import Callable
+# ruff: noqa: RUF009 (a flag is a dataclasses.field)
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from vecd.base.flags import flag, integer, listed, number, parse, whole
+from vecd.base.flags import Command, Rules, Secret, flag, parse, read_value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    names: list[str] = flag(  # noqa: RUF009 (a flag is a dataclasses.field)
-        "names", default=dataclasses.MISSING, names=("names",), nargs="+"
-    )
-    out: str = flag("output", default=dataclasses.MISSING, names=("-o", "--output"))
-    num_rows: int = flag("rows", default=3, read=whole(10), group="rows")
-    rates: tuple[float, ...] = flag("rates", default=(), read=listed(number("hertz", 50)), group="rows")
-    key: str | None = flag("key", variable="SOME_KEY")
-    is_quiet: bool = flag("quiet", default=False)
+    names: Sequence[str] = flag((), "what is read", names=("names",), word="NAME")
+    out: Path | None = flag(None, "where 100% goes", names=("-o", "--output"), word="OUT")
+    num_rows: int = flag(3, "of the result", at_least=1, at_most=10, group="rows")
+    rates: tuple[float, ...] = flag((), "tried one by one", above=0, at_most=50, unit="hertz", group="rows")
+    key: str | None = flag(None, "of the server", variable="SOME_KEY", is_basic=True)
+    is_quiet: bool = flag(False, "no progress")
+    has_color: bool | None = flag(None, "or --no-has-color")
     rest: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -28,63 +29,98 @@ class Flags:
 
 
 def parsed(*argv: str, **extra: Any) -> Flags:
-    return parse(Flags, argv, prog="vecd x", description="Tries flags.", **extra)
+    return parse(Flags, argv, Command("vecd x", "Tries flags."), **extra)
 
 
 def test_fields_are_flags_with_their_defaults() -> None:
-    assert parsed("a", "b", "-o", "c") == Flags(names=["a", "b"], out="c")
-    flags = parsed("a", "--output", "c", "--num-rows", "7", "--rates", "1, 2.5", "--is-quiet")
-    assert (flags.num_rows, flags.rates, flags.is_quiet) == (7, (1.0, 2.5), True)
+    flags = parsed("a", "--output", "c", "--num-rows=7", "b", "--rates", "1, 2.5", "--is-quiet", "--no-has-color", "-")
+    assert flags == Flags(
+        names=("a", "b", "-"), out=Path("c"), num_rows=7, rates=(1.0, 2.5), is_quiet=True, has_color=False
+    )
 
 
 def test_a_variable_stands_in_for_a_flag_that_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "from outside")
-    assert parsed("a", "-o", "c").key == "from outside"
-    assert parsed("a", "-o", "c", "--key", "given").key == "given"
+    assert parsed().key == "from outside"
+    assert parsed("--key", "given").key == "given"
     monkeypatch.setenv("SOME_KEY", "")
-    assert parsed("a", "-o", "c").key is None
+    assert parsed().key is None
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "problems"),
     [
-        (["a", "--ouput=c"], "the following arguments are required: -o/--output; --ouput: did you mean --output?"),
+        (["--is-quite", "--zz"], ["unrecognized arguments: --is-quite --zz; --is-quite: did you mean --is-quiet?"]),
         (
-            ["a", "-o", "c", "--is-quite", "--zz"],
-            "unrecognized arguments: --is-quite --zz; --is-quite: did you mean --is-quiet?",
+            ["--key", "--num-rows", "11", "--rates", "1,nan", "--is-quiet=1", "--output"],
+            [
+                "--key: expected one argument",
+                "--is-quiet: takes no value (given: '1')",
+                "--output: expected one argument",
+                "--num-rows: must be a whole number from 1 to 10 (given: '11')",
+                "--rates: must be a number of hertz above 0 and at most 50, or several with commas between them "
+                "(given: '1,nan')",
+            ],
         ),
-        (["a", "-o", "c", "--num-rows", "11"], "argument --num-rows: '11' is not a whole number from 1 to 10"),
-        (["a", "-o", "c", "--rates", "1,nan"], "argument --rates: 'nan' is not a number of hertz above 0 and up to 50"),
-        (["a", "-o", "c", "--is-quiet", "--num-rows", "10"], "--is-quiet and --num-rows 10 exclude each other"),
+        (["--num-rows", "x", "--ouput", "y"], [
+            "unrecognized arguments: --ouput; --ouput: did you mean --output?",
+            "--num-rows: must be a whole number from 1 to 10 (given: 'x')",
+        ]),
+        (["--is-quiet", "--num-rows", "10"], ["--is-quiet and --num-rows 10 exclude each other"]),
     ],
-)
-def test_what_is_wrong_is_one_line_and_exit_code_2(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_each_problem_is_a_line_and_the_exit_code_2(
+    argv: list[str], problems: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         parsed(*argv)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"vecd x: error: {message}"
+    assert capsys.readouterr().err.splitlines() == [f"vecd x: error: {problem}" for problem in problems]
 
 
-def test_a_command_that_passes_flags_on_takes_no_abbreviations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parsed("a", "-o", "c", "--num", "4").num_rows == 4
-    assert parsed("a", "-o", "c", rest=("--num",)).rest == ("--num",)
-    with pytest.raises(SystemExit):
-        parsed("a", "-o", "c", "--num", "4", rest=())
-    assert "unrecognized arguments: --num" in capsys.readouterr().err
+def test_help_begins_with_what_a_newcomer_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for flag_of_help in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            parsed(flag_of_help)
+        assert not ended.value.code
+        shown.append(capsys.readouterr().out)
+    assert "--key TEXT" in shown[0]
+    assert "--num-rows" not in shown[0]
+    assert "--help-all shows all 7 flags, of: rows." in shown[0]
+    for words in ("NAME", "-o OUT, --output OUT", "where 100% goes", "--num-rows NUMBER", "--rates HERTZ,…", "rows:"):
+        assert words in shown[1]
 
 
 @pytest.mark.parametrize(
-    ("read", "good", "values", "said"),
+    ("kind", "rules", "good", "bad", "must_be"),
     [
-        (whole(1000), 7, ["0", "-1", "1.0", "²", "9" * 30], "is not a whole number from 1 to 1,000"),
-        (number("seconds", 10, least=0), 0, ["-0.1", "nan", "inf", "x"], "is not a number of seconds from 0 to 10"),
-        (integer, -5, ["x"], "'x' is not a whole number"),
+        (int, {"at_least": 1, "at_most": 1000}, [(" 7 ", 7), (7, 7), (7.0, 7)],
+         ["0", "-1", "1.0", "²", "9" * 30, "1" * 5000, 7.5, True, None, "", float("inf")],
+         "a whole number from 1 to 1000"),
+        (int, {"at_least": 3}, [("3", 3)], ["2"], "a whole number of at least 3"),
+        (int, {}, [("-5", -5)], ["x"], "a whole number"),
+        (float, {"at_least": 0, "at_most": 10, "unit": "seconds"}, [("0", 0.0), (2, 2.0)],
+         ["-0.1", "nan", "inf", "x", True, []], "a number of seconds from 0 to 10"),
+        (float, {"above": 0}, [("1e-3", 0.001)], ["0"], "a number above 0"),
+        (bool, {}, [("yes", True), ("False", False), (True, True)], ["2", 1, "y es"], "true or false"),
+        (str, {}, [("x", "x")], [5, True, [], None], "a text"),
+        (str, {"unit": "bytes"}, [("1 GB", "1 GB"), (5, "5")], [True], "a text"),
+        (Secret, {}, [("x", Secret("x"))], [1], "a text"),
+        (Literal["auto", "cpu", "gpu"], {}, [("cpu", "cpu")], ["CPU", ""], "'auto', 'cpu' or 'gpu'"),
+        (int | Literal["auto"], {"at_least": 1, "at_most": 9}, [("auto", "auto"), ("2", 2)], ["0", "all"],
+         "'auto', or a whole number from 1 to 9"),
+        (tuple[int, ...] | None, {"at_least": 1}, [("1, 2", (1, 2)), ([3], (3,))], ["1,", 5],
+         "a whole number of at least 1, or several with commas between them"),
     ],
-)
-def test_numbers_have_a_range(read: Callable[[str], float], good: int, values: list[str], said: str) -> None:
-    assert read(str(good)) == good
-    for value in values:
-        with pytest.raises(ValueError, match=said):
-            read(value)
+)  # fmt: skip
+def test_a_value_is_what_its_annotation_says(
+    kind: Any, rules: dict[str, Any], good: list[tuple[Any, Any]], bad: list[Any], must_be: str
+) -> None:
+    for value, expected in good:
+        found = read_value(kind, Rules(help="", **rules), value)
+        assert (found, type(found)) == (expected, type(expected))
+    for value in bad:
+        with pytest.raises(ValueError, match="must be") as caught:
+            read_value(kind, Rules(help="", **rules), value)
+        assert str(caught.value) == f"must be {must_be}"

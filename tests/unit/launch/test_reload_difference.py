@@ -50,6 +50,6 @@ def test_whatever_else_differs_is_a_change(served: Plan) -> None:
         "number": replace(served, workers=served.workers[:1]),
         "card": replace(served, card=replace(served.card, max_tokens=7)),
         "files": replace(served, model_files=frozenset()),
-        "start timeout": replace(served, settings=settings.model_copy(update={"start_timeout": 7.0})),
+        "start timeout": replace(served, settings=replace(settings, start_timeout=7.0)),
     }
     assert [name for name, plan in changed.items() if serves_the_same(served, plan, is_first=False)] == []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,8 @@ def test_the_threads_of_a_worker_are_those_that_a_batch_may_have(
         ),
     ],
 )
-def test_the_line_to_try_is_a_command_that_works(plan: Plan, settings: dict[str, Path], url: str, curl: str) -> None:
-    lines, _ = summary(replace(plan, settings=plan.settings.model_copy(update=settings)), url, "", {}, 1, 1.0)
+def test_the_line_to_try_is_a_command_that_works(plan: Plan, settings: dict[str, Any], url: str, curl: str) -> None:
+    lines, _ = summary(replace(plan, settings=replace(plan.settings, **settings)), url, "", {}, 1, 1.0)
     [line] = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  try ")]
     assert line.startswith(curl)
 

@@ -36,7 +36,7 @@ def open_output(out: Path, on_bad_row: str) -> OutputFiles:
     return output
 
 
-def make_options(out: Path, on_bad_row: str = "blank") -> EmbedOptions:
+def make_options(out: Path, on_bad_row: Any = "blank") -> EmbedOptions:
     return EmbedOptions(files=[], out=out, keep=() if out.suffix == ".npy" else ("id",), on_bad_row=on_bad_row)
 
 

@@ -144,7 +144,14 @@ def test_a_journal_of_before_has_dense_vectors() -> None:
         ("-o v.npy --shard 0/2", "--shard is for many outputs"),
         ("- --output-dir out", "standard input, -, has no name"),
         ("--output-dir out --share-server --url http://h:1", "--share-server and --url"),
-        *((f"--output-dir out --shard={value}", f"--shard: {value!r} is ") for value in ("3/3", "-1/3", "1/", "²/3")),
+        *(
+            (f"--output-dir out --shard={value}", f"--shard: is {why} (given: {value!r})")
+            for why, values in (
+                ("out of range: I is from 0 to N-1", ["3/3"]),
+                ("not I/N, as 0/40", ["-1/3", "1/", "²/3"]),
+            )
+            for value in values
+        ),
     ],
 )
 def test_flags_that_are_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,7 @@ aliases = {h = 1}
             "c.toml: [models.a]: served-model-name: cannot stand in a table: the table's own name is the model's: "
             "[models.NAME]",
             "c.toml: [models.a]: dtype: must be 'auto', 'float32', 'bfloat16', 'float16' or 'int8' (given: 'float8')",
-            "c.toml: [models.a]: max_inputs: must be a whole number of at least 1 (given: 0)",
+            "c.toml: [models.a]: max_inputs: must be a whole number from 1 to 100000 (given: 0)",
             "c.toml: [models.a]: weight: must be a number above 0 and at most 1000 (given: 0)",
             "c.toml: [models.a]: aliases: the name 'B' is that of c.toml: [models.a], too",
             "c.toml: [models.a]: aliases: the name 'A' is that of c.toml: [models.a], too",
@@ -227,7 +227,7 @@ aliases = {h = 1}
             'c.toml: [models.b]: aliases: must be names, ["NAME"], or tables of request defaults, '
             "[models.NAME.aliases.ALIAS] (given: 'x')",
             "c.toml: [models.b]: the name 'b' is that of c.toml: [models.a], too",
-            "c.toml: [models.b]: source: must be a valid string (given: 3)",
+            "c.toml: [models.b]: source: must be a text (given: 3)",
             f"c.toml: [models.\"c/\"]: the name 'c/' {must}",
             f"c.toml: [models.\"d..e\"]: the name 'd..e' {must}",
             f"c.toml: [models.\"a\\u0000\"]: the name 'a\\x00' {must}",
