@@ -12,7 +12,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import Self
 
 from vecd.client.bench import report
@@ -75,14 +74,33 @@ class Stream:
         self.load = load
         self.contact = contact
         self.started_at = started_at
-        self.requests = itertools.cycle(load.requests)
+        self._requests = itertools.cycle(load.requests)
         self.window = Window(load, started_at)
         self.result = RunResult(load=load)
         self.waiting: dict[object, float] = {}
         """When each request was sent that has no answer yet."""
         self._read = READERS[load.shape.encoding_format]
 
-    def count(self, sent_at: float, response: ServerResponse) -> None:
+    async def request(self, sent_at: float, connection: AsyncConnection | None) -> AsyncConnection | None:
+        """Send the next request, which is due at `sent_at`, on `connection` if that is open, and count what becomes of
+        it. Latency includes the connecting: a caller would wait for it, too. Returns the connection; None if there was
+        no good response, of any status."""
+        self.waiting[key := object()] = sent_at
+        try:
+            if connection is None or not connection.is_open:
+                connection = await self.contact.connect()
+            self._count(sent_at, await connection.exchange(next(self._requests), self.load.timeout_s))
+        except (OSError, BadResponse) as error:
+            if connection is not None:
+                connection.close()
+            self.count_error(sent_at, name_failure(error), str(error))
+            await self.contact.has_failed(error)
+            return None
+        finally:
+            del self.waiting[key]
+        return connection
+
+    def _count(self, sent_at: float, response: ServerResponse) -> None:
         """Count the response to the request that should have been sent at `sent_at`. Raises BadResponse when it is
         measured, and does not fit the request."""
         now = time.perf_counter()
@@ -103,37 +121,6 @@ class Stream:
     def count_error(self, sent_at: float, kind: str, detail: str) -> None:
         if self.window.measures_failure(sent_at, time.perf_counter()):
             self.result.add_errors(kind, detail)
-
-
-class Client:
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._connection: AsyncConnection | None = None
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connection is not None and self._connection.is_open
-
-    async def request(self, sent_at: float) -> bool:
-        """Send the stream's next request, which is due at `sent_at`, and count what becomes of it. Latency includes the
-        connecting: a caller would wait for it, too. Returns whether there was a response, of any status."""
-        stream = self._stream
-        stream.waiting[self] = sent_at
-        try:
-            if self._connection is None or not self._connection.is_open:
-                self._connection = await stream.contact.connect()
-            stream.count(sent_at, await self._connection.exchange(next(stream.requests), stream.load.timeout_s))
-        except (OSError, BadResponse) as error:
-            stream.count_error(sent_at, name_failure(error), str(error))
-            await stream.contact.has_failed(error)
-            return False
-        finally:
-            del stream.waiting[self]
-        return True
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
 
 # Event loops count in milliseconds, and a request that is sent half a millisecond late has as much latency that the
@@ -212,22 +199,26 @@ async def _send_in_turn(stream: Stream, index: int) -> None:
     # The clients start one by one in the first half of the warm-up. If all connected at once, the server process that
     # wakes first would accept most of them (seen: 12 of 16, by one of two under gunicorn).
     await asyncio.sleep(stream.load.warmup_s / 2 * index / stream.load.clients)
-    with closing(Client(stream)) as client:
+    connection: AsyncConnection | None = None
+    try:
         while stream.window.may_send(sent_at := time.perf_counter()):
-            if not await client.request(sent_at):
+            if (connection := await stream.request(sent_at, connection)) is None:
                 await asyncio.sleep(_PAUSE_S)
+    finally:
+        if connection is not None:
+            connection.close()
 
 
 class _OpenLoop:
-    """Requests at random moments, by the client used last of those that are free. So the connections of a burst may
-    fall idle, as in the pools of HTTP libraries."""
+    """Requests at random moments, on the connection used last of those that are free. So the connections of a burst
+    may fall idle, as in the pools of HTTP libraries."""
 
     def __init__(self, stream: Stream, rate_per_s: float) -> None:
         self._stream = stream
         self._rate_per_s = rate_per_s
         self._random = random.Random(stream.load.shape.seed)
-        self._idle: list[Client] = []
-        self._clients: set[Client] = set()
+        self._idle: list[AsyncConnection] = []
+        self._num_under_way = 0
         self._due = stream.started_at  # and not the present: a task that starts late drops no arrival
         self._has_sent_all = asyncio.Event()
         self._group: asyncio.TaskGroup
@@ -241,8 +232,8 @@ class _OpenLoop:
                         self._alarm.set(self._due)
                         await self._has_sent_all.wait()
         finally:
-            for client in self._clients:
-                client.close()
+            for connection in self._idle:
+                connection.close()
 
     def _plan_next(self) -> bool:
         self._due += self._random.expovariate(self._rate_per_s)
@@ -272,25 +263,20 @@ class _OpenLoop:
     def _send(self, arrived_at: float, now: float) -> None:
         if now - arrived_at > LATE_S and self._stream.window.measures_failure(arrived_at, arrived_at):
             self._stream.result.delays.append(now - arrived_at)
-        if (client := self._take_client()) is not None:
-            self._group.create_task(self._request(client, arrived_at))
-        else:
-            in_use = f"all {self._stream.load.max_connections} were in use"
+        while self._idle and not self._idle[-1].is_open:
+            self._idle.pop()
+        if not self._idle and self._num_under_way == self._stream.load.max_connections:
+            in_use = f"all {self._num_under_way} were in use"
             self._stream.count_error(arrived_at, "no free connection", in_use)
+            return
+        self._num_under_way += 1
+        self._group.create_task(self._request(arrived_at, self._idle.pop() if self._idle else None))
 
-    def _take_client(self) -> Client | None:
-        while self._idle:
-            if (client := self._idle.pop()).is_connected:
-                return client
-            self._clients.discard(client)
-        if len(self._clients) == self._stream.load.max_connections:
-            return None
-        self._clients.add(client := Client(self._stream))
-        return client
-
-    async def _request(self, client: Client, arrived_at: float) -> None:
-        await client.request(arrived_at)
-        self._idle.append(client)
+    async def _request(self, arrived_at: float, connection: AsyncConnection | None) -> None:
+        connection = await self._stream.request(arrived_at, connection)
+        self._num_under_way -= 1
+        if connection is not None:
+            self._idle.append(connection)
 
 
 _TICK_S = 0.1
