@@ -3,14 +3,18 @@
 Owns the OpenAI-shaped body and the headers; sending a request costs one write. Opens no socket and reads no clock.
 """
 
+# ruff: noqa: RUF009 (a flag is a dataclasses.field)
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import orjson
 
+from vecd.base.flags import flag
 from vecd.base.target import Target
-from vecd.client.bench.texts import Lengths, draw_texts, shuffle_texts
+from vecd.client.bench.texts import Lengths, draw_texts, parse_lengths, shuffle_texts
 from vecd.client.http import render_request
 
 DEFAULT_MAX_CONNECTIONS = 1024
@@ -19,7 +23,8 @@ MAX_RATE_PER_S = 100_000.0
 _NUM_DISTINCT_REQUESTS = 2 * DEFAULT_MAX_CONNECTIONS
 """Enough that requests in progress at the same time differ: vecd computes identical inputs once that wait at the same
 time. A server with a cache would still use it."""
-_TEN_WORDS = Lengths(10)
+MAX_TEXTS_PER_REQUEST = 100_000
+TEN_WORDS = Lengths(10)
 _ACCEPT = {"bytes": "*/*", "npy": "application/x-npy"}
 """By encoding; JSON for the others. "bytes" is requested in the body."""
 
@@ -28,24 +33,34 @@ class Unreachable(Exception):
     """Raised by `LoadRun.run` when no connection can be made."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestShape:
-    """Of all requests of a run."""
+_request = partial(flag, group="requests")
 
-    path: str = "/v1/embeddings"
-    lengths: Lengths = _TEN_WORDS
+
+@dataclass(frozen=True, kw_only=True)
+class RequestShape:
+    """Of all requests of a run. Immutable. All fields but `texts` are flags of `vecd bench`."""
+
+    path: str = _request("/v1/embeddings", "of the OpenAI-shaped endpoint (/v1/embeddings)")
+    texts_per_request: int = _request(1, "inputs in each (1)", at_least=1, at_most=MAX_TEXTS_PER_REQUEST)
+    lengths: Lengths | None = _request(
+        None,
+        "words in each text (10), or lognormal:MEAN,SIGMA",
+        names=("--lengths", "--words"),
+        read=parse_lengths,
+        word="NUMBER",
+    )
     texts: Sequence[str] | None = None
     """The texts to send, in an order that depends on `seed`; None: texts of `lengths` are drawn."""
-    texts_per_request: int = 1
-    encoding_format: str = "base64"
-    """One of `vecd.client.bench.report.READERS`. "npy" is requested by header, the others in the body."""
-    model: str | None = None
-    """None: left out."""
-    api_key: str | None = None
-    seed: int = 0
-    """Of the texts, and of the arrivals in an open loop."""
-    timeout_ms: int | None = None
-    priority: str | None = None
+    encoding_format: Literal["base64", "float", "bytes", "npy"] = _request(
+        "base64", "encoding of the vectors (base64); bytes and npy are not JSON"
+    )
+    model: str | None = _request(None, "left out of the requests when not given")
+    api_key: str | None = _request(None, "sent as a bearer token")
+    timeout_ms: int | None = _request(
+        None, "sent as x-vecd-timeout-ms: the server's deadline for an answer", at_least=1, unit="milliseconds"
+    )
+    priority: str | None = _request(None, "sent as x-vecd-priority", word="P")
+    seed: int = _request(0, "of the texts and the arrivals (0)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +110,7 @@ def render_requests(target: Target, shape: RequestShape, num_requests: int = _NU
     headers = {"x-vecd-timeout-ms": shape.timeout_ms, "x-vecd-priority": shape.priority}
     num_texts = num_requests * shape.texts_per_request
     if shape.texts is None:
-        texts = draw_texts(num_texts, shape.lengths, shape.seed)
+        texts = draw_texts(num_texts, shape.lengths or TEN_WORDS, shape.seed)
     else:
         texts = shuffle_texts(list(shape.texts), num_texts, shape.seed)
     return [

@@ -7,34 +7,38 @@ Everything is checked before anything is sent. Measures nothing.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vecd.base.flags import Command, TlsOptions, flag, flag_name, parse
 from vecd.base.target import Target
-from vecd.client.bench.load import DEFAULT_MAX_CONNECTIONS, MAX_RATE_PER_S, Load, RequestShape, render_requests
+from vecd.client.bench.load import (
+    DEFAULT_MAX_CONNECTIONS,
+    MAX_RATE_PER_S,
+    MAX_TEXTS_PER_REQUEST,
+    TEN_WORDS,
+    Load,
+    RequestShape,
+    render_requests,
+)
 from vecd.client.bench.plot import require_matplotlib
 from vecd.client.bench.texts import Lengths, parse_lengths, read_texts
 
 STDOUT = Path("-")
 _DEFAULT_CLIENTS = (1, 16, 64)
-_DEFAULT_WORDS = 10
 _DEFAULT_BULK_TEXTS = 512
 _DEFAULT_BULK_WORDS = 70
 _MAX_CLIENTS = 20_000
 """Connections: fewer than the ports of one address."""
-_MAX_TEXTS_PER_REQUEST = 100_000
 _MAX_DURATION_S = 86_400.0
 _MAX_TIMEOUT_S = 3_600.0
 _MAX_DISTINCT_REQUESTS = 100_000
 _READY_TEXTS = 32_768
 """About the number of texts in all different requests, if --distinct-requests is not given; up to eight times as many
 for the sake of requests that are in progress at the same time."""
-_REQUEST_FLAGS = ("path", "model", "encoding_format", "texts_per_request", "seed", "timeout_ms", "priority")
-"""Flags that are fields of `RequestShape`, and are reported. The key is not."""
-_EXCLUSIVE = (("clients", "rate"), ("words", "lengths"), ("words", "texts"), ("lengths", "texts"))
+_NOT_REPORTED = ("api_key", "texts")
 _DEPENDENT = (
     ("max_connections", "rate"),
     ("bulk_texts", "bulk_clients"),
@@ -49,7 +53,7 @@ _report = partial(flag, group="report")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(TlsOptions):
+class BenchOptions(RequestShape, TlsOptions):
     """Immutable. Raises ValueError when flags do not go together, or a file cannot be read or written.
 
     Side effects: the file of --json exists from now on.
@@ -58,7 +62,6 @@ class BenchOptions(TlsOptions):
     url: str = _load(
         "http://127.0.0.1:8000", "http://host:port, https://host:port or unix:/path (http://127.0.0.1:8000)"
     )
-    path: str = _load("/v1/embeddings", "of the OpenAI-shaped endpoint (/v1/embeddings)")
     clients: tuple[int, ...] | None = _load(
         None,
         "closed loop: connections, each sending again when it is answered; several are runs in a row (1,16,64)",
@@ -83,35 +86,22 @@ class BenchOptions(TlsOptions):
     warmup: float = _load(2.0, "seconds before that (2)", at_least=0, at_most=_MAX_DURATION_S, unit="seconds")
     requests: int | None = _load(None, "measure this many requests instead of a time", at_least=1)
     timeout: float = _load(30.0, "longest wait for one answer (30)", above=0, at_most=_MAX_TIMEOUT_S, unit="seconds")
-    texts_per_request: int = _request(1, "inputs in each (1)", at_least=1, at_most=_MAX_TEXTS_PER_REQUEST)
-    words: int | None = _request(None, f"in each text ({_DEFAULT_WORDS})", at_least=1)
-    lengths: Lengths | None = _request(
-        None, "words in each text, instead of --words", read=parse_lengths, word="lognormal:MEAN,SIGMA"
+    texts_file: Path | None = _request(
+        None, 'texts to send: one a line, or JSON objects with a "text"', names=("--texts",), word="FILE"
     )
-    texts: Path | None = _request(None, 'texts to send: one a line, or JSON objects with a "text"', word="FILE")
     distinct_requests: int | None = _request(
         None,
         "how many differ, before they come again (512, or twice those at a time; fewer of many texts)",
         at_least=1,
         at_most=_MAX_DISTINCT_REQUESTS,
     )
-    encoding_format: Literal["base64", "float", "bytes", "npy"] = _request(
-        "base64", "encoding of the vectors (base64); bytes and npy are not JSON"
-    )
-    model: str | None = _request(None, "left out of the requests when not given")
-    api_key: str | None = _request(None, "sent as a bearer token")
-    timeout_ms: int | None = _request(
-        None, "sent as x-vecd-timeout-ms: the server's deadline for an answer", at_least=1, unit="milliseconds"
-    )
-    priority: str | None = _request(None, "sent as x-vecd-priority", word="P")
-    seed: int = _request(0, "of the texts and the arrivals (0)")
     bulk_clients: int | None = _bulk(
         None,
         "connections, each sending again when it is answered; they have a row of their own",
         at_most=_MAX_CLIENTS,
     )
     bulk_texts: int | None = _bulk(
-        None, f"inputs in each request ({_DEFAULT_BULK_TEXTS})", at_most=_MAX_TEXTS_PER_REQUEST
+        None, f"inputs in each request ({_DEFAULT_BULK_TEXTS})", at_most=MAX_TEXTS_PER_REQUEST
     )
     bulk_words: Lengths | None = _bulk(
         None, f"in each text, or lognormal:MEAN,SIGMA ({_DEFAULT_BULK_WORDS})", read=parse_lengths
@@ -133,9 +123,10 @@ class BenchOptions(TlsOptions):
     plot: Path | None = _report(None, "draw latency over throughput, a point a run; needs vecd[plot]", word="FILE.png")
 
     def __post_init__(self) -> None:
-        for one, other in _EXCLUSIVE:
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"{flag_name(one)} and {flag_name(other)} exclude each other")
+        if self.clients is not None and self.rate is not None:
+            raise ValueError("--clients and --rate exclude each other")
+        if self.lengths is not None and self.texts_file is not None:
+            raise ValueError("--words and --texts exclude each other")
         for name, needed in _DEPENDENT:
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{flag_name(name)} means something only with {flag_name(needed)}")
@@ -199,16 +190,13 @@ class BenchOptions(TlsOptions):
 
     @cached_property
     def _shape(self) -> RequestShape:
-        try:
-            texts = None if self.texts is None else read_texts(self.texts)
-        except ValueError as error:
-            raise ValueError(f"--texts: {error}") from error
-        return RequestShape(
-            lengths=self.lengths or Lengths(self.words or _DEFAULT_WORDS),
-            texts=texts,
-            api_key=self.api_key,
-            **{name: getattr(self, name) for name in _REQUEST_FLAGS},
-        )
+        shape = {each.name: getattr(self, each.name) for each in fields(RequestShape)}
+        if self.texts_file is not None:
+            try:
+                shape["texts"] = read_texts(self.texts_file)
+            except ValueError as error:
+                raise ValueError(f"--texts: {error}") from error
+        return RequestShape(**shape)
 
     def _render(self, shape: RequestShape, num_at_a_time: int) -> list[bytes]:
         """`num_at_a_time`: the most requests of that shape that are in progress at the same time. They differ where
@@ -232,13 +220,13 @@ class BenchOptions(TlsOptions):
 
     @property
     def _texts_name(self) -> str:
-        return str(self._shape.lengths) if self.texts is None else self.texts.name
+        return str(self.lengths or TEN_WORDS) if self.texts_file is None else self.texts_file.name
 
     def fields(self) -> dict[str, Any]:
         """The same for programs, without the key."""
         return {
             "url": self.url,
-            **{name: getattr(self, name) for name in _REQUEST_FLAGS},
+            **{each.name: getattr(self, each.name) for each in fields(RequestShape) if each.name not in _NOT_REPORTED},
             "lengths": self._texts_name,
             "warmup_s": self.warmup,
             "timeout_s": self.timeout,

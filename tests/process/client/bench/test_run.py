@@ -14,7 +14,7 @@ from vecd.client.bench.run import LoadRun
 DEADLINE_S = 60.0
 
 
-def make_load(url: str, *, texts_per_request: int = 1, encoding_format: str = "base64", **fields: Any) -> Load:
+def make_load(url: str, *, texts_per_request: int = 1, encoding_format: Any = "base64", **fields: Any) -> Load:
     target = parse_target(url)
     shape = RequestShape(texts_per_request=texts_per_request, encoding_format=encoding_format)
     defaults = {"clients": int("rate_per_s" not in fields), "duration_s": 0.3, "warmup_s": 0.0, "timeout_s": 10.0}
