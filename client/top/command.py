@@ -146,17 +146,19 @@ class Watch:
     async def run(self) -> None:
         """Until q, Ctrl-C or SIGTERM. Raises VecdError."""
         loop = asyncio.get_running_loop()
-        for signal_number, event in _SIGNALS.items():
-            loop.add_signal_handler(signal_number, self._events.put_nowait, event)
+        for signal_number, name in _SIGNALS.items():
+            loop.add_signal_handler(signal_number, self._events.put_nowait, name)
         if self._keyboard is not None:
             loop.add_reader(self._keyboard, self._read_keys)
+        event: str | VecdError = "q"
         with suppress(OSError, termios.error):  # the terminal has gone
-            while await self._draw() == "stopped":
+            while (event := await self._draw()) == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)  # not SIGTSTP, which is handled here: a shell sees no difference
+        if isinstance(event, VecdError):
+            raise event
 
-    async def _draw(self) -> str:
-        """Returns which event ended it, with the terminal as it was. Raises VecdError, and OSError when the terminal
-        has gone."""
+    async def _draw(self) -> str | VecdError:
+        """Returns which event ended it, with the terminal as it was. Raises OSError when the terminal has gone."""
         from rich.live import Live
 
         for name in ("COLUMNS", "LINES"):  # rich would believe them, and they do not change with the terminal
@@ -168,9 +170,7 @@ class Watch:
                 _keys_without_enter(self._keyboard),
                 Live(self._scene, console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live,
             ):
-                while (event := await self._events.get()) not in ("q", "stopped"):
-                    if isinstance(event, VecdError):
-                        raise event
+                while isinstance(event := await self._events.get(), str) and event not in ("q", "stopped"):
                     self._take(event)
                     if event in ("p", "+", "-"):  # requested anew: what is shown, and how often, has changed
                         polling.cancel()

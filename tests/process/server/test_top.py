@@ -221,11 +221,13 @@ def test_stopped_it_gives_the_terminal_back_and_takes_it_again(served):
         assert terminal.is_restored()
 
 
-def test_whoever_is_refused_has_his_terminal_back_and_is_told_why(served):
-    with on_terminal(served.admin_url, VECD_API_KEY=EMBED_KEY) as terminal:
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_whoever_is_refused_has_his_terminal_back_and_is_told_why(served, is_tls):
+    url = served.server.url.replace("http:", "https:") if is_tls else served.admin_url
+    with on_terminal(url, VECD_API_KEY=EMBED_KEY) as terminal:
         _, _, rest = terminal.read_to_end().partition(BACK.decode())
         assert terminal.process.returncode == 1
-        assert "does not have the scope 'metrics'" in rest
+        assert ("it does not speak TLS" if is_tls else "does not have the scope 'metrics'") in rest
         assert terminal.is_restored()
 
 
@@ -275,7 +277,7 @@ def test_without_access_it_says_what_is_missing(served, capsys, monkeypatch, url
     [
         ((), "use --once or --json"),
         (("--once", "--interval", "nan"), "--interval"),
-        (("--once", "--interval", "0.01"), "from 0.1 to 3,600"),
+        (("--once", "--interval", "0.01"), "from 0.1 to 3600"),
         (("--once", "--url", "ftp://x"), "neither http://host:port nor https://host:port nor unix:/path"),
         (("--once", "--url", "http://x", "--insecure"), "only with https://"),
         (("--once", "--api-key", "a\nb"), "characters that cannot be sent"),
