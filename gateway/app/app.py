@@ -19,7 +19,7 @@ from vecd.gateway.api.answer import Headers, json_response
 from vecd.gateway.api.operation import Dialect, Operation
 from vecd.gateway.api.served import HEADER as MODEL_HEADER
 from vecd.gateway.api.served import PREFIX, Models, header_value, readings_of, unlisted
-from vecd.gateway.app.handle import Claim, OperationsHandler
+from vecd.gateway.app.handle import Claim, OperationsHandler, claims_of
 from vecd.gateway.app.openapi import describe_api
 from vecd.gateway.app.routes import ENDPOINTS as ENDPOINTS
 from vecd.gateway.app.routes import (
@@ -182,8 +182,8 @@ async def openapi(service: Service, http: HttpRequest, principal: Principal) -> 
     if key not in documents:
         have_keys = services.principals.have_keys
         table = _tables(services.active.config.has_admin_listener, have_keys)[http.is_admin, is_by_path]
-        path = "" if services.models is None or are_several else f"{PREFIX}{service.info.model}"
-        document = describe_api(table, infos, has_keys=have_keys, path=path, are_several=are_several)
+        prefix = "" if services.models is None or are_several else f"{PREFIX}{service.info.model}"
+        document = describe_api(table, infos, has_keys=have_keys, prefix=prefix, are_several=are_several)
         if len(documents) >= _MAX_DOCUMENTS:
             del documents[next(iter(documents))]
         documents[key] = orjson.dumps(document)
@@ -224,8 +224,8 @@ def _dialect_at(path: str | None, table: Table) -> Dialect | None:
     if path is None:
         return None
     for route in (methods_at(table, path) or {}).values():
-        if isinstance(route.handler, OperationsHandler):
-            return route.handler.claims[0].dialect
+        for claim in claims_of(route):
+            return claim.dialect
     return next((dialect for dialect in DIALECTS if dialect.prefix and path.startswith(dialect.prefix)), None)
 
 

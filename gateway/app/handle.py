@@ -32,7 +32,7 @@ from vecd.gateway.api.operation import (
     parse_with_defaults,
 )
 from vecd.gateway.api.served import ModelInfo, Models
-from vecd.gateway.app.routes import name_in
+from vecd.gateway.app.routes import Route, name_in
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
 from vecd.gateway.pipeline import deadline_of
@@ -311,6 +311,11 @@ class OperationsHandler:
     ) -> None:
         infos = () if models is None else [model.info for model in models.all]
         add_others(error, operation, service.info, infos, self._routes)
+
+
+def claims_of(route: Route) -> tuple[Claim, ...]:
+    """None of a route that belongs to no dialect."""
+    return route.handler.claims if isinstance(route.handler, OperationsHandler) else ()
 
 
 def _input_fields(operation: Operation) -> tuple[str, ...]:

@@ -8,13 +8,14 @@ Specification, version 3.1.
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.gateway.api.answer import MAX_TIMEOUT_MS
 from vecd.gateway.api.fields import Schema
 from vecd.gateway.api.operation import Operation, is_able
 from vecd.gateway.api.served import HEADER, PREFIX, ModelInfo
-from vecd.gateway.app.handle import CONDITION, Claim, OperationsHandler
+from vecd.gateway.app.handle import CONDITION, Claim, claims_of
 from vecd.gateway.app.routes import Route, Table
 from vecd.gateway.request import HEADER as IDENTITY
 
@@ -67,18 +68,29 @@ _OF_EMBEDDING = [
 _IDENTITY = {IDENTITY: {"description": "Of the model that has answered", "schema": {"type": "string"}}}
 
 
+class _Documented(NamedTuple):
+    path: str
+    method: str
+    route: Route
+    claims: Sequence[Claim]
+    """Of the operations of dialects that are described."""
+
+
 def describe_api(
-    table: Table, model_infos: Sequence[ModelInfo], *, has_keys: bool, path: str = "", are_several: bool = False
+    table: Table, model_infos: Sequence[ModelInfo], *, has_keys: bool, prefix: str = "", are_several: bool = False
 ) -> JsonObject:
     """The document of `table`, the routes of one listener, for the models that the reader reaches, one at least.
-    `path`: the prefix of the routes of one of several models; "": they have none. `are_several`: requests name one of
+    `prefix`: that of the routes of one of several models; "": they have none. `are_several`: requests name one of
     the models, and the routes that none of them can answer are left out."""
     names = [name for each in model_infos for name in each.names] if are_several else []
-    if are_several:
-        table = _without_unable(table, model_infos)
-    handlers = [route.handler for methods in table.values() for route in methods.values()]
-    claims = [claim for handler in handlers if isinstance(handler, OperationsHandler) for claim in handler.claims]
-    dialects = {claim.dialect.name: claim.dialect for claim in claims}
+    routes = []
+    for path, methods in table.items():
+        for method, route in methods.items():
+            claims = claims_of(route)
+            able = [claim for claim in claims if not are_several or _able(claim.operation, model_infos)]
+            if able or not claims:
+                routes.append(_Documented(path, method, route, able))
+    dialects = {claim.dialect.name: claim.dialect for each in routes for claim in each.claims}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -86,10 +98,10 @@ def describe_api(
             "version": model_infos[0].config.version,
             "description": _introduction(model_infos, names),
         },
-        **_servers(path, names),
+        **_servers(prefix, names),
         "tags": [{"name": dialect.name, "description": dialect.title} for dialect in dialects.values()]
         + [{"name": "server", "description": "What the server says of itself"}],
-        "paths": _paths(table, model_infos, names, has_keys=has_keys),
+        "paths": _paths(routes, model_infos, names, has_keys=has_keys),
         "components": {
             "schemas": {f"{name}-error": dialect.error for name, dialect in dialects.items()},
             "securitySchemes": {
@@ -125,10 +137,10 @@ def _introduce(model_info: ModelInfo) -> str:
     )
 
 
-def _servers(path: str, names: Sequence[str]) -> JsonObject:
+def _servers(prefix: str, names: Sequence[str]) -> JsonObject:
     """Nothing where the document's own place is that of the routes."""
-    if path:
-        return {"servers": [{"url": path}]}
+    if prefix:
+        return {"servers": [{"url": prefix}]}
     if not names:
         return {}
     variables = {"model": {"enum": [*names], "default": names[0]}}
@@ -136,36 +148,22 @@ def _servers(path: str, names: Sequence[str]) -> JsonObject:
     return {"servers": [{"url": "/", "description": "All models"}, one]}
 
 
-def _without_unable(table: Table, model_infos: Sequence[ModelInfo]) -> Table:
-    """The routes that some model can answer, each with the operations that some model can."""
-    found: dict[str, dict[str, Route]] = {}
-    for path, methods in table.items():
-        for method, route in methods.items():
-            handler = route.handler
-            if isinstance(handler, OperationsHandler):
-                claims = tuple(claim for claim in handler.claims if _able(claim.operation, model_infos))
-                if not claims:
-                    continue
-                route = route._replace(handler=OperationsHandler(claims))  # noqa: PLW2901 (the same, with less in it)
-            found.setdefault(path, {})[method] = route
-    return found
-
-
 def _able(operation: Operation, model_infos: Sequence[ModelInfo]) -> list[ModelInfo]:
     return [each for each in model_infos if is_able(operation, each.card.capabilities)]
 
 
-def _paths(table: Table, model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool) -> JsonObject:
+def _paths(
+    routes: Sequence[_Documented], model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool
+) -> JsonObject:
     """`names`: those of several models."""
     paths: JsonObject = {}
-    for path, methods in table.items():
+    for path, method, route, claims in routes:
         has_name = "*" in path
-        item = paths[path.replace("*", "{name}")] = {"parameters": [_NAME]} if has_name else {}
-        for method, route in methods.items():
-            item[method.lower()] = {
-                "operationId": _operation_id(method, path),
-                **_route(route, model_infos, [] if has_name else names, has_keys=has_keys),
-            }
+        item = paths.setdefault(path.replace("*", "{name}"), {"parameters": [_NAME]} if has_name else {})
+        item[method.lower()] = {
+            "operationId": _operation_id(method, path),
+            **_route(route, claims, model_infos, [] if has_name else names, has_keys=has_keys),
+        }
     return paths
 
 
@@ -176,12 +174,13 @@ def _operation_id(method: str, path: str) -> str:
     return "-".join([method.lower(), *re.findall(r"[A-Za-z0-9_]+", path)]) + ("-name" if path.endswith("*") else "")
 
 
-def _route(route: Route, model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool) -> JsonObject:
+def _route(
+    route: Route, claims: Sequence[Claim], model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool
+) -> JsonObject:
     """`names`: those that the header may have; none if the path names the model, or there is one."""
     needs_key = has_keys and route.scope is not None
     security: JsonObject = {"security": [{"bearer": []}, {"api-key": []}, {"x-api-key": []}]} if needs_key else {}
-    if isinstance(route.handler, OperationsHandler):
-        claims: Sequence[Claim] = route.handler.claims
+    if claims:
         return {**security, **_operation(claims, model_infos, names, needs_key=needs_key)}
     about = route.about
     assert about is not None, "a route without documentation"

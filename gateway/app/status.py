@@ -4,7 +4,7 @@ change the state of the gateway."""
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -60,22 +60,22 @@ def describe_info(service: Service, *, shows_tenants: bool) -> JsonObject:
 
 def describe_one(service: Service) -> JsonObject:
     """One of several models, as `/info` lists them; what all share is not repeated."""
-    config = service.config
     return {
-        **describe_model(config),
+        **describe_model(service.config),
         **_identities(service),
-        "aliases": config.aliases,
-        "unavailable": service.why_unavailable(),
-        **describe_residence(service),
+        **describe_state(service),
         "workers": [_describe_worker(link, service.services.shared_metrics) for link in service.dispatcher.links],
     }
 
 
-def describe_residence(service: Service) -> JsonObject:
+def describe_state(service: Service) -> JsonObject:
     """The state of a model, and what operators want to know of its loads."""
     status, expires_at = service.residence.status, service.info.expires_at
     at = None if expires_at is None else datetime.fromtimestamp(expires_at, UTC).isoformat()
     return {
+        "id": service.config.model,
+        "aliases": service.config.aliases,
+        "unavailable": service.why_unavailable(),
         "state": status.state,
         "reason": status.reason or None,
         "bytes": status.nbytes or None,
@@ -302,10 +302,13 @@ _TOTALS = {
 
 def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
     """The body of `/stats`. `usages`: of the server's processes. Side effect: the polled gauges are published."""
-    config, shared_metrics, endpoints = service.config, service.services.shared_metrics, ENDPOINTS
-    now_ns = time.monotonic_ns()
+    config, shared_metrics, of_models = service.config, service.services.shared_metrics, service.services.of_models
+    total, now_ns = shared_metrics.total, time.monotonic_ns()
     shared_metrics.publish()
-    models, total = served_models(service), shared_metrics.total
+    models = [
+        _describe_load(one, partial(total, model=one.config.model if len(of_models) > 1 else None))
+        for one in (of_models if served_models(service) else ())
+    ]
     return {
         "now_s": now_ns / 1e9,
         "model": describe_model(config),
@@ -315,7 +318,7 @@ def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
             "gateway": shared_metrics.gateway,
         },
         "requests": [
-            {"route": endpoints[endpoint].route, "dialect": endpoints[endpoint].dialect, "status": status, "count": num}
+            {**ENDPOINTS[endpoint]._asdict(), "status": status, "count": num}
             for (endpoint, status), num in shared_metrics.answers().items()
         ],
         "totals": {name: total(counter) / counter.per_unit for name, counter in _TOTALS.items()},
@@ -336,41 +339,40 @@ def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
             "hits": total(Counter.VECTOR_CACHE_HITS),
             "misses": total(Counter.VECTOR_CACHE_MISSES),
         },
-        "workers": _describe_workers(service, models),
+        "workers": [
+            _describe_work(one, *each, one.residence.state if models and not one.residence.is_resident else "down")
+            for one in of_models
+            for each in links_of(one)
+        ],
         "gateways": describe_gateways(shared_metrics),
         "batches": [*map(_describe_batch, shared_metrics.recent_batches(now_ns - int(RECENT_S * 1e9)))],
         "processes": {name: usage._asdict() for name, usage in usages.items()},
-        **({"models": _describe_models(service, models)} if models else {}),
+        **({"models": models} if models else {}),
     }  # fmt: skip
 
 
-def _describe_models(service: Service, models: Sequence[ServedModel]) -> list[JsonObject]:
-    described = []
-    for one, model in zip(service.services.of_models, models, strict=True):
-        total = partial(service.services.shared_metrics.total, model=model.name if len(models) > 1 else None)
-        status, ready = model.status, [link for link in one.dispatcher.links if link.is_usable]
-        described.append(
-            {
-                "model": model.name,
-                "state": status.state,
-                "reason": status.reason,
-                "kind": one.config.card.capabilities[0],
-                "workers": len(ready),
-                "num_workers": one.config.num_workers,
-                "requests": total(Gauge.REQUESTS),
-                "queued_tokens": total(Gauge.QUEUED_TOKENS),
-                "in_flight_tokens": total(Gauge.IN_FLIGHT_TOKENS),
-                "tokens_per_s": round(sum(link.cost_model.tokens_per_s for link in ready)),
-                "tokens": total(Counter.TOKENS),
-                "bytes": status.nbytes,
-                "load_s": status.load_s,
-                "wait_s": status.wait_s,
-                "loads": status.num_loads,
-                "failed_loads": status.num_failed_loads,
-                "unloads": status.num_unloads,
-            }
-        )
-    return described
+def _describe_load(service: Service, total: Callable[..., int]) -> JsonObject:
+    """`total`: of the model's gauges and counters."""
+    status, ready = service.residence.status, [link for link in service.dispatcher.links if link.is_usable]
+    return {
+        "model": service.config.model,
+        "state": status.state,
+        "reason": status.reason,
+        "kind": service.config.card.capabilities[0],
+        "workers": len(ready),
+        "num_workers": service.config.num_workers,
+        "requests": total(Gauge.REQUESTS),
+        "queued_tokens": total(Gauge.QUEUED_TOKENS),
+        "in_flight_tokens": total(Gauge.IN_FLIGHT_TOKENS),
+        "tokens_per_s": round(sum(link.cost_model.tokens_per_s for link in ready)),
+        "tokens": total(Counter.TOKENS),
+        "bytes": status.nbytes,
+        "load_s": status.load_s,
+        "wait_s": status.wait_s,
+        "loads": status.num_loads,
+        "failed_loads": status.num_failed_loads,
+        "unloads": status.num_unloads,
+    }
 
 
 def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: str) -> JsonObject:
@@ -378,26 +380,21 @@ def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: st
     return {"counts": counts, sum_name: total}
 
 
-def _describe_workers(service: Service, models: Sequence[ServedModel]) -> list[JsonObject]:
+def _describe_work(service: Service, worker: int, link: WorkerLink | None, without: str) -> JsonObject:
+    """What a worker has done. `without`: the state of one that is not up."""
     shared_metrics = service.services.shared_metrics
-    described = []
-    of_no_worker = {worker: model.status.state for model in models if not model.has_workers for worker in model.workers}
-    for worker, link in (each for one in service.services.of_models for each in links_of(one)):
-        facts, done = {} if link is None else link.facts, partial(shared_metrics.worker_total, worker)
-        described.append(
-            {
-                "worker": worker,
-                "life": shared_metrics.worker_life(worker),
-                "state": of_no_worker.get(worker, "down") if link is None else state_of(link),
-                "batches": done(WorkerCell.BATCHES),
-                "sequences": done(WorkerCell.SEQUENCES),
-                "tokens": done(WorkerCell.TOKENS),
-                "busy_s": done(WorkerCell.COMPUTE_US) / 1e6,
-                "tokens_per_s": round(link.cost_model.tokens_per_s) if link is not None else 0,
-                **{name: facts.get(name) for name in ("pid", "dtype", "path")},
-            }
-        )
-    return described
+    facts, done = {} if link is None else link.facts, partial(shared_metrics.worker_total, worker)
+    return {
+        "worker": worker,
+        "life": shared_metrics.worker_life(worker),
+        "state": without if link is None else state_of(link),
+        "batches": done(WorkerCell.BATCHES),
+        "sequences": done(WorkerCell.SEQUENCES),
+        "tokens": done(WorkerCell.TOKENS),
+        "busy_s": done(WorkerCell.COMPUTE_US) / 1e6,
+        "tokens_per_s": round(link.cost_model.tokens_per_s) if link is not None else 0,
+        **{name: facts.get(name) for name in ("pid", "dtype", "path")},
+    }
 
 
 def _describe_batch(batch: tuple[int, ...]) -> JsonObject:
@@ -547,7 +544,7 @@ async def reload(service: Service, http: HttpRequest, principal: Principal) -> R
 
 
 async def models(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    return json_response(200, {"models": [_describe_state(each) for each in service.services.of_models]})
+    return json_response(200, {"models": [describe_state(each) for each in service.services.of_models]})
 
 
 async def _change_state(action: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
@@ -561,19 +558,10 @@ async def _change_state(action: str, service: Service, http: HttpRequest, princi
         )
     waits = parse_qs(http.query.decode("ascii", "replace")).get("wait", ["true"])[0].lower() not in ("false", "0")
     is_done = await named.residence.ask(action, named.config.request_timeout_s if waits else 0.0)
-    described = _describe_state(named)
+    described = describe_state(named)
     if action == "load" and (reason := named.residence.why_failed()) is not None and is_done:
         return json_response(503, {**described, "status": "failed", "reason": reason})
     return json_response(200 if is_done else 202, described)
-
-
-def _describe_state(service: Service) -> JsonObject:
-    return {
-        "id": service.info.model,
-        "aliases": service.info.config.aliases,
-        **describe_residence(service),
-        "unavailable": service.why_unavailable(),
-    }
 
 
 async def keys(service: Service, http: HttpRequest, principal: Principal) -> Response:
