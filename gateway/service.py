@@ -58,7 +58,6 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
-from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Gauge, ServiceKey
 from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
@@ -88,32 +87,25 @@ class Service:
             num_gateways=config.num_gateways,
             queued_elsewhere=lambda: services.shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
-        key, is_shared = ServiceKey(generation, config.model_index), config.share_computed == "all"
-        vector_cache = None
+        key, vector_cache = ServiceKey(generation, config.model_index), None
         if services.vector_cache is not None and "dense" in config.card.capabilities:
             vector_cache = VectorCache(
                 services.vector_cache,
                 key,
                 dim=config.card.dim,
-                is_shared_by_tenants=is_shared,
+                is_shared_by_tenants=config.share_computed == "all",
                 shared_metrics=counting,
             )
         self.dispatcher = Dispatcher(
-            policy=self.policy,
+            config,
+            key,
+            self.policy,
             epoch=services.epoch,
-            service=key,
-            max_batch_tokens=config.max_batch_tokens,
-            batch_timeout_s=config.batch_timeout_s,
-            num_gateways=config.num_gateways,
-            is_shared_by_tenants=is_shared,
-            widths={output: output.width_of(config.card) for output in Output},
-            report=services.send,
-            model=config.model,
             quarantine_key=_quarantine_key(services.quarantine_key, config.model),
+            report=services.send,
             shared_metrics=counting,
             cores=services.cores,
             vector_cache=vector_cache,
-            weight=None if config.compute_type == "gpu" else config.weight,
         )
         self.residence = Residence(
             generation, keep_alive_s=config.keep_alive_s, num_gateways=config.num_gateways, send=services.send

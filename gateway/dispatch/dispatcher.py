@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from enum import Enum
 from functools import partial
@@ -20,6 +20,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.known import KnownInputs, Quarantine, RetryBudget, SingleFlight, count_death, poisonous
 from vecd.gateway.dispatch.vector_cache import VectorCache
@@ -95,59 +96,46 @@ class _Flow(Enum):
 class Dispatcher:
     def __init__(
         self,
-        *,
-        policy: BatchingPolicy,
-        epoch: int,
+        config: GatewayConfig,
         service: ServiceKey,
-        max_batch_tokens: int,
-        batch_timeout_s: float,
-        report: Callable[[Message], None],
-        model: str,
+        policy: BatchingPolicy,
+        *,
+        epoch: int,
         quarantine_key: bytes,
-        num_gateways: int,
-        widths: Mapping[Output, int],
-        is_shared_by_tenants: bool,
+        report: Callable[[Message], None],
         shared_metrics: SharedMetrics,
         cores: Cores,
         vector_cache: VectorCache | None,
-        weight: float | None,
     ) -> None:
-        """`report` gets, on the event loop, the messages for the supervisor. `model` is in what is reported of inputs,
-        whose digests are made with `quarantine_key`.
-
-        `batch_timeout_s` is the most that a worker has for a batch; `num_gateways` take turns at it. `widths`: as in
-        `vecd.gateway.dispatch.delivery.Delivery`. `is_shared_by_tenants`: identical sequences of different tenants are
-        computed once, and what a worker keeps of them serves all. `weight`: the model's share of the cores while other
-        models need them, above 0; None: its workers compute on a GPU.
-        """
+        """`report` gets, on the event loop, the messages for the supervisor. Digests of inputs are made with
+        `quarantine_key`."""
+        is_shared = config.share_computed == "all"
+        self._config = config
         self._policy = policy
         self._epoch = epoch
         self.service = service
-        self._batch_timeout_s = batch_timeout_s
-        self._num_gateways = num_gateways
+        self._num_gateways = config.num_gateways
         self._report = report
-        self._model = model
         self.transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._vector_cache = vector_cache
         self._delivery = Delivery(
-            widths=widths,
+            widths={output: output.width_of(config.card) for output in Output},
             on_delivered=self._on_delivered,
             keep=None if vector_cache is None else vector_cache.keep,
         )
         self.quarantine = Quarantine(quarantine_key)
-        self._scope_key = None if is_shared_by_tenants else quarantine_key
+        self._scope_key = None if is_shared else quarantine_key
         self.deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
         """With each input that has not been computed since."""
-        self._flights = SingleFlight(is_shared_by_tenants=is_shared_by_tenants)
+        self._flights = SingleFlight(is_shared_by_tenants=is_shared)
         policy.on_dropped = self._on_dropped
-        self.retries = RetryBudget(max_batch_tokens)
-        self._max_batch_tokens = max_batch_tokens
-        self._newest_cost_model = CostModel(max_batch_tokens)
+        self.retries = RetryBudget(config.max_batch_tokens)
+        self._newest_cost_model = CostModel(config.max_batch_tokens)
         """Of the worker that has answered last; a new worker begins with a copy."""
         self._shared_metrics = shared_metrics
         self._cores = cores
         self._models = cores.models
-        self._share = ModelShare(service.model, weight, policy)
+        self._share = ModelShare(service.model, None if config.compute_type == "gpu" else config.weight, policy)
         self._idle: list[WorkerLink] = []
         """The workers that may get a batch, while batches are being sent; the last one is next."""
         self.thread_model = ThreadModel()
@@ -336,7 +324,7 @@ class Dispatcher:
             return
         self.broken = None
         if not self._newest_cost_model.is_learned and LOAD_TOKENS_PER_S in facts:
-            self._newest_cost_model = CostModel(self._max_batch_tokens, facts[LOAD_TOKENS_PER_S])
+            self._newest_cost_model = CostModel(self._config.max_batch_tokens, facts[LOAD_TOKENS_PER_S])
         link = WorkerLink(
             self.service,
             incarnation,
@@ -717,7 +705,9 @@ class Dispatcher:
         for sequence in batch.sequences:
             by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
         is_isolated = len(batch.sequences) == 1 and has_crashed is not None
-        message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed or False)
+        message = InputDeaths(
+            self._config.model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed or False
+        )
         if not self.changed_files:
             self._report(message)
         for digest, sequences in by_digest.items():
@@ -745,7 +735,7 @@ class Dispatcher:
         for digest in cleared:
             self.deaths.forget(digest)
         if cleared:
-            self._report(InputsCleared(self._model, cleared))
+            self._report(InputsCleared(self._config.model, cleared))
 
     def _reject(self, sequence: QueuedSequence, digest: str) -> None:
         """Fail the request of a poison input, and for a while, unless files have changed, every other with it."""
@@ -758,7 +748,7 @@ class Dispatcher:
         self._fail_identical(sequence, poisonous)
         self.deaths.forget(digest)
         self.quarantine.add(digest)
-        self._report(Quarantined(self._model, digest))
+        self._report(Quarantined(self._config.model, digest))
 
     def _put_back(self, sequences: list[QueuedSequence], *, is_free: bool = False) -> None:
         """Queue lost sequences again, as far as the retry budget pays for those that may share a batch. `is_free`: it
@@ -806,7 +796,7 @@ class Dispatcher:
             self.on_sweep()
 
     def _check_deadlines(self, link: WorkerLink, now: float) -> None:
-        if not link.is_connected and now - link.up_at > self._batch_timeout_s:
+        if not link.is_connected and now - link.up_at > self._config.batch_timeout_s:
             log.error("%s has not answered for %.0f s", link.incarnation, now - link.up_at)
             self._report_stuck(link)
         oldest = next(iter(link.in_flight.values()), None)
@@ -815,7 +805,7 @@ class Dispatcher:
         num_tokens, so_far_s = oldest.num_tokens, now - oldest.started_at
         if so_far_s > link.cost_model.deadline_s(
             num_tokens,
-            limit_s=self._batch_timeout_s,
+            limit_s=self._config.batch_timeout_s,
             has_answered=link.has_answered,
             num_gateways=self._num_gateways,
             max_sequence_tokens=self._policy.quantum,

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,11 @@ from vecd.workers.process.loop import EngineLost, Loop, connected
 
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
-_OPTIONS: dict[str, Any] = {
-    "model": "", "quarantine_key": b"key", "num_gateways": 1, "widths": {}, "is_shared_by_tenants": False,
-    "vector_cache": None, "weight": 1.0,
+CONFIG: dict[str, Any] = {
+    "model": "", "num_gateways": 1, "share_computed": "tenant", "compute_type": "cpu", "weight": 1.0,
+    "max_batch_tokens": 16, "batch_timeout_s": 60,
 }  # fmt: skip
+"""What a dispatcher reads of the configuration, but the card."""
 SERVICE = ServiceKey(1)
 DEADLINE_S = 10.0
 
@@ -166,13 +168,17 @@ class Dispatched:
     def __init__(
         self,
         *,
-        batch_timeout_s: float = 60,
         service: ServiceKey = SERVICE,
         shared_metrics: SharedMetrics | None = None,
         spec: ArenaSpec = SPEC,
-        **options,
+        card: ModelCard | None = None,
+        cores: Cores | None = None,
+        vector_cache: Any = None,
+        **changes: Any,
     ) -> None:
-        """`options` are the dispatcher's."""
+        """`card`: one of the rows of `spec`, without. `changes` are those of CONFIG."""
+        dim = spec.dim
+        card = card or ModelCard("", "", "bert", dim, dim, 16, dim, ("mean",), (), False, "", num_labels=dim)
         self.spec = spec
         self.policy = BatchingPolicy(16, spec.rows_per_slot, max_sequence_tokens=16)
         self.shared_metrics = shared_metrics or SharedMetrics.private()
@@ -180,15 +186,17 @@ class Dispatched:
         """What the dispatcher has reported to the supervisor."""
         self.others: list[Dispatcher] = []
         """Dispatchers of other gateways, which the deaths of inputs are passed on to."""
+        config: Any = SimpleNamespace(card=card, **{**CONFIG, **changes})
         self.dispatcher = Dispatcher(
-            policy=self.policy,
+            config,
+            service,
+            self.policy,
             epoch=EPOCH,
-            service=service,
-            max_batch_tokens=16,
-            batch_timeout_s=batch_timeout_s,
+            quarantine_key=b"key",
             report=partial(_report, self.reported, self.others),
             shared_metrics=self.shared_metrics,
-            **{"cores": Cores(1), **_OPTIONS, **options},
+            cores=cores or Cores(1),
+            vector_cache=vector_cache,
         )
 
     def request(

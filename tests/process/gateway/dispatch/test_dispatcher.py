@@ -48,7 +48,7 @@ async def test_a_second_batch_is_sent_ahead_only_when_it_is_full(bench):
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_a_batch_says_whose_it_is_but_no_name(is_shared):
     """A request of each of two tenants alone, then both in one batch."""
-    async with running_bench(is_shared_by_tenants=is_shared, quarantine_key=b"k" * 32) as bench:
+    async with running_bench(share_computed="all" if is_shared else "tenant") as bench:
         worker = bench.add_worker()
         await bench.all_connected()
         scopes = []
@@ -413,7 +413,7 @@ async def poisoned(bench: Bench, life: int = 1) -> None:
 
 
 async def test_what_was_given_up_is_reported_and_refused():
-    async with running_bench(quarantine_key=b"key") as bench:
+    async with running_bench() as bench:
         await poisoned(bench)
         assert bench.quarantined == [bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())]
         assert bench.shared_metrics.total(Counter.POISONED) == 1
@@ -483,8 +483,8 @@ async def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting(bench)
 
 async def test_deaths_count_over_all_gateways():
     """A client that gives up and comes again by another gateway does not begin anew: five deaths in all."""
-    async with running_bench(quarantine_key=b"key") as bench:
-        other = Bench(quarantine_key=b"key")
+    async with running_bench() as bench:
+        other = Bench()
         other.dispatcher.start(other.listening.detach())
         bench.others.append(other.dispatcher)
         other.others.append(bench.dispatcher)

@@ -105,8 +105,7 @@ class Served(Piped):
 @asynccontextmanager
 async def served(card: ModelCard, *, rows_per_slot: int = 8, tokenizer: Any = None) -> AsyncIterator[Served]:
     spec = ArenaSpec(num_slots=2, rows_per_slot=rows_per_slot, dim=card.row_dim)
-    widths = {output: output.width_of(card) for output in Output}
-    async with running_bench(spec=spec, widths=widths) as bench:
+    async with running_bench(spec=spec, card=card) as bench:
         with live_worker(bench, FaultyEngine(card), card):
             yield Served(bench, card, tokenizer)
             assert bench.stuck == []
@@ -310,7 +309,7 @@ async def test_documents_of_any_number_are_scored_in_the_memory_of_their_query(f
 async def test_documents_wait_for_their_query_before_more_are_tokenized(monkeypatch):
     allow(monkeypatch, num_tokens=20)
     tokenizer = IdsInRuns()
-    bench_options = {"spec": ArenaSpec(num_slots=2, rows_per_slot=32, dim=4), "widths": {}}
+    bench_options = {"spec": ArenaSpec(num_slots=2, rows_per_slot=32, dim=4)}
     async with running_bench(**bench_options) as bench:
         asked = Served(bench, MULTI_VECTOR, tokenizer).ask(
             Output.TOKEN_VECTORS, QUERIES[0], *[[0, *range(1, 8)]] * 30, **ranking(1)
@@ -371,8 +370,7 @@ async def test_documents_for_a_long_query_are_compared_in_a_thread_when_there_is
 
 async def test_a_document_whose_worker_dies_is_counted_once(monkeypatch):
     """The query's batch is lost, with a document; the other documents have come before it."""
-    widths = {output: output.width_of(MULTI_VECTOR) for output in Output}
-    async with running_bench(spec=ArenaSpec(num_slots=2, rows_per_slot=8, dim=4), widths=widths) as bench:
+    async with running_bench(spec=ArenaSpec(num_slots=2, rows_per_slot=8, dim=4), card=MULTI_VECTOR) as bench:
         model = Served(bench, MULTI_VECTOR)
         dying, living = bench.add_worker(0), bench.add_worker(1)
         await bench.all_connected()

@@ -90,7 +90,7 @@ async def test_one_model_alone_gives_every_idle_worker_a_batch_whatever_the_core
 
 
 async def test_a_worker_on_a_gpu_needs_no_core():
-    async with two_models(num_cores=1, num_workers=1, weight=None) as (cores, first, on_gpu):
+    async with two_models(num_cores=1, num_workers=1, compute_type="gpu") as (cores, first, on_gpu):
         requests = [first.request(1), on_gpu.request(2), on_gpu.request(3, length=16)]
         of_first = await receive_any(first)
         [worker] = on_gpu.workers

@@ -187,7 +187,7 @@ async def test_one_that_comes_while_another_is_computed_follows_it_and_is_not_qu
     assert third.fragments == [b"5"]
 
 
-@pytest.mark.parametrize(("options", "num_computed"), [({}, 2), ({"is_shared_by_tenants": True}, 1)])
+@pytest.mark.parametrize(("options", "num_computed"), [({}, 2), ({"share_computed": "all"}, 1)])
 async def test_tenants_share_only_if_the_operator_allows_it(options, num_computed):
     flights = Flights(**options)
     requests = [flights.request(5, tenant=tenant) for tenant in ("a", "b", "a")]
