@@ -45,7 +45,7 @@ class RequestShape:
     lengths: Lengths | None = _request(
         None,
         "words in each text (10), or lognormal:MEAN,SIGMA",
-        names=("--lengths", "--words"),
+        names=("--words", "--lengths"),
         read=parse_lengths,
         word="NUMBER",
     )

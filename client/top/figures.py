@@ -21,6 +21,15 @@ _OWN_DIALECT = "vecd"
 _MAX_CHARACTERS = 200
 
 STAGES = ("parse", "tokenize", "queue", "compute", "encode", "total")
+_ENTRIES = {
+    "model": (
+        ("model", "state", "kind", "workers", "num_workers", "requests", "queued_tokens", "loads", "failed_loads"),
+        ("tokens",),
+    ),
+    "worker": (("worker", "state", "pid"), ("batches", "tokens")),
+    "gateway": (("gateway", "pid", "uptime_s", "connections", "requests"), ("answered",)),
+}
+"""By what an entry is of: its levels, and its counts, of which the rates are figures."""
 _FAULTS = ("refused", "expired", "retried", "stuck", "poisoned")
 
 Stats: TypeAlias = Mapping[str, Any]
@@ -34,7 +43,7 @@ def read_stats(body: Any) -> Stats:
     """Text loses the characters that could move a terminal's cursor. Raises VecdError for what is no such body."""
     try:
         stats: dict[str, Any] = _printable(body)
-        for kind in ("worker", "gateway", "model"):
+        for kind in _ENTRIES:
             stats[f"{kind}s"] = {entry[kind]: entry for entry in stats.get(f"{kind}s", ())}
         stats["answers"] = answers = Counter[int]()
         for entry in stats["requests"]:
@@ -80,28 +89,24 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
     def rates(entry: Stats, *counts: str) -> dict[str, float | None]:
         return {f"{count}_per_s": per_s(entry[count]) for count in counts}
 
-    def usage(name: str) -> dict[str, float | None]:
-        return {
-            "memory_bytes": _memory(processes[name]) if name in processes else None,
-            "cpu_share": cpu_shares.get(name),  # of one core
-        }
-
-    def worker_figures(number: int, worker: Stats) -> Figures:
-        busy = per_s(grown["workers"][number]["busy_s"])
-        return {
-            "worker": number,
-            "state": worker["state"],
-            "num_restarts": max(0, worker["life"] - 1),
+    def entry_figures(kind: str, name: Any, entry: Stats) -> Figures:
+        levels, counts = _ENTRIES[kind]
+        entry_grown, process = grown[f"{kind}s"][name], f"{kind}-{name}"
+        figures = _part(entry, *levels) | rates(entry_grown, *counts)
+        if kind == "model":
+            return figures | {"memory_bytes": entry["bytes"] or None}
+        figures["memory_bytes"] = _memory(processes[process]) if process in processes else None
+        figures["cpu_share"] = cpu_shares.get(process)  # of one core
+        if kind == "worker":
             # A batch counts when it is done, so a long one may be more than the time between two answers.
-            "busy_share": min(1.0, busy) if busy is not None else None,
-            **rates(grown["workers"][number], "batches", "tokens"),
-            "pid": worker["pid"],
-            **usage(f"worker-{number}"),
-        }
+            busy = per_s(entry_grown["busy_s"])
+            figures["busy_share"] = min(1.0, busy) if busy is not None else None
+            figures["num_restarts"] = max(0, entry["life"] - 1)
+        return figures
 
     # How the workers compute; known once one of them has started.
     computing: Stats = next((worker for worker in now["workers"].values() if worker["path"]), {})
-    figures = {
+    return {
         "version": now["server"]["version"],
         "model": now["model"],
         "dtype": computing.get("dtype"),
@@ -130,31 +135,15 @@ def compute_figures(before: Stats | None, now: Stats, cpu_before: Stats | None =
             "mean_fill": _share(fill["sum"], sum(fill["counts"])),  # tokens ÷ room for tokens
             "padding_share": _share(totals["padding_tokens"], totals["tokens"] + totals["padding_tokens"]),
         },
-        "models": [
-            {
-                **_part(model, "model", "state", "kind", "workers", "num_workers", "requests", "queued_tokens", "loads",
-                        "failed_loads"),
-                **rates(grown["models"][name], "tokens"),
-                "memory_bytes": model["bytes"] or None,
-            }
-            for name, model in now["models"].items()
-        ],
-        "workers": [worker_figures(number, worker) for number, worker in now["workers"].items()],
-        "gateways": [
-            {
-                **_part(gateway, "gateway", "pid", "uptime_s", "connections", "requests"),
-                **rates(grown["gateways"][number], "answered"),
-                **usage(f"gateway-{number}"),
-            }
-            for number, gateway in now["gateways"].items()
-        ],
+        **{
+            f"{kind}s": [entry_figures(kind, *entry) for entry in entries.items()]
+            for kind in _ENTRIES
+            if (entries := now[f"{kind}s"]) or kind != "model"
+        },
         "num_processes": len(processes),
         "memory_bytes": sum(map(_memory, processes.values())),
         "cpu_cores": sum(cpu_shares.values()) if cpu_shares else None,
-    }  # fmt: skip
-    if not figures["models"]:
-        del figures["models"]
-    return figures
+    }
 
 
 def _growth(before: Any, now: Any) -> Any:
