@@ -28,7 +28,7 @@ from vecd.client.http import BadResponse, ServerResponse
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
 
 # What calls return beside arrays.
@@ -258,34 +258,43 @@ def sparse(
 ) -> Steps[list[SparseVector]]:
     """The weights of entries of the vocabulary, for each text. `top_k`: only the greatest; `min_weight`: only greater
     ones. Raises VecdError."""
-    import numpy as np
-
     fields = {
         "output": "sparse", "encoding_format": "float", "input_type": input_type, "top_k": top_k,
         "min_weight": min_weight, "overflow": overflow, "model": self.model,
     }  # fmt: skip
-    items = yield from _answers(self, _EMBEDDINGS, fields, "input", _listed(texts), "data")
-    found = (item["sparse"] for item in items)
-    return [SparseVector(np.array(one["indices"], np.int32), np.array(one["values"], np.float32)) for one in found]
+    return [
+        sparse_of(each) for each in (yield from answers(self, _EMBEDDINGS, fields, "input", _listed(texts), "data"))
+    ]
+
+
+def sparse_of(answer: Any) -> SparseVector:
+    import numpy as np
+
+    found = answer["sparse"]
+    return SparseVector(np.array(found["indices"], np.int32), np.array(found["values"], np.float32))
 
 
 def multi_vector(
     self: ClientBase, /, texts: Texts, *, input_type: str | None = None, overflow: str | None = None
 ) -> "Steps[list[NDArray[np.float32]]]":
     """The vectors of the tokens of each text: arrays float32 [tokens, D]. Raises VecdError."""
-    import numpy as np
-
     texts = _listed(texts)
     limits = yield from _limits(self, 2)  # for the dimensions, which the bytes of a matrix do not say
     fields = {
         "output": "multi-vector", "encoding_format": "float" if limits.dim is None else "base64",
         "input_type": input_type, "overflow": overflow, "model": self.model,
     }  # fmt: skip
-    items = yield from _answers(self, _EMBEDDINGS, fields, "input", texts, "data")
-    found = (item["embeddings"] for item in items)
-    if limits.dim is None:
-        return [np.array(rows, np.float32) for rows in found]
-    return [np.frombuffer(base64.b64decode(rows), "<f4").reshape(-1, limits.dim) for rows in found]
+    items = yield from answers(self, _EMBEDDINGS, fields, "input", texts, "data")
+    return [matrix_of(item["embeddings"], "<f4", limits.dim) for item in items]
+
+
+def matrix_of(rows: Any, item: "DTypeLike", dim: int | None) -> "NDArray[Any]":
+    """The array of lists of numbers, or [rows, `dim`] of their bytes in base64."""
+    import numpy as np
+
+    if not isinstance(rows, str):
+        return np.array(rows, item)
+    return np.frombuffer(base64.b64decode(rows), item).reshape(-1, dim)  # type: ignore[arg-type]
 
 
 def rerank(
@@ -317,8 +326,12 @@ def score(self: ClientBase, /, pairs: Sequence[Pair], *, raw_scores: bool = Fals
     """
     import numpy as np
 
+    scores = yield from score_pairs(self, pairs, {"raw_scores": raw_scores or None, "model": self.model})
+    return np.array(scores, np.float64)
+
+
+def score_pairs(self: ClientBase, pairs: Sequence[Pair], fields: Mapping[str, Any]) -> Steps[list[float]]:
     limits = yield from _limits(self, len(pairs))
-    fields = {"raw_scores": raw_scores or None, "model": self.model}
     pieces = []
     for part in cut(fields, "pairs", pairs, limits):
         queries, documents = zip(*pairs[part.start : part.end], strict=True)
@@ -326,7 +339,7 @@ def score(self: ClientBase, /, pairs: Sequence[Pair], *, raw_scores: bool = Fals
                      | {"queries": queries, "documents": documents})  # fmt: skip
         pieces.append(Piece("/score", body, part.where))
     yield pieces
-    return np.array([item["score"] for item in _items((piece.answer for piece in pieces), "data")], np.float64)
+    return [float(item["score"]) for item in _items((piece.answer for piece in pieces), "data")]
 
 
 def classify(
@@ -347,12 +360,16 @@ def classify(
     if labels is None:
         listed = [[each] if isinstance(each, str) else list(each) for each in items]
         fields: dict[str, Any] = {"top_k": top_k, "raw_scores": raw_scores or None}
-        found = yield from _answers(self, "/predict", fields, "inputs", listed)
+        found = yield from answers(self, "/predict", fields, "inputs", listed)
     else:
         fields = {"labels": list(labels), "model": self.model}
-        answers = yield from _answers(self, "/v1/classify", fields, "input", items, "data")
-        found = [sorted(item["predictions"], key=lambda each: -each["score"])[:top_k] for item in answers]
-    return [[Label(str(one["label"]), float(one["score"])) for one in each] for each in found]
+        predicted = yield from answers(self, "/v1/classify", fields, "input", items, "data")
+        found = [sorted(item["predictions"], key=lambda each: -each["score"])[:top_k] for item in predicted]
+    return [labels_of(each) for each in found]
+
+
+def labels_of(answer: Any) -> list[Label]:
+    return [Label(str(one["label"]), float(one["score"])) for one in answer]
 
 
 def entities(
@@ -360,25 +377,25 @@ def entities(
 ) -> Steps[list[list[Entity]]]:
     """The labelled parts of each text, by a model that classifies tokens. Raises VecdError."""
     fields = {"aggregation_strategy": aggregation_strategy}
-    answers = yield from _answers(self, "/predict", fields, "inputs", _listed(texts))
+    return [entities_of(each) for each in (yield from answers(self, "/predict", fields, "inputs", _listed(texts)))]
+
+
+def entities_of(answer: Any) -> list[Entity]:
     return [
-        [
-            Entity(
-                str(one.get("entity_group") or one.get("entity")), float(one["score"]), str(one["word"]),
-                int(one["start"]), int(one["end"]),
-            )
-            for one in each
-        ]
-        for each in answers
+        Entity(
+            str(one.get("entity_group") or one.get("entity")), float(one["score"]), str(one["word"]),
+            int(one["start"]), int(one["end"]),
+        )
+        for one in answer
     ]  # fmt: skip
 
 
 def tokenize(self: ClientBase, /, texts: Texts, *, add_special_tokens: bool = True) -> Steps[list[list[Token]]]:
     """The tokens of each text, as the model gets them. Raises VecdError."""
     fields = {"add_special_tokens": add_special_tokens}
-    answers = yield from _answers(self, "/tokenize", fields, "inputs", _listed(texts))
+    found = yield from answers(self, "/tokenize", fields, "inputs", _listed(texts))
     return [
-        [Token(one["id"], one["text"], one["special"], one["start"], one["stop"]) for one in each] for each in answers
+        [Token(one["id"], one["text"], one["special"], one["start"], one["stop"]) for one in each] for each in found
     ]
 
 
@@ -392,15 +409,15 @@ def info(self: ClientBase, /) -> Steps[Info]:
 # --- what they share ------------------------------------------------------------------------------------------
 
 
-def _answers(
+def answers(
     self: ClientBase, path: str, fields: Mapping[str, Any], name: str, inputs: Sequence[Any], items: str | None = None
 ) -> Steps[list[Any]]:
     """What the answers have for each input, in their order: in a list, or one with the name `items`."""
     limits = yield from _limits(self, len(inputs))
     pieces = [Piece(path, each.body, each.where) for each in cut(fields, name, inputs, limits)]
     yield pieces
-    answers = [piece.answer for piece in pieces]
-    return [each for answer in answers for each in answer] if items is None else _items(answers, items)
+    found = [piece.answer for piece in pieces]
+    return [each for answer in found for each in answer] if items is None else _items(found, items)
 
 
 def _limits(self: ClientBase, num_inputs: int) -> Steps[RequestLimits]:

@@ -494,7 +494,8 @@ def write(value: Any) -> bytes:
     except orjson.JSONEncodeError as error:
         if "surrogates" not in str(error):
             raise TypeError(f"an input cannot be sent: {error}") from error
-        return json.dumps(value).encode()  # half of a surrogate pair: the server says which input has it
+        # Half of a surrogate pair: the server says which input has it.
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def cut(fields: Mapping[str, Any], name: str, inputs: Sequence[Any], limits: RequestLimits) -> Iterator[Cut]:
@@ -502,7 +503,14 @@ def cut(fields: Mapping[str, Any], name: str, inputs: Sequence[Any], limits: Req
 
     An input that is too large for a request has one to itself, and the server refuses it. Raises TypeError.
     """
-    rest = write({key: value for key, value in fields.items() if value is not None})[1:]
+    fields = {key: value for key, value in fields.items() if value is not None}
+    if 0 < len(inputs) <= limits.max_inputs:
+        # One that is written at once: a tenth of a microsecond an input, and not half of one.
+        body = write({name: inputs, **fields})
+        if len(body) <= limits.max_bytes:
+            yield Cut(0, len(inputs), body, "")
+            return
+    rest = write(fields)[1:]
     head = b'{"' + name.encode() + b'":['
     tail = b"]," + rest if len(rest) > 1 else b"]}"
     room = limits.max_bytes - len(head) - len(tail)

@@ -22,8 +22,8 @@ from vecd.base.target import parse_target
 from vecd.client.embed.files import OutputFiles, beside_final
 from vecd.client.embed.inputs import check_readable, file_key, find_inputs
 from vecd.client.embed.options import USUAL_PACE, EmbedError, EmbedOptions, Pace, RunEnded, parse_options
-from vecd.client.embed.outputs import OneOutput, OutputFolder
-from vecd.client.embed.run import until_interrupted
+from vecd.client.embed.outputs import OutputFolder
+from vecd.client.embed.run import EmbedRun, until_interrupted
 from vecd.client.embed.service import EmbeddingService
 from vecd.client.local_server import NotStarted, local_server
 
@@ -69,7 +69,7 @@ def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
             raise EmbedError(f"{each.name} is input and output")
     check_readable(inputs, options)
     with closing(OutputFiles(options)) as files:
-        output = OneOutput(options, inputs, files)
+        output = EmbedRun(options, inputs, files)
         if not output.is_complete:
             number, error = _run(options, line, lambda service: output.embed(service, line))
             if number or error is not None:
@@ -122,7 +122,7 @@ def _run(
             service = EmbeddingService(parse_target(url), options, why_gone)
 
         async def with_service() -> None:
-            with closing(service):
+            async with service.client:
                 await work(service)
 
         try:

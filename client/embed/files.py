@@ -38,7 +38,8 @@ from vecd.client.embed.service import Results
 # The journal of a run is replaced as a whole, by rename, after all that it describes is on the disk. So it is always
 # true: rows that are in the output files, but not in the journal, are cut off when the run is resumed.
 
-_VERSION = 2
+_VERSION, _VERSIONS_READ = 3, (2, 3)
+"""The second names the model by more than its identity."""
 _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"}
 
 
@@ -62,7 +63,7 @@ class Journal:
     inputs: list[JsonObject]
     """The `journal_fields` of each `vecd.client.embed.inputs.InputSource`."""
     model: JsonObject = field(default_factory=dict)
-    """The fields of `vecd.client.embed.service.ModelFingerprint`; empty before the run has met its server."""
+    """The fields of `vecd.client.embed.service.RunModel`; empty before the run has met its server."""
     commit: Commit = field(default_factory=Commit)
 
     def save(self, path: Path) -> None:
@@ -82,7 +83,7 @@ class Journal:
         """None when there is none. Raises EmbedError when it cannot be read."""
         try:
             fields = orjson.loads(path.read_bytes())
-            if fields.pop("version") != _VERSION:
+            if fields.pop("version") not in _VERSIONS_READ:
                 raise EmbedError(f"{path} is of another version of vecd: --restart begins anew")
             commit = fields.pop("commit")
             commit |= {"position": Position(**commit["position"]), "lengths": tuple(commit["lengths"])}

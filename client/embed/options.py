@@ -66,8 +66,6 @@ class Pace(NamedTuple):
     first_commit_s: float = 0.25
     commit_s: float = 0.5
     """Between the beginnings of commits: doubled from the first on, up to this. A killed run repeats about as much."""
-    first_pause_s: float = 0.2
-    """Before a request is repeated; later each time."""
     first_response_s: float = 2.0
     """Without a response for this long, requests count as waiting: until the first response of all."""
     only_node_s: float = 15.0
@@ -150,7 +148,7 @@ class EmbedOptions(TlsOptions):
         None, "sent as a bearer token; better set as VECD_API_KEY, a flag shows in ps", variable="VECD_API_KEY"
     )
     priority: Literal["interactive", "normal", "bulk"] = _server("bulk", "beside other callers (bulk)")
-    timeout: float = _seconds(300.0, "longest wait for one answer (300)")
+    timeout: float = _seconds(300.0, "longest wait for a byte of a response (300)")
     retry_for: float = _seconds(600.0, "how long to wait for a server that is away or serves no request (600)")
     concurrency: int | None = _server(None, "requests under way (about a second of work)", at_least=1, at_most=1024)
     batch_texts: int = _server(256, "most rows in a request (256)", at_least=1, at_most=100_000)
@@ -345,10 +343,6 @@ class RunEnded(Exception):
 
 class ServerLost(RunEnded):
     """Raised when the server refuses, serves nothing, or serves another model. No other input would fare better."""
-
-
-class ModelChanged(ServerLost):
-    """Raised when the server has another model than at the beginning of the run: what is not committed is lost."""
 
 
 class OtherIdentity(ServerLost):

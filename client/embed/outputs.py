@@ -1,6 +1,6 @@
-"""One output from its lock to its final files: a run that is begun, resumed, or found complete.
+"""Many outputs in one folder or place of an object store: which there are to be, of which model, and which are left.
 
-Owns the decision between these, and the last line about an output. Starts no server.
+Owns the names of outputs, the manifest, the folder's identity, and the last lines about them. Starts no server.
 """
 
 import errno
@@ -8,114 +8,21 @@ import hashlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import orjson
 
 from vecd.base.status_line import StatusLine
-from vecd.client.embed.files import Commit, Journal, OutputFiles, beside_final, journal_path
+from vecd.client.embed.files import OutputFiles, beside_final, journal_path
 from vecd.client.embed.inputs import InputSource, check_readable, copied_from, file_key, find_inputs, known_format
-from vecd.client.embed.options import (
-    EmbedError,
-    EmbedOptions,
-    FieldMissing,
-    OtherIdentity,
-    OutputLocked,
-    RunEnded,
-    ServerLost,
-)
-from vecd.client.embed.run import EmbedRun, in_thread, in_words
-from vecd.client.embed.service import EmbeddingService
+from vecd.client.embed.options import EmbedError, EmbedOptions, OtherIdentity, OutputLocked, RunEnded, ServerLost
+from vecd.client.embed.run import EmbedRun, in_thread
+from vecd.client.embed.service import EmbeddingService, RunModel
 from vecd.client.embed.storage import MAGIC, base_name, exists, expand, fetch, is_remote, join, shown, store
-
-
-class OneOutput:
-    """`embed` unless it `is_complete`, and `finish`."""
-
-    def __init__(self, options: EmbedOptions, inputs: Sequence[InputSource], files: OutputFiles) -> None:
-        """`files` are locked. Raises EmbedError when something else is in the place of the output."""
-        self._options = options
-        self._inputs = inputs
-        self._files = files
-        self._how = "the run before was complete"
-        self._journal = self._find_journal()
-        self.commit: Commit = self._journal.commit
-        """What is done."""
-
-    @property
-    def is_complete(self) -> bool:
-        return self.commit.is_complete
-
-    def _find_journal(self) -> Journal:
-        options = self._options
-        path = journal_path(options.path)
-        inputs = [each.journal_fields() for each in self._inputs]
-        new = Journal(options.journal_fields(), options.bad_rows, inputs)
-        if options.restart:
-            path.unlink(missing_ok=True)
-            return new
-        old = Journal.load(path)
-        if old is not None:
-            if not old.commit.position.row and not old.commit.is_complete:
-                return new  # nothing was done: the run begins anew, whatever has changed
-            old.check_same(new)
-            return replace(old, on_bad_row=options.bad_rows)
-        if options.path.exists():
-            raise EmbedError(f"{options.path} exists; --restart replaces it")
-        if not self._files.is_new:
-            raise EmbedError(f"{options.path}.part exists, and nothing tells what it is; --restart replaces it")
-        return new
-
-    async def embed(self, service: EmbeddingService, line: StatusLine, label: str = "") -> None:
-        """Embed the rows that are left. Raises as `EmbedRun.run`. Side effects: `commit` is what is done, however it
-        ends."""
-        began_at = time.monotonic()
-        run = EmbedRun(self._options, self._inputs, self._files, self._journal, service, line, label)
-        try:
-            await run.run()
-        except FieldMissing:  # no row had a vector
-            journal_path(self._options.path).unlink(missing_ok=True)
-            self._files.discard()
-            raise
-        finally:
-            self.commit = run.commit
-        took_s = time.monotonic() - began_at
-        num_rows = self.commit.position.row - self._journal.commit.position.row
-        self._how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
-
-    def finish(self) -> str:
-        """Make the final files. Returns what is said about them. Raises OSError, EmbedError. Side effects: a run that
-        is repeated before `forget` comes here at once."""
-        files, commit = self._files, self.commit
-        if self._journal.commit.is_complete:
-            files.open(self._journal.model["dim"], self._journal.model.get("columns"))
-        files.finish(commit.lengths, commit.num_written)
-        return f"{commit.num_written:,} rows ({self._how})"
-
-    def forget(self) -> None:
-        journal_path(self._options.path).unlink(missing_ok=True)
-
-    def describe_rejected(self, out: str) -> str:
-        """What has become of rows without results, if there are any. `out`: where the output is in the end."""
-        num, options = self.commit.num_rejected, self._options
-        if not num:
-            return ""
-        is_one = num == 1
-        rows, verb = ("1 row", "is") if is_one else (f"{num:,} rows", "are")
-        if options.on_bad_row == "skip":
-            effect = f"{'it' if is_one else 'they'} {verb} left out"
-        else:
-            blank = "NaN" if options.output_format == "npy" else "null"
-            what = "results are" if self._files.has_columns else f"vector{'' if is_one else 's'} {verb}"
-            effect = f"{'its' if is_one else 'their'} {what} {blank}"
-        return f"{rows} could not be embedded; {effect}. The reasons are in {out}.rejected.jsonl"
-
 
 # --- the identity of the model whose results a folder has ---------------------------------------------------
 
@@ -355,6 +262,7 @@ class OutputFolder:
         self._num_there = self._num_made = 0
         self._failed: dict[Shard, str] = {}
         self._locked: list[Shard] = []
+        self._model: RunModel
         if not is_remote(self._folder):
             Path(self._folder).mkdir(parents=True, exist_ok=True)
 
@@ -392,11 +300,9 @@ class OutputFolder:
         Raises EmbedError when the server does not fit, before anything is made; RunEnded or OSError when no further
         output could be made.
         """
-        service.identity = self._identity.load()
         try:
-            await service.connect()
-            if service.identity is not None:
-                self._identity.keep(service.identity)
+            self._model = await service.connect(self._identity.load())
+            self._identity.keep(self._model.identity)
         except OtherIdentity as error:
             raise EmbedError(f"{error}. Outputs of two models do not mix: name another folder") from error
         for shard in left:
@@ -437,7 +343,7 @@ class OutputFolder:
                 return
             inputs = await in_thread(lambda: _read_inputs(options, shard.source, source), "input")
             try:
-                output = OneOutput(options, inputs, files)
+                output = EmbedRun(options, inputs, files)
             except EmbedError:
                 if options.restart or not self._is_there(shard):
                     raise
@@ -447,8 +353,8 @@ class OutputFolder:
                 num_done = self._num_there + self._num_made + len(self._failed)
                 label = f"[{num_done + 1} of {len(self._shards)}] {inputs[0].name}: "
                 await output.embed(service, self._line, label)
-            if is_remote_out and (identity := service.identity) is not None:
-                await in_thread(lambda: self._identity.check(identity), "identity")
+            if is_remote_out:
+                await in_thread(lambda: self._identity.check(self._model.identity), "identity")
             how = output.finish()
             if is_remote_out:
                 await in_thread(lambda: _store(out, shard.out), "store")

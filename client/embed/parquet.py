@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from vecd.client.embed.options import EmbedError, EmbedOptions
-from vecd.client.embed.rows import InputRow, Position, make_pair, make_row
+from vecd.client.embed.rows import InputRow, Position, make_row, quoted
 
 _ROWS_READ = 1024
 _GROUP_BYTES = 1 << 24
@@ -50,8 +50,8 @@ def open_parquet(path: str, options: EmbedOptions, at: Position) -> Iterator[tup
 
 def _read_rows(file: pyarrow.parquet.ParquetFile, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
     """Row groups before `at` are not read."""
-    (field, *others), group_end = options.text_fields, 0
-    columns = list(dict.fromkeys((field, *others, *options.keep)))
+    fields, group_end = options.text_fields, 0
+    columns, names = list(dict.fromkeys((*fields, *options.keep))), quoted(fields)
     for group in range(file.metadata.num_row_groups):
         num_skipped, group_end = at.offset - group_end, group_end + file.metadata.row_group(group).num_rows
         if at.offset >= group_end:
@@ -60,10 +60,9 @@ def _read_rows(file: pyarrow.parquet.ParquetFile, options: EmbedOptions, at: Pos
         for batch in file.iter_batches(_ROWS_READ, row_groups=[group], columns=columns):
             values = batch.slice(num_skipped).to_pydict()
             num_skipped = max(0, num_skipped - batch.num_rows)
-            for text, *more in zip(*(values[name] for name in (field, *others, *options.keep)), strict=True):
+            for row in zip(*(values[name] for name in (*fields, *options.keep)), strict=True):
                 at.offset = at.line = at.offset + 1
-                row = make_row(at.line, text, f'"{field}"', tuple(more[len(others) :]))
-                yield make_pair(row, more[0], f'"{others[0]}"') if others else row
+                yield make_row(at.line, names, row[: len(fields)], row[len(fields) :])
 
 
 def _is_text(kind: Any) -> bool:

@@ -6,7 +6,7 @@ Owns what a row is in each of these formats, and what is wrong with a bad one. O
 import csv
 import gzip
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,22 +24,14 @@ ByteStream: TypeAlias = io.FileIO | gzip.GzipFile
 class InputRow(NamedTuple):
     line: int
     """Where it begins, from 1; in a parquet file, the number of the row."""
-    text: str | None
-    """None for a row that cannot be embedded."""
+    texts: tuple[str, ...]
+    """One, or the two of a pair; none if the row cannot be embedded."""
     reason: str = ""
     """Why it cannot. Never quotes the row."""
     kept: tuple[Any, ...] = ()
     """The values of --keep, None for fields that the row does not have; () for a row that has no fields."""
     lacks: tuple[str, ...] = ()
     """Of the fields of texts and those of --keep, those that a line of JSON does not have."""
-    second: str | None = None
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """One, or the two of a pair; none if the row cannot be embedded."""
-        if self.text is None:
-            return ()
-        return (self.text,) if self.second is None else (self.text, self.second)
 
 
 @dataclass(slots=True)
@@ -57,24 +49,21 @@ class Position:
     """Digest of all texts before it, for inputs that cannot be opened at an offset."""
 
 
-def make_row(line: int, value: Any, name: str, kept: tuple[Any, ...] = (), lacks: tuple[str, ...] = ()) -> InputRow:
-    """A row with the text `value` of the field `name`, or with what is wrong with it."""
-    if not isinstance(value, str):
-        kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
-        return InputRow(line, None, f"{name} is {kind}, not a text", kept, lacks)
-    if not value or value.isspace():
-        return InputRow(line, None, f"{name} is empty", kept, lacks)
-    return InputRow(line, value, "", kept, lacks)
+def make_row(
+    line: int, names: Iterable[str], values: Sequence[Any], kept: tuple[Any, ...] = (), lacks: tuple[str, ...] = ()
+) -> InputRow:
+    """A row with the texts `values` of the fields `names`, or with what is wrong with the first bad one."""
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, str):
+            kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
+            return InputRow(line, (), f"{name} is {kind}, not a text", kept, lacks)
+        if not value or value.isspace():
+            return InputRow(line, (), f"{name} is empty", kept, lacks)
+    return InputRow(line, tuple(values), "", kept, lacks)
 
 
-def make_pair(row: InputRow, value: Any, name: str) -> InputRow:
-    """`row` with the second text `value` of the field `name`, or with what is wrong with that."""
-    if row.text is None:
-        return row
-    second = make_row(row.line, value, name)
-    if second.text is None:
-        return row._replace(text=None, reason=second.reason)
-    return row._replace(second=second.text)
+def quoted(names: Iterable[str]) -> list[str]:
+    return [f'"{name}"' for name in names]
 
 
 def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
@@ -92,7 +81,7 @@ def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Positi
     for raw in _lines_behind(at, stream, options.max_row_bytes):
         if raw is None:
             lacks = (*options.text_fields, *options.keep) if format == "jsonl" else ()
-            row: InputRow | None = InputRow(at.line, None, "the line is too long (--max-row-bytes)", lacks=lacks)
+            row: InputRow | None = InputRow(at.line, (), "the line is too long (--max-row-bytes)", lacks=lacks)
         else:
             row = parse(at.line, raw, options)
         if row is not None:
@@ -148,9 +137,10 @@ def _lines_behind(at: Position, stream: ByteStream, max_bytes: int) -> Iterator[
 
 def _parse_text(line: int, raw: bytes, _: EmbedOptions) -> InputRow:
     try:
-        return make_row(line, raw.decode().removesuffix("\r"), "the line")
+        text = raw.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
-        return InputRow(line, None, f"not UTF-8: byte {error.start} of the line")
+        return InputRow(line, (), f"not UTF-8: byte {error.start} of the line")
+    return InputRow(line, (text,)) if text and not text.isspace() else InputRow(line, (), "the line is empty")
 
 
 def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
@@ -162,18 +152,18 @@ def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None
         value = orjson.loads(raw)
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
-        return InputRow(line, None, f"not JSON: {reason}", lacks=names)
+        return InputRow(line, (), f"not JSON: {reason}", lacks=names)
     if not isinstance(value, dict) and options.pair_with is not None:
-        return InputRow(line, None, "the line is no object with the two texts of a pair", lacks=names)
+        return InputRow(line, (), "the line is no object with the two texts of a pair", lacks=names)
     if not isinstance(value, dict):
-        return make_row(line, value, "the line", lacks=() if isinstance(value, str) else names)
+        return make_row(line, ("the line",), (value,), lacks=() if isinstance(value, str) else names)
     kept = tuple(value.get(key) for key in options.keep)
     lacks = tuple(name for name in names if name not in value)
     for name in options.text_fields:
         if name not in value:
-            return InputRow(line, None, f'no field "{name}"', kept, lacks)
-    row = make_row(line, value[options.field], f'"{options.field}"', kept, lacks)
-    return row if options.pair_with is None else make_pair(row, value[options.pair_with], f'"{options.pair_with}"')
+            return InputRow(line, (), f'no field "{name}"', kept, lacks)
+    fields = options.text_fields
+    return make_row(line, quoted(fields), [value[name] for name in fields], kept, lacks)
 
 
 def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:
@@ -190,28 +180,20 @@ def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter
     if begin[0]:
         at.offset, at.line = begin
         records = _read_records(stream, options, at, delimiter)
-    columns = [(name, header.index(name)) for name in options.text_fields]
+    names, columns = quoted(options.text_fields), [header.index(name) for name in options.text_fields]
     kept_columns = [header.index(name) for name in options.keep]
-    for line, record, wrong in records:
+    for line, record, reason in records:
         kept = tuple(_utf8_or_none(record[index]) if index < len(record) else None for index in kept_columns)
-        if wrong:
-            yield InputRow(line, None, wrong, kept)
+        if reason:
+            yield InputRow(line, (), reason, kept)
         elif record and len(record) != len(header):
-            yield InputRow(line, None, f"{len(record)} fields, the header has {len(header)}", kept)
+            yield InputRow(line, (), f"{len(record)} fields, the header has {len(header)}", kept)
         elif record:
-            yield _csv_row(line, [(name, _utf8_or_none(record[column])) for name, column in columns], kept)
-
-
-def _csv_row(line: int, texts: list[tuple[str, str | None]], kept: tuple[Any, ...]) -> InputRow:
-    """`texts`: by field; None for one that is not UTF-8."""
-    for name, text in texts:
-        if text is None:
-            return InputRow(line, None, f'"{name}" is not UTF-8', kept)
-    (name, text), *others = texts
-    row = make_row(line, text, f'"{name}"', kept)
-    for other, second in others:
-        row = make_pair(row, second, f'"{other}"')
-    return row
+            texts = [_utf8_or_none(record[column]) for column in columns]
+            if None in texts:
+                yield InputRow(line, (), f"{names[texts.index(None)]} is not UTF-8", kept)
+            else:
+                yield make_row(line, names, texts, kept)
 
 
 def _read_records(

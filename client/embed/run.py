@@ -1,8 +1,8 @@
 """One output of `vecd embed`: rows in, vectors out in the same order, and a commit every few seconds.
 
 Owns the order and the commits. Batches are under way concurrently, and are written in the order of the input, so that
-the output is always complete up to some row. Rows count as done after a commit: the server has shown that their vectors
-are of the model of the beginning of the run, and the rows and the journal are on the disk.
+the output is always complete up to some row. Rows count as done after a commit: the rows and the journal are on the
+disk.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from vecd.base.status_line import StatusLine
 from vecd.client.embed.files import Commit, Journal, OutputFiles, journal_path
 from vecd.client.embed.inputs import InputSource, RowBatch, check_unchanged, read_batches
-from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing, ModelChanged, OtherIdentity, RunEnded
+from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing, OtherIdentity, RunEnded
 from vecd.client.embed.service import EmbeddingService, Results
 from vecd.client.embed.storage import in_daemon
 
@@ -158,92 +158,134 @@ _BYTES_PER_CHAR = 6
 
 
 class EmbedRun:
-    """`run` once."""
+    """One output, from its journal to its final files: `embed` unless it `is_complete`, `finish`, and `forget`."""
 
-    def __init__(
-        self,
-        options: EmbedOptions,
-        inputs: Sequence[InputSource],
-        output: OutputFiles,
-        journal: Journal,
-        service: EmbeddingService,
-        line: StatusLine,
-        label: str = "",
-    ) -> None:
-        """`journal`: that of the run to resume, or a new one. `label`: what its lines begin with."""
-        self.commit = journal.commit
-        """The last one: what is done."""
+    def __init__(self, options: EmbedOptions, inputs: Sequence[InputSource], files: OutputFiles) -> None:
+        """`files` are locked. Raises EmbedError when something else is in the place of the output."""
         self._options = options
         self._inputs = inputs
-        self._output = output
-        self._journal = journal
-        self._service = service
-        self._line = line
-        self._label = label
-        self._messages = WaitMessages(str(service.target), options.retry_for)
-        self._written = self.commit
-        """The next commit: what has been written since."""
+        self._files = files
+        self._how = "the run before was complete"
+        self._journal = self._find_journal()
+        self.commit = self._written = self._journal.commit
+        """What is done; the next commit, what has been written since."""
+        self._line: StatusLine
+        self._service: EmbeddingService
+        self._label = ""
         self._course: Course
         self._pending: dict[asyncio.Task[Results], RowBatch] = {}
         """Batches that are requested and not yet written, in their order."""
-        self._unverified_row = 0
-        """Rows before this one may have vectors of another model, unless they are committed."""
         self._commit_due_at = 0.0
         self._commit_s = options.pace.first_commit_s
-        # One thread, so that commits reach the disk in order, also when one is no longer awaited.
-        self._disk = ThreadPoolExecutor(1, "commit")
 
-    async def run(self) -> None:
-        """Embed all rows. Commits what is done, however the run ends, also when it is cancelled.
+    @property
+    def is_complete(self) -> bool:
+        return self.commit.is_complete
+
+    def _find_journal(self) -> Journal:
+        options = self._options
+        path = journal_path(options.path)
+        inputs = [each.journal_fields() for each in self._inputs]
+        new = Journal(options.journal_fields(), options.bad_rows, inputs)
+        if options.restart:
+            path.unlink(missing_ok=True)
+            return new
+        old = Journal.load(path)
+        if old is not None:
+            if not old.commit.position.row and not old.commit.is_complete:
+                return new  # nothing was done: the run begins anew, whatever has changed
+            old.check_same(new)
+            return replace(old, on_bad_row=options.bad_rows)
+        if options.path.exists():
+            raise EmbedError(f"{options.path} exists; --restart replaces it")
+        if not self._files.is_new:
+            raise EmbedError(f"{options.path}.part exists, and nothing tells what it is; --restart replaces it")
+        return new
+
+    async def embed(self, service: EmbeddingService, line: StatusLine, label: str = "") -> None:
+        """Embed the rows that are left. Commits what is done, however this ends, also when it is cancelled. `label`:
+        what its lines begin with.
 
         Raises EmbedError when the server has another model than the unfinished run or the files of that are gone,
         FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left.
         """
+        self._service, self._line, self._label = service, line, label
+        began_at, first_row = time.monotonic(), self.commit.position.row
+        # One thread, so that commits reach the disk in order, also when one is no longer awaited.
+        self._disk = ThreadPoolExecutor(1, "commit")
         telling = asyncio.create_task(self._keep_telling())
         try:
             await self._embed_all(await self._begin())
         finally:
             telling.cancel()
             self._disk.shutdown(wait=False)
+        took_s, num_rows = time.monotonic() - began_at, self.commit.position.row - first_row
+        self._how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
+
+    def finish(self) -> str:
+        """Make the final files. Returns what is said about them. Raises OSError, EmbedError. Side effects: a run that
+        is repeated before `forget` comes here at once."""
+        files, commit = self._files, self.commit
+        if self._journal.commit.is_complete:
+            files.open(self._journal.model["dim"], self._journal.model.get("columns"))
+        files.finish(commit.lengths, commit.num_written)
+        return f"{commit.num_written:,} rows ({self._how})"
+
+    def forget(self) -> None:
+        journal_path(self._options.path).unlink(missing_ok=True)
+
+    def describe_rejected(self, out: str) -> str:
+        """What has become of rows without results, if there are any. `out`: where the output is in the end."""
+        num, options = self.commit.num_rejected, self._options
+        if not num:
+            return ""
+        is_one = num == 1
+        rows, verb = ("1 row", "is") if is_one else (f"{num:,} rows", "are")
+        if options.on_bad_row == "skip":
+            effect = f"{'it' if is_one else 'they'} {verb} left out"
+        else:
+            blank = "NaN" if options.output_format == "npy" else "null"
+            what = "results are" if self._files.has_columns else f"vector{'' if is_one else 's'} {verb}"
+            effect = f"{'its' if is_one else 'their'} {what} {blank}"
+        return f"{rows} could not be embedded; {effect}. The reasons are in {out}.rejected.jsonl"
 
     async def _keep_telling(self) -> None:
+        messages = WaitMessages(str(self._service.target), self._options.retry_for)
         while True:
-            if (message := self._messages.next(time.monotonic(), self._service.trouble)) is not None:
+            if (message := messages.next(time.monotonic(), self._service.trouble)) is not None:
                 self._line.say(message)
             await asyncio.sleep(_TELL_S)
 
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
         self._line.show(lambda: f"{self._label}waiting for {self._service.target}")
-        options = self._options
-        is_new, service = not self.commit.lengths, self._service
-        if wants_its_own := not is_new and service.identity is None:
-            service.identity = self._journal.model.get("identity")
+        options, service = self._options, self._service
+        is_new, theirs = not self.commit.lengths, self._journal.model.get("identity")
         try:
-            model, max_texts, max_bytes = await service.connect()
+            model = await service.connect(None if is_new else theirs)
         except OtherIdentity as error:
-            if not wants_its_own:
+            if is_new:
                 raise
             raise EmbedError(f"the unfinished run had another model: {error}. --restart begins anew") from error
         if is_new:
-            self._journal = replace(self._journal, model=asdict(model))
+            self._journal = replace(self._journal, model=model._asdict())
         elif why := model.why_other(self._journal.model):
             raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
         if model.columns:
-            self._line.say(f"{self._label}writes {' and '.join(service.names)}: {', '.join(model.columns)}")
-        self._output.open(model.dim, model.columns)
+            self._line.say(f"{self._label}writes {' and '.join(service.kind.names)}: {', '.join(model.columns)}")
+        self._files.open(model.dim, model.columns)
         if is_new:  # the journal comes before the first byte: files without one are not this command's to cut off
             self._journal.save(journal_path(options.path))
         else:
             self._line.say(f"{self._label}goes on behind row {self.commit.position.row:,}")
-        self._output.begin(self.commit.lengths)
-        self.commit = self._written = replace(self.commit, lengths=self._output.lengths)
+        self._files.begin(self.commit.lengths)
+        self.commit = self._written = replace(self.commit, lengths=self._files.lengths)
         self._commit_due_at = time.monotonic() + self._commit_s
         self._begin_course(0)
         limited = replace(
             options,
-            batch_texts=min(options.batch_texts, max(1, (max_texts or 1 << 40) - len(service.kind.probes))),
-            batch_chars=min(options.batch_chars, max(1, (max_bytes or 1 << 40) // _BYTES_PER_CHAR)),
+            batch_texts=min(options.batch_texts, service.max_texts),
+            batch_chars=min(options.batch_chars, max(1, service.max_bytes // _BYTES_PER_CHAR)),
         )
         return read_batches(self._inputs, limited, self.commit.position, service.estimate)
 
@@ -254,10 +296,10 @@ class EmbedRun:
         try:
             await self._work(batches)
             await self._save_commit(replace(self._written, is_complete=True))
-        except ModelChanged:
-            raise
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, FieldMissing) and self._written.num_rejected == self._written.position.row:
+                self.forget()
+                self._files.discard()
                 raise
             with suppress(Exception):  # if this is not possible soon, the last commit stands
                 async with asyncio.timeout(_LAST_COMMIT_S):
@@ -316,13 +358,11 @@ class EmbedRun:
         if results.reasons and self._options.on_bad_row == "fail":
             index = min(results.reasons)
             raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {results.reasons[index]}")
-        num_written, written = self._output.append(batch, results), self._written
-        if not results.is_verified:
-            self._unverified_row = batch.end.row
+        num_written, written = self._files.append(batch, results), self._written
         self._written = replace(
             written,
             position=batch.end,
-            lengths=self._output.lengths,
+            lengths=self._files.lengths,
             num_written=written.num_written + num_written,
             num_rejected=written.num_rejected + len(results.reasons),
             num_tokens=written.num_tokens + results.num_tokens,
@@ -344,11 +384,9 @@ class EmbedRun:
     # --- commits ------------------------------------------------------------------------------------------
 
     async def _save_commit(self, commit: Commit) -> None:
-        """Raises ModelChanged, RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
+        """Raises RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
         began_at = time.monotonic()
         if commit != self.commit:
-            if self._unverified_row > self.commit.position.row:
-                await self._service.check_same_model()
             check_unchanged(self._inputs)
             await asyncio.get_running_loop().run_in_executor(self._disk, self._save, commit)
             self.commit = commit
@@ -356,7 +394,7 @@ class EmbedRun:
         self._commit_due_at = max(began_at + self._commit_s, time.monotonic() + min(_COMMIT_PAUSE_S, self._commit_s))
 
     def _save(self, commit: Commit) -> None:
-        self._output.sync()
+        self._files.sync()
         replace(self._journal, commit=commit).save(journal_path(self._options.path))
 
 

@@ -32,13 +32,6 @@ _MAX_DETAIL_CHARS = 200
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "tos"}
 """Where an object appears when the last of it has arrived. Elsewhere it is written under another name, and renamed."""
-_PACKAGES = {
-    "s3": ("s3fs",), "s3a": ("s3fs",), "gs": ("gcsfs",), "gcs": ("gcsfs",), "abfs": ("adlfs",), "abfss": ("adlfs",),
-    "az": ("adlfs",), "oci": ("ocifs",), "oss": ("ossfs",), "tos": ("tosfs",), "http": ("aiohttp", "requests"),
-    "https": ("aiohttp", "requests"), "sftp": ("paramiko",), "ssh": ("paramiko",), "smb": ("smbprotocol",),
-    "hdfs": ("pyarrow",), "webhdfs": ("requests",), "hf": ("huggingface_hub",),
-}  # fmt: skip
-"""That fsspec needs for a protocol."""
 _FATAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ImportError)
 _FATAL_ERRNOS = {
     errno.EDQUOT, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EPERM, errno.EROFS,
@@ -302,11 +295,7 @@ def _open(url: str) -> tuple[Any, str]:
         raise EmbedError(f"{shown(url)}: chained URLs (::) are not supported")
     try:
         fs, path = url_to_fs(url)
-    except ImportError as error:
-        packages = _PACKAGES.get(_scheme(url))
-        why = f"needs a package that is {not_installed(*packages)}" if packages else _first_line(error, url)
-        raise EmbedError(f"{shown(url)}: {_scheme(url)}:// {why}") from error
-    except ValueError as error:
+    except (ImportError, ValueError) as error:  # fsspec names the package that is missing
         raise EmbedError(f"{shown(url)}: {_first_line(error, url)}") from error
     fs.invalidate_cache()  # a listing of before does not have what other runs have stored since
     return fs, path

@@ -15,13 +15,17 @@ import orjson
 from tests.support.certificates import Certificate
 from tests.support.http_stub import Answer, StubServer
 from vecd.client.embed.options import Pace
-from vecd.client.embed.service import PROBE
+from vecd.client.embed.results import PROBE
 
 DIM = 4
-AT_ONCE = Pace(first_commit_s=0.0, commit_s=0.0, first_pause_s=0.02, only_node_s=0.2)
+AT_ONCE = Pace(first_commit_s=0.0, commit_s=0.0, only_node_s=0.2)
 """For runs of `vecd embed` that take no second."""
 Fail: TypeAlias = Callable[[list[str]], tuple[int, str] | None]
 """For the texts of a request: the status and message to answer with, or None. Status 0: the connection is closed."""
+
+
+def identity_of(model: str) -> str:
+    return f"{hashlib.md5(model.encode()).hexdigest()};dtype=float32"
 
 
 def vector_of(text: str, model: str = "made-up") -> np.ndarray:
@@ -60,10 +64,11 @@ class BulkServer(StubServer):
         self.model = "made-up"
         self.capabilities: tuple[str, ...] = ()
         """In /info; empty: there is nothing of them, and vectors are dense."""
-        self.has_info = True
+        self.num_info_failures = 0
+        """That /info has before it is there."""
         self.dim = DIM
         self.nodes: list[tuple[str | None, str]] = []
-        """Identity and model of the nodes that requests go to in turn; empty: a server that knows no identities."""
+        """Identity and model of the nodes that requests go to in turn; empty: there is one, of `model`."""
         self.told: dict[str, Any] = {}
         """What else /info says of the model."""
         self._num_routed = 0
@@ -74,13 +79,14 @@ class BulkServer(StubServer):
         if method == "GET":
             model = {**({"capabilities": self.capabilities} if self.capabilities else {}), **self.told}
             info = {"max_input_length": 256, "max_client_batch_size": 2048, **({"model": model} if model else {})}
-            return 200 if self.has_info else 503, orjson.dumps(info), {}
+            self.num_info_failures -= 1
+            return 503 if self.num_info_failures >= 0 else 200, orjson.dumps(info), {}
         fields = orjson.loads(body)
         self.bodies.append(fields)
         self.headers.append(dict(headers))
         texts = _items_of(fields)
         failure = self.fail(texts)
-        identity, model_name = self.next_node()
+        identity, served = self.next_node()
         told = {} if identity is None else {"x-vecd-identity": identity}
         if identity is not None and headers.get("if-vecd-identity", identity) != identity:
             return 412, orjson.dumps({"error": {"message": "identity_mismatch"}}), told
@@ -88,46 +94,45 @@ class BulkServer(StubServer):
             status, message = failure
             return (status, orjson.dumps({"error": {"message": message}}), {"Retry-After": "0"}) if status else None
         if path != "/v1/embeddings" or "output" in fields:
-            return 200, orjson.dumps(self.results(path, fields, texts)), {}
-        vectors = [vector_of(text, model_name)[: self.dim] for text in texts]
+            return 200, orjson.dumps(self.results(path, fields, texts, served)), told
+        vectors = [vector_of(text, served)[: self.dim] for text in texts]
         told |= {"x-vecd-tokens": str(len(texts)), "x-vecd-dimensions": str(self.dim), "x-vecd-model": "m"}
         return 200, np.array(vectors, fields.get("output_dtype", "float32")).tobytes(), told
 
     @property
     def texts(self) -> list[str]:
-        """All that it was asked for, probes left out."""
+        """All that it was asked for, samples left out."""
         return [text for body in self.bodies for text in _items_of(body) if text != PROBE]
 
     def next_node(self) -> tuple[str | None, str]:
         """Identity and model of the node that gets a request."""
         if not self.nodes:
-            return None, self.model
+            return identity_of(self.model), self.model
         self._num_routed += 1
         return self.nodes[self._num_routed % len(self.nodes)]
 
-    def results(self, path: str, body: dict[str, Any], items: list[str]) -> Any:
+    def results(self, path: str, body: dict[str, Any], items: list[str], model: str) -> Any:
         """The response in the shape of a route that has no dense vectors alone."""
-        if path == "/score":
-            data = [{"index": n, **record_of(item, "scores", self.model)} for n, item in enumerate(items)]
-            return {"data": data, "usage": {"prompt_tokens": len(items)}}
         if path == "/predict" and "token-classify" in self.capabilities:
-            found = [record_of(item, "entities", self.model)["entities"] for item in items]
+            found = [record_of(item, "entities", model)["entities"] for item in items]
             return [[{"entity_group": each.pop("label"), "word": "w", **each} for each in every] for every in found]
         if path == "/predict":
-            return [record_of(item, "labels", self.model)["scores"][: body.get("top_k")] for item in items]
-        return {"data": [self._vectors(body, item) for item in items], "usage": {"prompt_tokens": len(items)}}
+            return [record_of(item, "labels", model)["scores"][: body.get("top_k")] for item in items]
+        data = [record_of(item, "scores", model) if path == "/score" else _vectors(body, item, model) for item in items]
+        return {"data": [{"index": n, **each} for n, each in enumerate(data)], "usage": {"prompt_tokens": len(items)}}
 
-    def _vectors(self, body: dict[str, Any], item: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if "dense" in body["output"]:
-            found["embedding"] = vector_of(item, self.model)
-        if "sparse" in body["output"]:
-            found["sparse"] = record_of(item, "sparse", self.model)
-        if "multi-vector" in body["output"]:
-            found["embeddings"] = np.array(record_of(item, "multi-vector", self.model)["embeddings"])
-        as_base64 = body["encoding_format"] == "base64"
-        dtype = body.get("output_dtype", "float32")
-        return {name: _encoded(value, dtype, as_base64=as_base64) for name, value in found.items()}
+
+def _vectors(body: dict[str, Any], item: str, model: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "dense" in body["output"]:
+        found["embedding"] = vector_of(item, model)
+    if "sparse" in body["output"]:
+        found["sparse"] = record_of(item, "sparse", model)
+    if "multi-vector" in body["output"]:
+        found["embeddings"] = np.array(record_of(item, "multi-vector", model)["embeddings"])
+    as_base64 = body["encoding_format"] == "base64"
+    dtype = body.get("output_dtype", "float32")
+    return {name: _encoded(value, dtype, as_base64=as_base64) for name, value in found.items()}
 
 
 def _items_of(body: dict[str, Any]) -> list[str]:

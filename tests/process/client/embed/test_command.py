@@ -16,11 +16,11 @@ import orjson
 import pyarrow.parquet
 import pytest
 
-from tests.support.bulk_server import AT_ONCE, DIM, BulkServer, Fail, vectors_of
+from tests.support.bulk_server import AT_ONCE, DIM, BulkServer, Fail, identity_of, vectors_of
 from tests.support.serving import eventually
 from vecd.client.embed import run as run_module
 from vecd.client.embed.command import main
-from vecd.client.embed.service import PROBE
+from vecd.client.embed.results import PROBE
 
 TEXTS = [f"text {n}" for n in range(100)]
 
@@ -91,7 +91,7 @@ def test_text_to_npy(embed, server, tmp_path, capsys):
     assert server.headers[0]["Authorization"] == "Bearer sesame"
     priorities = ["interactive" if body["input"] == [PROBE] else "bulk" for body in server.bodies]
     assert [headers["x-vecd-priority"] for headers in server.headers] == priorities
-    asked = {"encoding_format": "bytes", "output_dtype": "float32", "overflow": "error", "input_type": "query"}
+    asked = {"encoding_format": "bytes_only", "output_dtype": "float32", "overflow": "error", "input_type": "query"}
     assert all(body == {**asked, "input": body["input"]} for body in server.bodies)
     told = capsys.readouterr()
     assert told.out == ""
@@ -274,30 +274,21 @@ def test_vectors_of_two_models_are_never_mixed(embed, server, batch_texts, capsy
 
     server.fail = when("text 55", change)
     assert embed("--batch-texts", batch_texts) == 1
-    assert "has another model than this run began with" in capsys.readouterr().err
+    assert f"has another model: its identity is {identity_of('another')}" in capsys.readouterr().err
     assert 0 < embed.num_done() <= 55
     server.fail = lambda texts: None
     assert embed() == 2
-    assert "had another model: other vectors for the same text. --restart" in capsys.readouterr().err
+    assert "the unfinished run had another model: " in capsys.readouterr().err
     server.model = "made-up"
     assert embed() == 0
     check(np.load(embed.out), TEXTS)
 
 
-def test_each_request_brings_the_probe_along(embed, server):
-    """A request for it alone would have the server keep its batches short. But one text may be all that it takes, so
-    that has its probe at the commit."""
+def test_a_sample_is_sent_once(embed, server):
+    """A request for it alone, again and again, would have the server keep its batches short."""
     embed.write(TEXTS[:11])
     assert embed() == 0
-    requested = [body["input"] for body in server.bodies]
-    assert requested == [[PROBE], [*TEXTS[:10], PROBE], [TEXTS[10]], [PROBE]]
-
-
-def test_a_model_of_other_dimensions(embed, server, capsys):
-    embed.pace = AT_ONCE._replace(first_commit_s=60.0)  # so that no commit finds it first
-    server.fail = when("text 55", lambda: setattr(server, "dim", DIM - 1))
-    assert embed() == 1
-    assert "its vectors have 3 dimensions, not 4; 50 rows are done" in capsys.readouterr().err
+    assert [body["input"] for body in server.bodies] == [[PROBE], TEXTS[:10], [TEXTS[10]]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -343,6 +334,24 @@ def test_a_run_that_has_done_nothing_binds_nobody(embed, server):
     vectors = np.load(embed.out)
     assert vectors.dtype == np.float16
     check(vectors, TEXTS)
+
+
+def test_a_run_of_an_older_version_goes_on_if_it_knew_the_identity(embed, server, capsys):
+    """Its journal has more of the model."""
+    server.fail = lambda texts: (401, "no key") if "text 50" in texts else None
+    assert embed() == 1
+    journal, path = embed.journal(), embed.out.with_name("v.npy.journal")
+    older = {**journal, "version": 2}
+    older["model"] |= {"facts": {}, "probe": [0.5]}
+    server.fail = lambda texts: None
+    path.write_bytes(orjson.dumps({**older, "model": {**older["model"], "identity": None}}))
+    assert embed() == 2
+    assert ", and the unfinished run knew none. --restart begins anew" in capsys.readouterr().err
+    path.write_bytes(orjson.dumps(older))
+    server.bodies.clear()
+    assert embed() == 0
+    assert server.texts[0] == "text 50"
+    check(np.load(embed.out), TEXTS)
 
 
 def test_a_full_disk_is_told_with_the_file(embed, capsys, monkeypatch):

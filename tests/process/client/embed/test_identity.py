@@ -42,11 +42,12 @@ def test_a_proxy_with_a_node_of_another_identity(server, source, wrong):
     assert set(demanded[1:]) == {RIGHT}
 
 
-def test_a_run_of_one_row_each_needs_no_other_proof(server, source):
-    server.nodes = [NODE]
-    assert main([str(source), "-o", str(source.with_name("v.npy")), "--url", server.url, "--batch-texts", "1"]) == 0
-    check(source.with_name("v.npy"))
-    assert sum(body["input"] == ["probe"] for body in server.bodies) == 1
+def test_a_server_that_says_no_identity_is_refused(server, source, capsys):
+    server.nodes = [(None, "made-up")]
+    assert embed(server, source) == 2
+    told = "it does not say the identity of its model (x-vecd-identity), by which a run knows that all its rows are of"
+    assert f"{server.url}: {told} one model" in capsys.readouterr().err
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
 
 
 def test_the_identity_of_a_server_that_still_reads_its_weights_is_waited_for(server, source):

@@ -42,7 +42,7 @@ def make_options(out: Path, on_bad_row: Any = "blank") -> EmbedOptions:
 
 def make_done(numbers: range) -> tuple[RowBatch, Results]:
     """Rows as a run has them answered; those of `BAD` have no text."""
-    rows = [InputRow(n + 1, None if n in BAD else f"text {n}", "", (n,)) for n in numbers]
+    rows = [InputRow(n + 1, () if n in BAD else (f"text {n}",), "", (n,)) for n in numbers]
     vectors = vectors_of([f"text {n}" for n in numbers])
     reasons = {index: "bad" for index, n in enumerate(numbers) if n in BAD}
     vectors[list(reasons)] = np.nan

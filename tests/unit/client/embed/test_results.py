@@ -1,6 +1,5 @@
-"""Flags and results that go together, requests and responses of each kind of results, and which model made them."""
+"""Flags and results that go together, and requests and responses of each kind of results."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,10 @@ import numpy as np
 import orjson
 import pytest
 
+from vecd.client.aio import AsyncClient
 from vecd.client.embed.options import EmbedOptions, parse_options
-from vecd.client.embed.service import ModelFingerprint, ResultKind, choose_results, make_kind
-from vecd.client.http import ServerResponse
+from vecd.client.embed.results import Found, ResultKind
+from vecd.client.exchanges import Piece, RequestLimits, ServerError
 
 
 def make_options(folder: Path, **fields: Any) -> EmbedOptions:
@@ -18,12 +18,23 @@ def make_options(folder: Path, **fields: Any) -> EmbedOptions:
 
 
 def kind_of(folder: Path, capability: str, **fields: Any) -> ResultKind:
-    options = make_options(folder, **fields)
-    return make_kind(options, choose_results(options, (capability,)), (capability,))
+    return ResultKind(make_options(folder, **fields), (capability,))
 
 
-def response_of(body: Any) -> ServerResponse:
-    return ServerResponse(200, orjson.dumps(body))
+def exchange(kind: ResultKind, items: Any, answer: Any) -> tuple[Piece, Found]:
+    """The request for the results of `items`, and what an answer to it means."""
+    client = AsyncClient("http://h")
+    client.limits = RequestLimits()
+    steps = kind.steps(client, items)
+    [piece] = next(steps)
+    piece.answer = answer
+    with pytest.raises(StopIteration) as done:
+        next(steps)
+    return piece, done.value.value
+
+
+def body_of(piece: Piece) -> Any:
+    return orjson.loads(piece.body or b"")
 
 
 @pytest.mark.parametrize(
@@ -57,73 +68,39 @@ def response_of(body: Any) -> ServerResponse:
 def test_the_request(
     tmp_path: Path, capability: str, fields: dict[str, Any], items: Any, path: str, body: dict[str, Any]
 ) -> None:
-    kind = kind_of(tmp_path, capability, **fields)
-    assert kind.path == path
-    assert orjson.loads(orjson.dumps(kind.body(items))) == body
+    client = AsyncClient("http://h")
+    client.limits = RequestLimits()
+    [piece] = next(kind_of(tmp_path, capability, **fields).steps(client, items))
+    assert (piece.path, body_of(piece)) == (path, body)
 
 
 def test_vectors_of_tokens_are_base64_once_their_width_is_known(tmp_path: Path) -> None:
     kind = kind_of(tmp_path, "multi-vector", dtype="float16")
-    assert kind.body([("a",)])["encoding_format"] == "float"
-    kind.learn(kind.read(response_of({"data": [{"embeddings": [[1, 2, 3], [4, 5, 6]]}]}), 1).results)
+    piece, found = exchange(kind, [("a",)], {"data": [{"index": 0, "embeddings": [[1, 2, 3], [4, 5, 6]]}]})
+    assert body_of(piece)["encoding_format"] == "float"
+    kind.learn(found)
     assert kind.columns == {"embeddings": "vectors 3"}
-    assert kind.body([("a",)])["encoding_format"] == "base64"
     # Two rows of three halves, little-endian: 1 is 0x3c00, 2 is 0x4000.
-    found = kind.read(response_of({"data": [{"embeddings": "ADwAQAA8AEAAPABA"}], "usage": {"prompt_tokens": 7}}), 1)
-    np.testing.assert_array_equal(found.results[0]["embeddings"], [[1, 2, 1], [2, 1, 2]])
-    assert found.num_tokens == 7
-    assert found.results[0]["embeddings"].dtype == np.float16
+    piece, found = exchange(kind, [("a",)], {"data": [{"index": 0, "embeddings": "ADwAQAA8AEAAPABA"}]})
+    assert body_of(piece)["encoding_format"] == "base64"
+    np.testing.assert_array_equal(found[0]["embeddings"], [[1, 2, 1], [2, 1, 2]])
+    assert found[0]["embeddings"].dtype == np.float16
 
 
 @pytest.mark.parametrize(
     ("capability", "fields", "body"),
     [
-        ("rerank", {"pair_with": "b"}, {"data": [{"score": 1.0}]}),
-        ("rerank", {"pair_with": "b"}, []),
+        ("rerank", {"pair_with": "b"}, {"data": [{"index": 0, "score": 1.0}]}),
+        ("classify", {}, []),
         ("sparse", {}, {"data": None}),
     ],
 )
 def test_a_response_for_another_number_of_rows_is_refused(
     tmp_path: Path, capability: str, fields: dict[str, Any], body: Any
 ) -> None:
-    with pytest.raises(ValueError, match=r"results for 2 rows|no JSON object"):
-        kind_of(tmp_path, capability, **fields).read(response_of(body), 2)
-
-
-def fingerprint_of(*scores: float) -> ModelFingerprint:
-    return ModelFingerprint("m", len(scores), {}, list(scores), True, {"score": "number"})
-
-
-@pytest.mark.parametrize(
-    ("scores", "others", "are_same"),
-    [
-        ((0.9991, 0.02, 0.4), (0.9992, 0.0201, 0.41), True),
-        ((0.9991, 0.02, 0.4), (0.99991, 0.02, 0.4), False),  # both near 1, and a logit of 2 apart
-        ((8.3, -11.2, 0.4), (8.4, -11.1, 0.41), True),  # no probabilities
-        ((8.3, -11.2, 0.4), (9.3, -11.2, 0.4), False),
-        ((0.5, 0.5, 0.5), (0.5, 0.5), False),
-    ],
-)
-def test_a_model_is_recognized_by_its_scores(
-    scores: tuple[float, ...], others: tuple[float, ...], are_same: bool
-) -> None:
-    assert fingerprint_of(*scores).has_probe(others) is are_same
-    other = fingerprint_of(*others)
-    assert (other.why_other(asdict(fingerprint_of(*scores))) == "") is (are_same and len(scores) == len(others))
-
-
-def test_another_label_is_another_model(tmp_path: Path) -> None:
-    kind = kind_of(tmp_path, "classify")
-    one, other = ([{"label": label, "score": 0.6}] for label in ("yes", "no"))
-    numbers = [kind.probe_of(kind.read(response_of([labels]), 1).results) for labels in (one, other)]
-    assert len(numbers[0]) == len(numbers[1])
-    assert not fingerprint_of(*numbers[0]).has_probe(numbers[1])
-
-
-def test_a_journal_of_before_has_dense_vectors() -> None:
-    old = {"name": "m", "dim": 2, "facts": {}, "probe": [1.0, 0.0]}
-    assert ModelFingerprint("m", 2, {}, [1.0, 0.0]).why_other(old) == ""
-    assert "dense vectors" in fingerprint_of(1.0, 0.0).why_other(old)
+    kind = kind_of(tmp_path, capability, **fields)
+    with pytest.raises((ValueError, ServerError), match=r"results for 2 rows|no items as 'data'"):
+        exchange(kind, [("a", "b"), ("c", "d")], body)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +159,7 @@ def test_many_outputs_need_inputs(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_flags_that_do_not_go_with_the_results(capability: str, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        choose_results(EmbedOptions(files=[], **{"out": Path("v.jsonl"), **fields}), (capability,))
+        ResultKind(EmbedOptions(files=[], **{"out": Path("v.jsonl"), **fields}), (capability,))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +173,7 @@ def test_flags_that_do_not_go_with_the_results(capability: str, fields: dict[str
 )
 def test_the_main_results_of_a_model(capabilities: tuple[str, ...], results: tuple[str, ...]) -> None:
     options = EmbedOptions(files=[], out=Path("v.jsonl"), pair_with="b" if results == ("scores",) else None)
-    assert choose_results(options, capabilities) == results
+    assert ResultKind(options, capabilities).names == results
 
 
 def test_the_settings_of_an_output_are_those_of_all() -> None:

@@ -68,13 +68,13 @@ def write(folder: Path, name: str, content: bytes | str) -> Path:
 def test_every_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", b"\xef\xbb\xbfone\r\n\n \t\nbad \xff\ntwo\x00\x85three\n" + b"x" * 1001 + b"\nlast")
     assert items_of(path) == [
-        InputRow(1, "one"),
-        InputRow(2, None, "the line is empty"),
-        InputRow(3, None, "the line is empty"),
-        InputRow(4, None, "not UTF-8: byte 4 of the line"),
-        InputRow(5, None, "not UTF-8: byte 4 of the line"),
-        InputRow(6, None, "the line is too long (--max-row-bytes)"),
-        InputRow(7, "last"),
+        InputRow(1, ("one",)),
+        InputRow(2, (), "the line is empty"),
+        InputRow(3, (), "the line is empty"),
+        InputRow(4, (), "not UTF-8: byte 4 of the line"),
+        InputRow(5, (), "not UTF-8: byte 4 of the line"),
+        InputRow(6, (), "the line is too long (--max-row-bytes)"),
+        InputRow(7, ("last",)),
     ]
 
 
@@ -85,7 +85,7 @@ def test_json_lines(tmp_path: Path) -> None:
     )
     path = write(tmp_path, "a.jsonl", content)
     items = items_of(path, "id")
-    assert [(item.line, item.text, item.kept) for item in items] == [
+    assert [(item.line, *(item.texts or [None]), item.kept) for item in items] == [
         (1, "one", (7,)),
         (3, "two", ()),
         (4, None, ([1],)),
@@ -109,27 +109,27 @@ def test_csv(tmp_path: Path) -> None:
     content = 'id,text,n\n1,one,x\n\n2,"two\nlines, ""quoted""",y\n\xff,short\n4,,z\n5,\xff,w\n\xff,six,last'
     path = write(tmp_path, "a.csv", content.encode("latin-1"))
     assert items_of(path, "id") == [
-        InputRow(2, "one", "", ("1",)),
-        InputRow(4, 'two\nlines, "quoted"', "", ("2",)),
-        InputRow(6, None, "2 fields, the header has 3", (None,)),  # what is not UTF-8 is not kept
-        InputRow(7, None, '"text" is empty', ("4",)),
-        InputRow(8, None, '"text" is not UTF-8', ("5",)),
-        InputRow(9, "six", "", (None,)),
+        InputRow(2, ("one",), "", ("1",)),
+        InputRow(4, ('two\nlines, "quoted"',), "", ("2",)),
+        InputRow(6, (), "2 fields, the header has 3", (None,)),  # what is not UTF-8 is not kept
+        InputRow(7, (), '"text" is empty', ("4",)),
+        InputRow(8, (), '"text" is not UTF-8', ("5",)),
+        InputRow(9, ("six",), "", (None,)),
     ]
 
 
 def test_a_quote_that_is_never_closed_takes_no_more_than_a_row(tmp_path: Path) -> None:
     content = "text\nfirst\n" + '"open\n' + "more\n" * 300 + "last\n"
     items = items_of(write(tmp_path, "a.csv", content))
-    assert items[0].text == "first"
+    assert items[0].texts == ("first",)
     assert "never closed" in items[1].reason
-    assert items[-1].text == "last"
+    assert items[-1].texts == ("last",)
 
 
 def test_a_quote_that_is_open_at_the_end_is_no_text(tmp_path: Path) -> None:
     """Nor are the rows that it has swallowed."""
     items = items_of(write(tmp_path, "a.csv", 'text,id\nfirst,1\n"open,2\nthird,3\n'), "id")
-    assert items == [InputRow(2, "first", "", ("1",)), InputRow(3, None, "not CSV: a quote is never closed", (None,))]
+    assert items == [InputRow(2, ("first",), "", ("1",)), InputRow(3, (), "not CSV: a quote is never closed", (None,))]
 
 
 def test_pairs(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_pairs(tmp_path: Path) -> None:
         (("a", "c"), ""), ((), 'no field "b"'), ((), '"b" is empty'), ((), '"text" is empty'), ((), object_)
     ]  # fmt: skip
     [row] = items_of(write(tmp_path, "a.tsv.gz", "text\tb\none, two\t1\n"), pair_with="b")
-    assert row == InputRow(2, "one, two", second="1")
+    assert row == InputRow(2, ("one, two", "1"))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_stream_is_known_by_its_first_rows(tmp_path: Path) -> None:
 def read_parquet(path: Path, offset: int) -> list[tuple[int, str | None, tuple[object, ...]]]:
     at = Position(offset=offset, line=offset)
     with open_parquet(str(path), make_options("id"), at) as (rows, num_rows):
-        found = [(row.line, row.text, row.kept) for row in rows]
+        found = [(row.line, *(row.texts or [None]), row.kept) for row in rows]
     assert at.offset == at.line == num_rows
     return found
 
