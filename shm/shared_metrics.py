@@ -13,12 +13,12 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
              │        │ × Gauge     │ STATUSES        │ (buckets … │ sum) │ WorkerCell    │
 
     … │ batches       │ services       │ lives                   │ model_names │ models: num_places ×    │ up to
-      │ NUM_BATCHES × │ num_services × │ num_services ×          │ num_places  │ (counters │ kinds │     │ n × 64
-      │ BatchCell     │ ServiceCell    │ num_workers × LifeCell  │             │ answers │ histograms)   │
+      │ NUM_BATCHES × │ num_services × │ num_services ×          │ num_places  │ (counters │ answers │   │ n × 64
+      │ BatchCell     │ ServiceCell    │ num_workers × LifeCell  │             │ histograms)             │
 
 The first cells count what belongs to no model, and have the gauges of the whole gateway; what belongs to a model is
-counted at its place among `models`, and there alone. A model gets few of the possible answers, so it has NUM_KINDS
-cells for those that there have been: `kinds` says of each which one it is. The writer stores the kind first.
+counted at its place among `models`, and there alone. A place that no model has had takes no memory: the kernel makes a
+page of the file when it is first touched.
 
     part              who writes                            at the death of the gateway
     counters,         the section's gateway                 they stay; its next life counts on from there, so that
@@ -230,8 +230,6 @@ STATUSES = (
 )  # fmt: skip
 """The HTTP statuses of responses. 499: the client disconnected before it got one."""
 
-NUM_KINDS = 64
-
 MAX_ENDPOINTS = 128
 """A route with a dialect each. The gateways, all of one version, define which and in which order."""
 
@@ -321,13 +319,12 @@ class SharedMetricsSpec:
 
     @property
     def cells_of_model(self) -> int:
-        return len(Counter) + 2 * NUM_KINDS + sum(histogram.num_cells for histogram in Histogram)
+        num_answers = MAX_ENDPOINTS * len(STATUSES)
+        return len(Counter) + num_answers + sum(histogram.num_cells for histogram in Histogram)
 
     @property
     def section_cells(self) -> int:
-        ours = len(Counter) + len(Gauge) + MAX_ENDPOINTS * len(STATUSES)
-        ours += sum(histogram.num_cells for histogram in Histogram)
-        ours += self.num_places * (self.cells_of_model + len(Gauge) + 1)
+        ours = (1 + self.num_places) * (self.cells_of_model + len(Gauge)) + self.num_places
         services = self.num_services * (len(ServiceCell) + self.num_workers * len(LifeCell))
         cells = ours + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
@@ -344,20 +341,13 @@ class CountingCells:
     counters: "memoryview[int]"
     gauges: "memoryview[int]"
     """By `Gauge`. The whole gateway's, or those of a model: then of those that are of a model, `Gauge.is_of_model`."""
+    answers: "memoryview[int]"
+    """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
     histograms: Sequence["memoryview[int]"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCells(CountingCells):
-    kinds: "memoryview[int]"
-    """One more than the place that such answers have in `Section.answers`; 0: none yet, and none behind it."""
-    answers: "memoryview[int]"
-
-
-@dataclass(frozen=True, slots=True)
 class Section(CountingCells):
-    answers: "memoryview[int]"
-    """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
     workers: Sequence["memoryview[int]"]
     """By the worker's index, and then by `WorkerCell`."""
     batches: Sequence["memoryview[int]"]
@@ -372,16 +362,15 @@ class Section(CountingCells):
     models: "memoryview[int]"
     """By the model's place, the rest of its cells, in one."""
 
-    def of_model(self, place: int) -> ModelCells:
+    def of_model(self, place: int) -> CountingCells:
         """Cut anew, because most places are never used."""
         start = place * len(Gauge)
         size = len(self.models) // len(self.model_names)
         take = _cutter(self.models[place * size : (place + 1) * size])
-        return ModelCells(
+        return CountingCells(
             counters=take(len(Counter)),
             gauges=self.gauges_of_models[start : start + len(Gauge)],
-            kinds=take(NUM_KINDS),
-            answers=take(NUM_KINDS),
+            answers=take(MAX_ENDPOINTS * len(STATUSES)),
             histograms=[take(histogram.num_cells) for histogram in Histogram],
         )
 

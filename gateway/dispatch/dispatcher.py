@@ -684,7 +684,7 @@ class Dispatcher:
     # --- when things go wrong -------------------------------------------------------------------------------
 
     def _note_lost(self, batch: InFlight) -> None:
-        self._shared_metrics.batch_lost(batch.number)
+        self._shared_metrics.end_batch(batch.number)
         for sequence in batch.sequences:
             for lost in (sequence, *self._flights.followers(sequence)):
                 lost.request_queue.num_sent_tokens -= lost.num_tokens

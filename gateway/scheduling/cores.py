@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vecd.gateway.scheduling.model_shares import ModelShares
+from vecd.gateway.telemetry.prometheus import TICKS_PER_S, cpu_s
 from vecd.shm.control import CoresHeld, CoresWanted, Message
 
 # Every batch has a core of its own, and needs no grant for it. A batch gets more than one core only while others would
@@ -185,7 +186,6 @@ class CoreClaim:
 # How many cores programs other than the server use. In a container /proc/stat counts those of the whole machine, which
 # use the same cores.
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _IDLE, _IOWAIT, _GUEST = 3, 4, 8
 """Fields of a processor's line in /proc/stat; from _GUEST on, time that others include. Source: proc_stat(5)."""
 
@@ -232,10 +232,9 @@ class OtherPrograms:
                 ticks += sum(spent) - spent[_IDLE] - spent[_IOWAIT]
             elif not name.startswith(b"cpu"):
                 break  # interrupts: kilobytes on a large machine
-        return ticks / _TICKS_PER_S
+        return ticks / TICKS_PER_S
 
     def _spent_s(self, pid: int) -> float | None:
         with suppress(OSError, ValueError, IndexError):
-            fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+            return cpu_s(self._proc / str(pid))
         return None

@@ -7,7 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vecd.base.logs import ACCESS, JSON
 from vecd.gateway.config import GatewayConfig
@@ -15,6 +15,9 @@ from vecd.gateway.errors import HttpVersionNotSupported, NotImplementedByServer
 from vecd.gateway.request import IS_SAMPLED, Durations, Endpoint, HttpRequest, Trace
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.shared_metrics import Counter
+
+if TYPE_CHECKING:
+    from vecd.gateway.telemetry.spans import SpanSender
 
 # W3C's Trace Context. Source: https://www.w3.org/TR/trace-context/.
 
@@ -49,16 +52,11 @@ def trace_of(request: HttpRequest) -> Trace | None:
     return trace
 
 
-class SpanSink(Protocol):
-    def add(self, status: int, request: HttpRequest, trace: Trace, now: float) -> None: ...
-    def close(self, timeout_s: float) -> None: ...
-
-
 class Tracing:
     """The traces of one gateway. Measured, on a busy machine: `begin` and `on_finished` together take 0.4 µs for a
     request without a trace, 2.6 µs for one that is traced."""
 
-    def __init__(self, sender: SpanSink, ratio: float, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, sender: "SpanSender", ratio: float, endpoints: Sequence[Endpoint]) -> None:
         """`ratio`: the share of requests without a trace that are traced. `endpoints`: by the index that timelines
         have."""
         self.sender = sender

@@ -15,8 +15,12 @@ from itertools import count
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vecd.gateway.request import Durations, HttpRequest
 from vecd.shm.shared_metrics import (
+    MAX_ENDPOINTS,
     NUM_BATCHES,
     REMOVED_MODELS,
     STATUSES,
@@ -26,7 +30,6 @@ from vecd.shm.shared_metrics import (
     Gauge,
     Histogram,
     LifeCell,
-    ModelCells,
     Section,
     ServiceCell,
     ServiceKey,
@@ -70,7 +73,6 @@ class SharedMetrics:
         """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
         self._counters, self._gauges, self._answers = self.ours.counters, self.ours.gauges, self.ours.answers
         self._histograms, self._workers, self._batches = self.ours.histograms, self.ours.workers, self.ours.batches
-        self._answers_of_model: _ModelAnswers | None = None
         self._lives = self.ours.lives
         self._bounds = [histogram.bounds for histogram in Histogram]
         self._per_unit = [histogram.per_unit for histogram in Histogram]
@@ -111,8 +113,7 @@ class SharedMetrics:
             if place is None:  # more models than a server may have: what was discarded is still in use
                 return self
             made, cells = copy(self), self.ours.of_model(place)
-            made._counters, made._histograms = cells.counters, cells.histograms
-            made._answers_of_model = _ModelAnswers(cells, self.ours.answers)
+            made._counters, made._histograms, made._answers = cells.counters, cells.histograms, cells.answers
             self._of_models[model] = made
         return made
 
@@ -135,21 +136,16 @@ class SharedMetrics:
         names[place] = name
         return place
 
-    def _add_to_removed(self, cells: ModelCells) -> None:
+    def _add_to_removed(self, cells: CountingCells) -> None:
         """A reader may see one cell twice for the moment between two stores, and none too few."""
         self.ours.model_names[0] = REMOVED_MODELS
         removed = self.ours.of_model(0)
-        pairs = zip((cells.counters, *cells.histograms), (removed.counters, *removed.histograms), strict=True)
-        for source, target in pairs:
+        sources = cells.counters, cells.answers, *cells.histograms
+        for source, target in zip(sources, (removed.counters, removed.answers, *removed.histograms), strict=True):
             for index, number in enumerate(source):
                 if number:
                     target[index] += number
                     source[index] = 0
-        answers = _ModelAnswers(removed, self.ours.answers)
-        for place, kind in enumerate(cells.kinds):
-            if kind:
-                answers.add(kind - 1, cells.answers[place])
-                cells.kinds[place] = cells.answers[place] = 0
 
     # --- writing --------------------------------------------------------------------------------------------
 
@@ -164,10 +160,7 @@ class SharedMetrics:
         place = _PLACES.get(status)
         if place is None:
             place = _PLACES[400 if status < 500 else 500]
-        if self._answers_of_model is None:
-            self._answers[endpoint * _NUM_STATUSES + place] += 1
-        else:
-            self._answers_of_model.add(endpoint * _NUM_STATUSES + place)
+        self._answers[endpoint * _NUM_STATUSES + place] += 1
 
     def observe(self, histogram: Histogram, value: float) -> None:
         """Count `value`, in the metric's unit."""
@@ -268,13 +261,10 @@ class SharedMetrics:
         cells[_WORKER_TOKENS] += num_tokens
         cells[_WORKER_COMPUTE_US] += compute_us
         self._lives[place][worker][_LIFE_BATCHES] += 1
-        self._end_batch(number, compute_us)
+        self.end_batch(number, compute_us)
 
-    def batch_lost(self, number: int) -> None:
-        """A batch will not be answered."""
-        self._end_batch(number, 0)
-
-    def _end_batch(self, number: int, compute_us: int) -> None:
+    def end_batch(self, number: int, compute_us: int = 0) -> None:
+        """Called for a batch that will not be answered."""
         cells = self._batches[number % NUM_BATCHES]
         if cells[_NUMBER] == number:  # else NUM_BATCHES have been sent since
             cells[_COMPUTED_US] = compute_us
@@ -304,15 +294,13 @@ class SharedMetrics:
 
     # `model`: what was counted for the model of this name; "": what belongs to none; None: all.
 
-    def _model_cells(self, model: str | None) -> list[ModelCells]:
-        """At all gateways, without those of no model."""
-        if model == "":
-            return []
-        name = None if model is None else digest_of(model)
-        return [cells for section in self.sections for cells in _models_of(section, name)]
-
     def _parts(self, model: str | None) -> list[CountingCells]:
-        return [*(() if model else self.sections), *self._model_cells(model)]
+        """At all gateways."""
+        if model == "":
+            return [*self.sections]
+        if model is None:
+            return [part for section in self.sections for part in (section, *_models_of(section))]
+        return [part for section in self.sections for part in _models_of(section, digest_of(model))]
 
     def total(self, cell: Counter | Gauge, model: str | None = None) -> int:
         """As it is stored: `per_unit` of it make one of the metric's unit."""
@@ -340,21 +328,15 @@ class SharedMetrics:
 
     def answers(self, model: str | None = None) -> dict[tuple[int, int], int]:
         """Finished requests by endpoint and status, where there are any."""
-        sums: dict[int, int] = {}
-        if not model:
-            sums = dict(enumerate(map(sum, zip(*(section.answers for section in self.sections), strict=True))))
-        for cells in self._model_cells(model):
-            for cell, number in _answers_of(cells):
-                sums[cell] = sums.get(cell, 0) + number
+        sums = _sum_of_answers(self._parts(model))
         return {
-            (cell // _NUM_STATUSES, STATUSES[cell % _NUM_STATUSES]): number for cell, number in sums.items() if number
+            (endpoint, STATUSES[place]): int(sums[endpoint, place]) for endpoint, place in np.argwhere(sums).tolist()
         }
 
     def num_answered_by(self, section: Section) -> int:
         """Requests that one gateway has answered, in all its lives."""
-        of_models = (each for cells in _models_of(section) for each in _answers_of(cells))
-        answered = sum(number for cell, number in of_models if cell % _NUM_STATUSES != _GONE_PLACE)
-        return answered + sum(section.answers) - sum(section.answers[_GONE_PLACE::_NUM_STATUSES])
+        sums = _sum_of_answers([section, *_models_of(section)])
+        return int(sums.sum() - sums[:, _GONE_PLACE].sum())
 
     def known_workers(self) -> list[int]:
         """Workers that have been up; there may be cells for more."""
@@ -396,34 +378,15 @@ def _service_of(cells: "memoryview[int]") -> ServiceKey:
     return ServiceKey(cells[ServiceCell.GENERATION], cells[ServiceCell.MODEL])
 
 
-class _ModelAnswers:
-    """Counts the answers of one model. `others`: where kinds are counted that it has no cell for."""
-
-    __slots__ = ("_kinds", "_numbers", "_others", "_places")
-
-    def __init__(self, cells: ModelCells, others: "memoryview[int]") -> None:
-        self._kinds, self._numbers, self._others = cells.kinds, cells.answers, others
-        self._places = {kind - 1: place for place, kind in enumerate(self._kinds) if kind}
-
-    def add(self, cell: int, number: int = 1) -> None:
-        """`cell`: the place of such answers in `Section.answers`."""
-        place = self._places.get(cell)
-        if place is None:
-            place = len(self._places)
-            if place == len(self._kinds):
-                self._others[cell] += number
-                return
-            self._places[cell] = place
-            self._kinds[place] = cell + 1
-        self._numbers[place] += number
+def _sum_of_answers(parts: Sequence[CountingCells]) -> NDArray[np.int64]:
+    """[endpoint, place of the status]."""
+    sums = np.zeros((MAX_ENDPOINTS, _NUM_STATUSES), np.int64)
+    for part in parts:
+        sums += np.asarray(part.answers).reshape(sums.shape)
+    return sums
 
 
-def _answers_of(cells: ModelCells) -> list[tuple[int, int]]:
-    """Of each kind that there has been the place in `Section.answers`, and the number."""
-    return [(kind - 1, number) for kind, number in zip(cells.kinds, cells.answers, strict=True) if kind]
-
-
-def _models_of(section: Section, name: int | None = None) -> list[ModelCells]:
+def _models_of(section: Section, name: int | None = None) -> list[CountingCells]:
     """The cells of the models that there are, or of the one with this name."""
     found = [place for place, other in enumerate(section.model_names) if other and name in (None, other)]
     return [*map(section.of_model, found)]

@@ -30,7 +30,7 @@ from vecd.shm.control import UNLOAD_REASONS, ModelIs, ModelState
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
 _KEEP_S = 1.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
@@ -74,15 +74,19 @@ def _read_all(pids: Mapping[str, int]) -> dict[str, Usage]:
 def read_usage(pid: int) -> Usage:
     """The usage of a process. Raises OSError when there is no such process."""
     folder = Path("/proc", str(pid))
-    # The fields behind the name, which may contain blanks and parentheses.
-    fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-    ticks = int(fields[11]) + int(fields[12])
     resident = int((folder / "statm").read_bytes().split()[1]) * _PAGE_BYTES
     proportional = 0
     with suppress(OSError):
         if pss := _PSS.search((folder / "smaps_rollup").read_bytes()):
             proportional = int(pss[1]) * 1024
-    return Usage(pid, ticks / _TICKS_PER_S, resident, proportional)
+    return Usage(pid, cpu_s(folder), resident, proportional)
+
+
+def cpu_s(folder: Path) -> float:
+    """The processor time of the process with this folder in /proc."""
+    # The fields behind the name, which may contain blanks and parentheses.
+    fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -95,9 +99,7 @@ class ServedModel:
     """One of several models, or one that is not loaded all the time."""
 
     name: str
-    """As it is configured."""
     status: ModelIs
-    """The newest."""
     workers: Mapping[int, str]
     """The states of its workers, one of WORKER_STATES each, by their index."""
 

@@ -13,7 +13,6 @@ from vecd.gateway.telemetry.measures import FinishedRequests, SharedMetrics
 from vecd.gateway.telemetry.prometheus import CONTENT_TYPE, WORKER_STATES, ServedModel, Usage, render_metrics
 from vecd.shm.control import ModelIs, ModelState
 from vecd.shm.shared_metrics import (
-    NUM_KINDS,
     STATUSES,
     Counter,
     Gauge,
@@ -351,13 +350,3 @@ def test_the_only_model_has_no_label_but_a_state_if_it_is_not_loaded_all_the_tim
     assert found['vecd_model_waiting_requests{model="a"}'] == found["vecd_requests_in_flight"] == 6
     assert of(found, "vecd_workers_ready") == of(found, "vecd_worker_state") == {}
     assert "vecd_tokens_total" in found
-
-
-def test_kinds_of_answers_that_have_no_cell_count_for_no_model(gateway: SharedMetrics) -> None:
-    kept = gateway.of_model("a")
-    for status in (200, 429):
-        for endpoint in range(NUM_KINDS):
-            kept.add_answer(endpoint, status)
-    assert kept.answers("a") == {(endpoint, 200): 1 for endpoint in range(NUM_KINDS)}
-    assert kept.answers("") == {(endpoint, 429): 1 for endpoint in range(NUM_KINDS)}
-    assert len(kept.answers()) == 2 * NUM_KINDS

@@ -121,7 +121,7 @@ def test_batches_under_way_and_of_late_are_remembered_in_the_order_they_were_sen
 
 def test_a_lost_batch_is_over_without_having_been_computed(shared_metrics_of_all):
     shared_metrics_of_all[0].batch_sent(7, 0, 2, 20, 100)
-    shared_metrics_of_all[0].batch_lost(7)
+    shared_metrics_of_all[0].end_batch(7)
     [batch] = shared_metrics_of_all[1].recent_batches(0)
     assert batch[1 + BatchCell.DONE_NS] > 0
     assert batch[1 + BatchCell.COMPUTE_US] == 0
@@ -132,7 +132,7 @@ def test_a_lost_batch_is_over_without_having_been_computed(shared_metrics_of_all
 def test_what_comes_late_for_a_batch_that_is_forgotten_changes_no_other(shared_metrics_of_all):
     shared_metrics_of_all[0].batch_sent(1, 0, 2, 20, 100)
     shared_metrics_of_all[0].batch_sent(1 + NUM_BATCHES, 1, 3, 30, 100)
-    shared_metrics_of_all[0].batch_lost(1)
+    shared_metrics_of_all[0].end_batch(1)
     shared_metrics_of_all[0].batch_done(1, 0, 2, 20, 555, 0)
     [batch] = shared_metrics_of_all[1].recent_batches(0)
     assert batch[:5] == (0, 1 + NUM_BATCHES, 1, 3, 30)
