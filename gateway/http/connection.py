@@ -35,7 +35,6 @@ from vecd.gateway.http.reader import (
     CONTINUE,
     ReadState,
     RequestReader,
-    RequestReceived,
     encode_response,
     names_this_machine,
     new_request_id,
@@ -118,7 +117,11 @@ _MAX_WRITE_PERIODS = 32
 """In each `write_s`, a client must read _MIN_TAKEN_BYTES, and enough to have all of a response after this number of
 periods."""
 _PLAIN_HTTP = b"This port speaks HTTPS. Use https:// instead of http:// in the URL.\n"
-_CLOSED, _IDLE = ReadState.CLOSED, ReadState.IDLE  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+_CLOSED, _IDLE, _BODY = (
+    ReadState.CLOSED,
+    ReadState.IDLE,
+    ReadState.BODY,
+)  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 _RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and resets the connection
 
 
@@ -223,17 +226,17 @@ class Connection(asyncio.Protocol):
         """Process what was received, as far as one turn of the event loop should."""
         while self.task is None and not self._is_write_blocked and not self._is_ending:
             try:
-                event = self.reader.next_event()
+                request = self.reader.next_request()
             except ApiError as error:
                 self._refuse(error)
                 break
-            if event is None:
+            if request is None:
                 self._await_bytes()
                 break
-            if isinstance(event, RequestReceived):
-                self._start(event.request)
+            if self.reader.state is _BODY:
+                self._check_head(request)
             else:
-                self._check_head(event.request)
+                self._start(request)
         self._count_held()
 
     def _advance_again(self) -> None:
@@ -372,24 +375,28 @@ class Connection(asyncio.Protocol):
         is_leaving = self._has_eof or self._server.is_draining
         # Closed by the request itself, or because too much was sent behind it.
         is_last = self.reader.state is _CLOSED or (is_leaving and self.reader.state is _IDLE)
-        self._add_headers(response, request)
-        pieces = encode_response(
-            response,
-            request_id=request.request_id,
-            keep_alive=not is_last,
-            http_minor=request.http_minor,
-            head_only=request.method == "HEAD",
-            date=self._server.http_date(),
-        )
-        self.send(pieces)
+        pieces = self._send_response(response, request.request_id, request, keep_alive=not is_last)
         if self.num_unsent_bytes or self._is_write_blocked:
             self._server.unsent.count(self, sum(map(len, pieces)) if self._is_write_blocked else 0)
         self._server.on_finished(response.status, request)
         return is_last
 
-    def _add_headers(self, response: Response, request: HttpRequest | None) -> None:
+    def _send_response(
+        self, response: Response, request_id: str, request: HttpRequest | None, *, keep_alive: bool
+    ) -> list[bytes | memoryview]:
+        """Returns what was sent."""
         if not self.is_admin:
             self._server.app.add_headers(response, request)
+        pieces = encode_response(
+            response,
+            request_id=request_id,
+            keep_alive=keep_alive,
+            date=self._server.http_date(),
+            http_minor=1 if request is None else request.http_minor,
+            head_only=request is not None and request.method == "HEAD",
+        )
+        self.send(pieces)
+        return pieces
 
     def _render(self, error: BaseException, request_id: str, request: HttpRequest | None) -> Response:
         """The response to a failure, which is logged here. `request`: None if its head could not be parsed."""
@@ -434,16 +441,13 @@ class Connection(asyncio.Protocol):
         request_id = new_request_id()
         with suppress(ApiError):
             self.reader.feed(data)
-            if (event := self.reader.next_event()) is not None:
-                request_id = event.request.request_id
+            if (request := self.reader.next_request()) is not None:
+                request_id = request.request_id
         error = Unavailable(reason, retry_after_s=1)
         self._end_with(self._server.app.render_error(error, None), request_id)
 
     def _end_with(self, response: Response, request_id: str, request: HttpRequest | None = None) -> None:
-        self._add_headers(response, request)
-        date = self._server.http_date()
-        is_head = request is not None and request.method == "HEAD"
-        self.send(encode_response(response, request_id=request_id, keep_alive=False, head_only=is_head, date=date))
+        self._send_response(response, request_id, request, keep_alive=False)
         self._server.on_finished(response.status, request)
         self._linger()
 
@@ -533,7 +537,6 @@ class Connection(asyncio.Protocol):
             self._close_unless_readable()
 
     def check_deadlines(self, now: float) -> None:
-        timeouts = self._server.timeouts
         num_unsent_bytes = self.transport.get_write_buffer_size()
         if self.task is None and (num_unsent_bytes or self.num_unsent_bytes):
             num_held_bytes = max(num_unsent_bytes, self.num_unsent_bytes) if num_unsent_bytes else 0
@@ -557,8 +560,8 @@ class Connection(asyncio.Protocol):
         elif num_unsent_bytes > 0:
             self._since = now  # the client must read the response before its next request is awaited
         elif not self._is_ending:
-            self._check_waiting(now - self._since, timeouts)
-        elif now - self._since >= timeouts.linger_s:
+            self._check_waiting(now - self._since)
+        elif now - self._since >= self._server.timeouts.linger_s:
             self.abort()
 
     def _is_stalled(self, now: float, num_unsent_bytes: int) -> bool:
@@ -581,7 +584,8 @@ class Connection(asyncio.Protocol):
         # The FIN of this side counts as a byte.
         return max(0, num_bytes[0] - self._is_ending)
 
-    def _check_waiting(self, waited_s: float, timeouts: Timeouts) -> None:
+    def _check_waiting(self, waited_s: float) -> None:
+        timeouts = self._server.timeouts
         if self._why_refused is not None:
             if waited_s >= timeouts.linger_s:
                 self._refuse_connection(self._why_refused)

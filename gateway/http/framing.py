@@ -7,7 +7,7 @@ import re
 import sys
 import zlib
 from io import SEEK_CUR, BytesIO
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from vecd.gateway.errors import BadRequest, HeadersTooLarge, PayloadTooLarge, UnsupportedEncoding, quoted
 from vecd.gateway.request import Coding
@@ -39,23 +39,6 @@ _FRAMING_TRAILERS = {b"content-length", b"transfer-encoding"}
 _SMALL_SIZES = {line: size for size in range(1, 1024) for line in (b"%x" % size, b"%X" % size)}
 
 
-class Body(Protocol):
-    is_complete: bool
-    has_more: bool
-    """The last `read` had done enough for one turn of the event loop."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Received of the body, without its framing."""
-
-    def read(self, data: bytes, at: int) -> int:
-        """Take bytes of the body, which begin at `at` in `data`; returns the position after them. Until the body is
-        complete, pass the bytes that are left again, with those that follow. Raises ApiError when it is refused."""
-
-    def take(self) -> bytes:
-        """The body, once complete, which is dropped here."""
-
-
 class KnownBody:
     """A body whose Content-Length is known, or 0: then `read` and `take` change nothing."""
 
@@ -64,10 +47,14 @@ class KnownBody:
         self._whole = b""
         self._pieces: BytesIO | None = None
         self.num_bytes = 0
+        """Received of the body, without its framing."""
         self.has_more = False
+        """The last `read` had done enough for one turn of the event loop."""
         self.is_complete = length == 0
 
     def read(self, data: bytes, at: int) -> int:
+        """Take bytes of the body, which begin at `at` in `data`; returns the position after them. Until the body is
+        complete, pass the bytes that are left again, with those that follow. Raises ApiError when it is refused."""
         if self.is_complete:
             return at
         stop = min(len(data), at + self._length - self.num_bytes)
@@ -83,6 +70,7 @@ class KnownBody:
         return stop
 
     def take(self) -> bytes:
+        """The body, once complete, which is dropped here."""
         body = self._whole if self._pieces is None else self._pieces.getvalue()
         self._whole, self._pieces = b"", None
         return body
@@ -236,6 +224,9 @@ class ChunkedBody:
     def _count_framing(self, num_bytes: int) -> None:
         self._num_framing_bytes += num_bytes
         self._num_since_bytes += num_bytes
+
+
+Body: TypeAlias = KnownBody | ChunkedBody
 
 
 def _refuse(what: str) -> NoReturn:

@@ -17,12 +17,11 @@ into the next. A head that only repeats the one before is not parsed again.
 import itertools
 import os
 import re
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from http import HTTPMethod, HTTPStatus
 from ipaddress import ip_address
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -212,21 +211,6 @@ _REQUEST_ID_PREFIX = f"req_{os.urandom(8).hex()}"
 _request_numbers = itertools.count(1)
 
 
-@dataclass(slots=True)
-class HeadReceived:
-    """The head is acceptable, and bytes of the body are missing."""
-
-    request: HttpRequest
-
-
-@dataclass(slots=True)
-class RequestReceived:
-    request: HttpRequest
-
-
-Event: TypeAlias = HeadReceived | RequestReceived
-
-
 class ReadState(Enum):
     """The state of a reader, by which a connection sets its deadline."""
 
@@ -234,6 +218,7 @@ class ReadState(Enum):
     """No byte of the next request was received."""
     HEAD = auto()
     BODY = auto()
+    """The head is acceptable, and bytes of the body are missing."""
     CLOSED = auto()
     """All further bytes are dropped."""
 
@@ -242,7 +227,7 @@ _IDLE, _HEAD, _BODY, _CLOSED = ReadState  # Python 3.11 takes 0.1 µs to find a 
 
 
 class RequestReader:
-    """Reads the requests of one connection, one at a time: feed it, then take events until there is none."""
+    """Reads the requests of one connection, one at a time: feed it, then take requests until there is none."""
 
     __slots__ = ("_at", "_data", "_head", "_incoming", "limits", "state")
 
@@ -267,7 +252,7 @@ class RequestReader:
 
     @property
     def has_more(self) -> bool:
-        """`next_event` has done enough for one turn of the event loop: call it again."""
+        """`next_request` has done enough for one turn of the event loop: call it again."""
         return self._incoming is not None and self._incoming.body.has_more
 
     @property
@@ -295,8 +280,9 @@ class RequestReader:
         if self.state is _IDLE:
             self._seek_request()
 
-    def next_event(self) -> Event | None:
-        """Parse the next event; None when bytes are missing, or it `has_more`, or when the reader is closed. Raises
+    def next_request(self) -> HttpRequest | None:
+        """Parse the next request. One whose body is not there with its head is returned twice: at its head, when the
+        state is BODY, and complete. None when bytes are missing, or it `has_more`, or when the reader is closed. Raises
         ApiError when the bytes are refused, after every complete request before them: the reader is closed then, and
         `request` is the one refused, if its head was known."""
         if self.state is _IDLE or self.state is _CLOSED:
@@ -304,7 +290,7 @@ class RequestReader:
         incoming, start = self._incoming, self._at
         if incoming is None:
             if self._head is not None and (repeated := self._read_repeated(self._head)) is not None:
-                return RequestReceived(repeated)
+                return repeated
             incoming = self._incoming = IncomingRequest(self.limits)
         else:
             start = -1  # it began in other data
@@ -323,7 +309,7 @@ class RequestReader:
         if self.state is _BODY:
             return None
         self.state = _BODY
-        return HeadReceived(incoming.request)
+        return incoming.request
 
     def _read_repeated(self, head: RepeatedHead) -> HttpRequest | None:
         """The request that comes next, if all of it is there, within the limits, and its head is this one again."""
@@ -371,7 +357,7 @@ class RequestReader:
         if not incoming.body.is_complete:
             self._at = incoming.body.read(self._data, self._at)
 
-    def _end_request(self, request: HttpRequest) -> RequestReceived:
+    def _end_request(self, request: HttpRequest) -> HttpRequest:
         assert self._incoming is not None
         request.body = self._incoming.body.take()
         self._incoming.free()
@@ -380,7 +366,7 @@ class RequestReader:
             self._seek_request()
         else:
             self.close()
-        return RequestReceived(request)
+        return request
 
     def _seek_request(self) -> None:
         """Skip empty lines, which may precede a request and are no part of it (RFC 9112, section 2.2)."""

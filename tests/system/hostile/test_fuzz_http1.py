@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vecd.gateway.errors import ApiError
-from vecd.gateway.http.reader import HeadReceived, ReadState, RequestReader, RequestReceived
+from vecd.gateway.http.reader import ReadState, RequestReader
 from vecd.gateway.request import HttpRequest, Limits
 
 IS_SOAK = "VECD_SOAK" in os.environ
@@ -104,20 +104,19 @@ def read(pieces: list[bytes]) -> tuple[list[object], ReadState]:
         for piece in pieces:
             reader.feed(piece)
             assert reader.num_body_bytes <= LIMITS.max_body_bytes
-            while (event := reader.next_event()) is not None:
-                check(event.request)
-                if isinstance(event, HeadReceived):
+            while (request := reader.next_request()) is not None:
+                check(request)
+                if reader.state is ReadState.BODY:
                     assert head is None, "told once"
-                    head = event.request
+                    head = request
                 else:
-                    assert isinstance(event, RequestReceived)
-                    assert head is None or head is event.request
+                    assert head is None or head is request
                     head = None
-                    learned.append(event.request)
+                    learned.append(request)
             assert (reader.state is ReadState.BODY) == (head is not None)
     except ApiError as error:
         learned.append(error)
-        assert reader.next_event() is None
+        assert reader.next_request() is None
         assert reader.state is ReadState.CLOSED
     assert reader.num_waiting_bytes <= sum(map(len, pieces))
     return [check_refusal(item) if isinstance(item, ApiError) else item for item in learned], reader.state

@@ -18,7 +18,7 @@ from vecd.gateway.errors import (
     UnsupportedEncoding,
 )
 from vecd.gateway.http import reader as http1
-from vecd.gateway.http.reader import HeadReceived, ReadState, RequestReader, RequestReceived, encode_response
+from vecd.gateway.http.reader import ReadState, RequestReader, encode_response
 from vecd.gateway.request import Coding, HttpRequest, Limits, Response
 
 LIMITS = Limits(max_body_bytes=1000)
@@ -32,9 +32,9 @@ def take_all(reader: RequestReader) -> list[HttpRequest | ApiError]:
     """Every complete request that the reader has, and its refusal to read on."""
     taken: list[HttpRequest | ApiError] = []
     try:
-        while (event := reader.next_event()) is not None:
-            if isinstance(event, RequestReceived):
-                taken.append(event.request)
+        while (request := reader.next_request()) is not None:
+            if reader.state is not ReadState.BODY:
+                taken.append(request)
     except ApiError as error:
         taken.append(error)
     return taken
@@ -204,11 +204,11 @@ def test_many_small_chunks_take_no_more_memory_than_their_bytes():
     tracemalloc.start()
     try:
         reader.feed(post(b"Transfer-Encoding: chunked"))
-        assert isinstance(reader.next_event(), HeadReceived)
+        assert reader.next_request() is not None
         before = tracemalloc.get_traced_memory()[0]
         for at in range(0, len(body), 1000):
             reader.feed(body[at : at + 1000])
-            assert reader.next_event() is None
+            assert reader.next_request() is None
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -228,7 +228,6 @@ def test_a_body_may_hold_anything(body, is_chunked):
 def test_neither_headers_nor_body_are_in_a_repr():
     request = read_one(post(b"Authorization: Bearer sk-secret", b"Content-Length: 6", body=b"secret"))
     assert "secret" not in repr(request)
-    assert "secret" not in repr(RequestReceived(request))
     assert "secret" not in repr(Response(200, b"secret"))
 
 
@@ -248,9 +247,10 @@ def test_neither_headers_nor_body_are_in_a_repr():
 def test_expect(data, expects_continue):
     reader = RequestReader(LIMITS)
     reader.feed(data)
-    event = reader.next_event()
-    assert isinstance(event, HeadReceived)
-    assert event.request.expects_continue is expects_continue
+    request = reader.next_request()
+    assert request is not None
+    assert reader.state is ReadState.BODY
+    assert request.expects_continue is expects_continue
 
 
 def test_expect_without_a_body_means_nothing():
@@ -300,18 +300,19 @@ def test_the_head_is_told_once_and_only_if_the_body_is_outstanding():
     reader = RequestReader(LIMITS)
     for _ in range(2):
         reader.feed(post(b"Content-Length: 3", body=b"a"))
-        event = reader.next_event()
-        assert isinstance(event, HeadReceived)
-        assert event.request.path == "/v1/embeddings"
-        assert event.request.body == b""
-        assert reader.next_event() is None
+        request = reader.next_request()
+        assert request is not None
+        assert reader.state is ReadState.BODY
+        assert request.path == "/v1/embeddings"
+        assert request.body == b""
+        assert reader.next_request() is None
         reader.feed(b"b")
-        assert reader.next_event() is None
+        assert reader.next_request() is None
         reader.feed(b"c" + get() + post(b"Content-Length: 1", body=b"d"))
-        complete = [reader.next_event() for _ in range(4)]
-        assert [type(event) for event in complete] == [RequestReceived, RequestReceived, RequestReceived, type(None)]
-        assert complete[0] == RequestReceived(event.request)
-        assert event.request.body == b"abc"
+        complete = take_all(reader)
+        assert [type(item) for item in complete] == [HttpRequest] * 3
+        assert complete[0] is request
+        assert request.body == b"abc"
 
 
 def test_states():
@@ -338,7 +339,7 @@ def test_a_request_is_read_only_when_asked_for():
     reader = RequestReader(LIMITS)
     reader.feed(get() + get())
     assert reader.num_waiting_bytes == 2 * len(get())
-    assert isinstance(reader.next_event(), RequestReceived)
+    assert isinstance(reader.next_request(), HttpRequest)
     assert reader.num_waiting_bytes == len(get())
     assert reader.state is ReadState.HEAD
     reader.feed(b"more")
@@ -351,7 +352,7 @@ def test_a_reader_that_has_refused_is_closed():
     assert [type(item) for item in take_all(reader)] == [HttpRequest, HttpRequest, BadRequest]
     assert reader.state is ReadState.CLOSED
     reader.feed(get())
-    assert reader.next_event() is None
+    assert reader.next_request() is None
     assert reader.num_waiting_bytes == 0
 
 
@@ -359,7 +360,7 @@ def test_the_request_that_is_refused_is_known_once_its_head_is():
     reader = RequestReader(LIMITS)
     reader.feed(post(b"Content-Length: 1001", b"X-Request-Id: mine", line=b"POST /a HTTP/1.1"))
     with pytest.raises(PayloadTooLarge):
-        reader.next_event()
+        reader.next_request()
     assert reader.request is not None
     assert (reader.request.path, reader.request.request_id) == ("/a", "mine")
 
@@ -371,7 +372,7 @@ def test_what_follows_the_last_request_is_dropped(last):
     assert [type(item) for item in take_all(reader)] == [HttpRequest]
     assert reader.state is ReadState.CLOSED
     reader.feed(get())
-    assert reader.next_event() is None
+    assert reader.next_request() is None
 
 
 def test_empty_lines_before_a_request_are_no_part_of_it():
@@ -425,7 +426,7 @@ def test_100_mb_of_head_are_not_collected(start, unit):
     num_fed_bytes = 0
     with pytest.raises(HeadersTooLarge):  # noqa: PT012
         while num_fed_bytes < 100_000_000:
-            assert reader.next_event() is None
+            assert reader.next_request() is None
             reader.feed(unit * 1000)
             num_fed_bytes += 1000 * len(unit)
     assert num_fed_bytes < 40_000
@@ -746,14 +747,14 @@ def test_changed_limits_hold_from_the_next_request_on():
     reader = RequestReader(Limits(max_body_bytes=100))
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     reader.feed(head[:10])
-    assert reader.next_event() is None
+    assert reader.next_request() is None
     reader.limits = Limits(max_body_bytes=10)
     reader.feed(head[10:] % 100 + bytes(100) + head % 11)
-    event = reader.next_event()
-    assert isinstance(event, RequestReceived)
-    assert len(event.request.body) == 100
+    request = reader.next_request()
+    assert request is not None
+    assert len(request.body) == 100
     with pytest.raises(ApiError, match="at most 10 are allowed"):
-        reader.next_event()
+        reader.next_request()
 
 
 # --- a head that repeats the one before ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from vecd.base.logs import ACCESS, JsonFormatter, TextFormatter
 from vecd.gateway.app.app import ENDPOINTS
 from vecd.gateway.config import GatewayConfig
-from vecd.gateway.http.reader import RequestReader, RequestReceived
+from vecd.gateway.http.reader import RequestReader
 from vecd.gateway.request import Endpoint, HttpRequest
 from vecd.gateway.request import Limits as HttpLimits
 from vecd.gateway.telemetry.finished import (
@@ -159,9 +159,9 @@ def test_a_request_that_failed_says_how_far_it_came():
 def read(head: str) -> HttpRequest:
     reader = RequestReader(HttpLimits(max_body_bytes=1000))
     reader.feed(head.encode())
-    event = reader.next_event()
-    assert isinstance(event, RequestReceived)
-    return event.request
+    request = reader.next_request()
+    assert request is not None
+    return request
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter("gateway"), JsonFormatter("gateway")])
