@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import uvloop
 
@@ -252,6 +251,7 @@ class Gateway:
         self._control = Control(channel)
         self._cores = Cores(config.num_cores)
         self._other_programs = OtherPrograms()
+        self._published_at = 0.0
         self._services = Services(
             config,
             start.generation,
@@ -287,20 +287,16 @@ class Gateway:
             max_connections_per_address=config.share(config.max_connections_per_address),
             trusted_proxies=TrustedProxies(config.trusted_proxies),
         )
-        services = self._services
-        shared_metrics.poll(
-            {
-                **{gauge: partial(_total, services, gauge) for gauge in services.active.gauges()},
-                Gauge.ARENA_ROWS: lambda: services.total(lambda service: service.dispatcher.num_rows),
-                Gauge.ARENA_ROWS_IN_USE: lambda: services.total(lambda service: service.dispatcher.num_rows_in_use),
-                Gauge.QUEUE_AGE_US: services.queue_age_us,
-                Gauge.CORES_LEASED: lambda: self._cores.leased,
-                Gauge.OTHERS_USE: self._read_others_use,
-                Gauge.CONNECTIONS: lambda: self._server.num_connections,
-                Gauge.WORKERS: services.num_usable_workers,
-            }
-        )
-        shared_metrics.poll_models(services.read_models)
+        shared_metrics.poll(self._gauges)
+        shared_metrics.poll_models(self._services.gauges_of_models)
+
+    def _gauges(self) -> dict[Gauge, int]:
+        return {
+            **self._services.gauges(),
+            Gauge.CORES_LEASED: self._cores.leased,
+            Gauge.OTHERS_USE: self._read_others_use(),
+            Gauge.CONNECTIONS: self._server.num_connections,
+        }
 
     def _read_others_use(self) -> int:
         """Thousandths of a core. Side effect: no core that other programs use is lent."""
@@ -337,14 +333,14 @@ class Gateway:
         await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
         if admin is not None:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
-        self._watch = LoopWatch(self._shared_metrics, loop, lambda: self._server.num_requests_in_flight > 0)
+        self._tick_in(_BUSY_TICK_S)
         self._control.send(GatewayReady())
         self._drain_order: asyncio.Future[Drain] = loop.create_future()
         self._control.start(self._on_message)
         order = await self._drain_order
         everything_answered = await drain(self._services, self._server, order.deadline_s, order.grace_s)
         self._control.stop()
-        self._watch.stop()
+        self._timer.cancel()
         self._services.stop()
         self._access_log.report_dropped()
         if self._app.tracing is not None:
@@ -365,6 +361,20 @@ class Gateway:
                 self._services.schedule_dispatch()  # batches may have waited for a core
             case _:
                 self._services.on_message(message, fds)
+
+    def _tick_in(self, seconds: float) -> None:
+        self._due = time.perf_counter() + seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
+
+    def _tick(self) -> None:
+        """Record the lag of the event loop, and publish the polled gauges. Ticks seldom while no request is being
+        handled: idle, 50 ticks a second take 1 % of a core, 4 take 0.1 %."""
+        now = time.perf_counter()
+        self._shared_metrics.observe(Histogram.LOOP_LAG, max(0.0, now - self._due))
+        self._tick_in(_BUSY_TICK_S if self._server.num_requests_in_flight else _IDLE_TICK_S)
+        if now - self._published_at >= _PUBLISH_S:
+            self._published_at = now
+            self._shared_metrics.publish()
 
     def _change(self, config: GatewayConfig) -> None:
         """Apply the first model's configuration to what all generations share."""
@@ -408,44 +418,10 @@ async def drain(services: Services, server: Server, deadline_s: float, grace_s: 
     return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
 
 
-def _total(services: Services, gauge: Gauge) -> int:
-    return services.total(lambda service: service.gauges()[gauge])
-
-
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:
     """The address and port of a listening socket, or its path and None."""
     name = sock.getsockname()
     return (str(name), None) if sock.family == socket.AF_UNIX else (name[0], name[1])
-
-
-class LoopWatch:
-    """Records the lag of the event loop, and publishes the polled gauges. Ticks seldom while no request is being
-    handled: idle, 50 ticks a second take 1 % of a core, 4 take 0.1 %."""
-
-    def __init__(
-        self, shared_metrics: SharedMetrics, loop: asyncio.AbstractEventLoop, is_busy: Callable[[], bool]
-    ) -> None:
-        """Call on the running loop."""
-        self._shared_metrics = shared_metrics
-        self._loop = loop
-        self._is_busy = is_busy
-        self._published_at = 0.0
-        self._tick_in(_BUSY_TICK_S)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def _tick_in(self, seconds: float) -> None:
-        self._due = time.perf_counter() + seconds
-        self._timer = self._loop.call_later(seconds, self._tick)
-
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        self._shared_metrics.observe(Histogram.LOOP_LAG, max(0.0, now - self._due))
-        self._tick_in(_BUSY_TICK_S if self._is_busy() else _IDLE_TICK_S)
-        if now - self._published_at >= _PUBLISH_S:
-            self._published_at = now
-            self._shared_metrics.publish()
 
 
 def _end_with_supervisor(channel: Channel, uds_paths: Sequence[str]) -> None:

@@ -216,6 +216,8 @@ class Service:
             Gauge.QUEUED_SEQUENCES: self.policy.queued_sequences,
             Gauge.QUEUED_TOKENS: self.policy.queued_tokens,
             Gauge.IN_FLIGHT_TOKENS: self.dispatcher.in_flight_tokens,
+            Gauge.ARENA_ROWS: self.dispatcher.num_rows,
+            Gauge.ARENA_ROWS_IN_USE: self.dispatcher.num_rows_in_use,
         }
 
     def stop(self) -> None:
@@ -291,9 +293,6 @@ class Services:
         self.all = {generation: first}
         """Those that have requests, or may get them."""
         self._join_models()
-
-    def total(self, value: Callable[[Service], int]) -> int:
-        return sum(map(value, self.all.values()))
 
     def schedule_dispatch(self) -> None:
         for service in self.all.values():
@@ -500,32 +499,25 @@ class Services:
 
     # --- what is measured -----------------------------------------------------------------------------------
 
-    def read_models(self) -> dict[str, dict[Gauge, int]]:
-        """The gauges of each model, by its name; none where there is one model."""
-        if self.models is None:
-            return {}
-        now = time.monotonic()
-        found: dict[str, dict[Gauge, int]] = {}
-        for service in self.all.values():
-            sums = service.gauges()
-            gauges = found.setdefault(
-                service.config.model, dict.fromkeys((*sums, Gauge.QUEUE_AGE_US, Gauge.WORKERS), 0)
-            )
-            for gauge, value in sums.items():
-                gauges[gauge] += value
-            age_us = int(service.policy.oldest_wait_s(now) * 1e6)
-            gauges[Gauge.QUEUE_AGE_US] = max(gauges[Gauge.QUEUE_AGE_US], age_us)
-            if service in self.of_models:
-                gauges[Gauge.WORKERS] = service.dispatcher.num_usable_workers
-        return found
+    def gauges(self) -> dict[Gauge, int]:
+        return self._gauges_of([*self.all.values()])
 
-    def num_usable_workers(self) -> int:
-        return sum(service.dispatcher.num_usable_workers for service in self.of_models)
+    def gauges_of_models(self) -> dict[str, dict[Gauge, int]]:
+        """By the model's name; none where there is one model."""
+        generations: dict[str, list[Service]] = {}
+        for service in self.all.values() if self.models is not None else ():
+            generations.setdefault(service.config.model, []).append(service)
+        return {model: self._gauges_of(services) for model, services in generations.items()}
+
+    def _gauges_of(self, services: Sequence[Service]) -> dict[Gauge, int]:
+        now, gauges = time.monotonic(), [service.gauges() for service in services]
+        num_workers = [each.dispatcher.num_usable_workers for each in services if each in self.of_models]
+        return {
+            **{gauge: sum(each[gauge] for each in gauges) for gauge in gauges[0]},
+            Gauge.QUEUE_AGE_US: int(max(service.policy.oldest_wait_s(now) for service in services) * 1e6),
+            Gauge.WORKERS: sum(num_workers),
+        }
 
     def num_waiting(self) -> int:
         """Sequences. What waits without a worker is not counted: cores granted for it would be idle."""
         return sum(service.policy.queued_sequences for service in self.all.values() if service.dispatcher.is_sending)
-
-    def queue_age_us(self) -> int:
-        now = time.monotonic()
-        return int(max(service.policy.oldest_wait_s(now) for service in self.all.values()) * 1e6)

@@ -494,8 +494,7 @@ async def info(service: Service, http: HttpRequest, principal: Principal) -> Res
     several models it is about the first that the request may mean, with a list of all for operators."""
     services = _named_services(service, http, principal)
     service = services[0]
-    is_operators = principal.sees_metrics and (http.is_admin or not service.config.has_admin_listener)
-    if not is_operators:
+    if not (principal.sees_metrics and (http.is_admin or not service.config.has_admin_listener)):
         return json_response(200, describe_for_tei(service))
     body = describe_info(service, shows_tenants=http.is_admin or principal.is_admin)
     return json_response(200, body | ({"models": [*map(describe_one, services)]} if len(services) > 1 else {}))

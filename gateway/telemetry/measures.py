@@ -76,7 +76,7 @@ class SharedMetrics:
         self._lives = self.ours.lives
         self._bounds = [histogram.bounds for histogram in Histogram]
         self._per_unit = [histogram.per_unit for histogram in Histogram]
-        self._polled: dict[Gauge, Callable[[], int]] = {}
+        self._read: Callable[[], Mapping[Gauge, int]] = dict
         self._services: list[ServiceKey | None] = [None] * spec.num_services
         """Those that this gateway has, by their place in the section."""
         self._active: dict[int, ServiceKey] = {}
@@ -270,9 +270,9 @@ class SharedMetrics:
             cells[_COMPUTED_US] = compute_us
             cells[_DONE_NS] = time.monotonic_ns()
 
-    def poll(self, gauges: Mapping[Gauge, Callable[[], int]]) -> None:
-        """Let `publish` read these gauges by a call, rather than have them set whenever they change."""
-        self._polled.update(gauges)
+    def poll(self, read: Callable[[], Mapping[Gauge, int]]) -> None:
+        """Let `publish` read gauges by a call, rather than have them set whenever they change."""
+        self._read = read
 
     def poll_models(self, read: Callable[[], Mapping[str, Mapping[Gauge, int]]]) -> None:
         """Let `publish` read the gauges of models, by name, by a call."""
@@ -280,8 +280,8 @@ class SharedMetrics:
 
     def publish(self) -> None:
         """Update the polled gauges. To be called regularly, and before metrics are read."""
-        for gauge, value in self._polled.items():
-            self._gauges[gauge] = value()
+        for gauge, value in self._read().items():
+            self._gauges[gauge] = value
         names = self.ours.model_names.tolist()
         for model, values in self._read_models().items():
             if (name := digest_of(model)) in names:

@@ -188,7 +188,7 @@ def test_a_model_s_name_cannot_break_out_of_its_label(shared_metrics_of_all):
 
 
 def test_every_metric_has_words_and_a_type_and_what_is_published_is_in_it(shared_metrics_of_all):
-    shared_metrics_of_all[0].poll({Gauge.QUEUED_SEQUENCES: lambda: 17})
+    shared_metrics_of_all[0].poll(lambda: {Gauge.QUEUED_SEQUENCES: 17})
     shared_metrics_of_all[0].publish()
     text = text_of(shared_metrics_of_all[0])
     families = list(text_string_to_metric_families(text))
@@ -298,7 +298,7 @@ def test_levels_and_workers_are_told_apart(shared_metrics_of_all: list[SharedMet
     kept = [each.of_model(name) for each in shared_metrics_of_all for name in ("a", "org/b")]
     first.poll_models(lambda: {"a": {Gauge.QUEUED_TOKENS: 3, Gauge.QUEUE_AGE_US: 2_000_000, Gauge.WORKERS: 1}})
     other.poll_models(lambda: {"org/b": {Gauge.QUEUED_TOKENS: 4, Gauge.WORKERS: 2}, "a": {Gauge.QUEUED_TOKENS: 5}})
-    first.poll({Gauge.CONNECTIONS: lambda: 8})
+    first.poll(lambda: {Gauge.CONNECTIONS: 8})
     for each in shared_metrics_of_all:
         each.publish()
     first.worker_up(WorkerKey(ServiceKey(1), Incarnation(1, 2)))
