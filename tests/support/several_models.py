@@ -37,14 +37,12 @@ def model_of(server: RunningServer, name: str) -> RunningServer:
 @cache
 def dummy_models(minilm_folder: Path) -> RunningServer:
     """With the bundled model's tokenizer and sizes: `moods`, which classifies texts, `names`, which classifies tokens,
-    `m3` of BGE-M3's kind, and `chat` with a template; and `reranker`, a causal model that ranks."""
+    `m3` of BGE-M3's kind, and `chat` with a template."""
     folder = shared_folder("dummy-models", partial(_save_dummy_models, minilm_folder))
     return shared_server("--config", str(folder / "vecd.toml"), *DUMMY)
 
 
 def _save_dummy_models(minilm_folder: Path, folder: Path) -> None:
-    from tests.support.llm_checkpoints import save_causal, save_reranker
-
     for name, kind, labels in (
         ("moods", "BertForSequenceClassification", ("sad", "glad", "mad")),
         ("names", "BertForTokenClassification", ("O", "B-PER", "I-PER", "B-LOC")),
@@ -58,13 +56,10 @@ def _save_dummy_models(minilm_folder: Path, folder: Path) -> None:
         (folder / "m3" / f"{head}.safetensors").touch()
     _link(minilm_folder, folder / "chat")
     (folder / "chat" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (folder / "causal").mkdir()
-    (folder / "reranker").mkdir()
-    save_reranker(folder / "reranker", save_causal(folder / "causal"))
-    settings = {"chat": 'overflow = "chunk"\nmax-embed-len = 600\n', "reranker": "max-inputs = 64\n"}
+    settings = {"chat": 'overflow = "chunk"\nmax-embed-len = 600\n'}
     tables = [
         f'[models.{name}]\nmodel = "{folder / name}"\n{settings.get(name, "")}'
-        for name in ("moods", "names", "m3", "chat", "reranker")
+        for name in ("moods", "names", "m3", "chat")
     ]
     (folder / "vecd.toml").write_text("".join(tables))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from vecd.gateway.request import Dtype, Encoding, Form, LateChunking, Overflow, Priority, Role
+from vecd.gateway.request import MAX_PROMPT_CHARS, Dtype, Encoding, Form, LateChunking, Overflow, Priority, Role
 from vecd.shm.output import Output
 
 # --- routes -----------------------------------------------------------------------------------------------------
@@ -83,6 +83,7 @@ ROUTES = {
     "invocations text_inputs": Route("/invocations", "tei", "dense", {"text_inputs": "a"}),
     "embed_all": Route("/embed_all", "tei", "dense", {"inputs": "a"}),
     "similarity": Route("/similarity", "tei", "dense", {"inputs": _COMPARED}),
+    "root similarity": Route("/", "tei", "dense", {"inputs": _COMPARED}, ("/invocations",)),
     "embed_sparse": Route("/embed_sparse", "tei", "sparse", {"inputs": "a"}),
     "root sparse": Route("/", "tei", "sparse", {"inputs": "a"}),
     "cohere": Route("/v2/embed", "cohere", "dense", {"texts": ["a"]}),
@@ -121,6 +122,7 @@ OPENAI_DENSE = ("openai", "openai hybrid", "invocations vllm")
 POOLING = ("pooling", "pooling tokens", "pooling multi", "pooling scores")
 CLASSIFY = ("classify", "classify tokens", "invocations classify")
 COHERE = ("cohere", "cohere v1")
+SIMILARITY = ("similarity", "root similarity")
 OLLAMA = ("ollama", "ollama old")
 TEI_DENSE = ("tei", "hub", "root", "invocations tei")
 TEI_SPARSE = ("embed_sparse", "root sparse")
@@ -131,7 +133,7 @@ RERANK = (*DOCUMENTS, "score", "invocations pairs", "invocations scores")
 RANKINGS = (*RERANK, "nvidia")
 TEXTS = (*OPENAI, *POOLING, "zero-shot", *CLASSIFY)
 DENSE, PROMPTED = (*OPENAI_DENSE, "pooling"), (*OPENAI_DENSE, *POOLING[:2], "zero-shot")
-TEI_TEXTS = (*TEI_DENSE, "embed_all", "similarity", *TEI_SPARSE, *TEI_LABELS)
+TEI_TEXTS = (*TEI_DENSE, "embed_all", *SIMILARITY, *TEI_SPARSE, *TEI_LABELS)
 TEI_RERANK = ("tei rerank", "root rerank")
 EMBEDDING = (
     *TEXTS, *OLLAMA, *TEI_TEXTS, *COHERE, *RANKINGS, *TEI_RERANK,
@@ -146,6 +148,7 @@ EMBEDDING = (
 class Exchange:
     status: int
     headers: Mapping[str, str]
+    content_type: str
     body: bytes
     request_id: str
     asked: Any = None
@@ -275,6 +278,7 @@ ERROR, CUT, LEFT, CHUNK = Overflow.ERROR, Overflow.TRUNCATE, Overflow.TRUNCATE_L
 
 ATTRIBUTES: dict[str, Attribute] = {
     "dimensions": Attribute(_asked("dimensions")),
+    "dimensions of tokens": Attribute(_asked("dimensions")),
     "length 1": Attribute(
         lambda exchange: exchange.asked.output is not Output.UNNORMALIZED and exchange.asked.normalize
     ),
@@ -383,9 +387,12 @@ TABLE = (
     Row("dimensions", DENSE, words("dimensions", "output_dimension", "truncate_dim"), ((8, 8), (16, None), (0, ABSENT)),
         (-1, 17, *_NO_NUMBER)),
     Row("dimensions", ("ollama",), words("dimensions"), ((8, 8), (16, None), (0, None)), (-1, 17, *_NO_NUMBER)),
-    Row("dimensions", (*TEI_DENSE, "similarity"), words("dimensions", inside=True), ((8, 8), (16, None)),
+    Row("dimensions", (*TEI_DENSE, *SIMILARITY), words("dimensions", inside=True), ((8, 8), (16, None)),
         (0, 17, *_NO_NUMBER)),
     Row("dimensions", COHERE, words("output_dimension"), ((8, 8), (16, None)), (0, 17, *_NO_NUMBER)),
+    Row("dimensions of tokens", ("multi-vector", "pooling multi"),
+        words("dimensions", "output_dimension", "truncate_dim"), ((4, None),), (3,)),
+    Row("dimensions of tokens", ("pooling tokens",), words("dimensions"), ((16, None),), (8,)),
     Row("length 1", (*OPENAI_DENSE, *POOLING[:3]), words("normalize", "normalized", "use_activation"), _FLAGS,
         _NO_FLAG),
     Row("length 1", TEI_DENSE, words("normalize", inside=True), _FLAGS, _NO_FLAG),
@@ -399,7 +406,7 @@ TABLE = (
     Row("encoding", TEI_DENSE, words("encoding_format", inside=True),
         (("float", (Encoding.FLOAT,)), ("base64", (Encoding.FLOAT,)), ("bytes", (Encoding.BYTES,)),
          ("npy", (Encoding.NPY,))),("hex", 5)),
-    Row("encoding", ("similarity",), words("encoding_format", inside=True), (("float", UNSAID), ("base64", UNSAID)),
+    Row("encoding", SIMILARITY, words("encoding_format", inside=True), (("float", UNSAID), ("base64", UNSAID)),
         ("hex", "bytes", "npy", 5)),
     Row("dtype", DENSE, words("output_dtype"),
         (("float", (Dtype.FLOAT32,)), *((each.value, (each,)) for each in Dtype)), ("fp8", 5, ["int8"])),
@@ -411,6 +418,7 @@ TABLE = (
         ("float", ["float", "fp8"], [5], {})),
     Row("byte order", DENSE, words("endianness"), (("big", (True,)), ("little", (False,)), ("native", (False,))),
         ("middle", 5), {"encoding_format": "bytes"}),
+    Row("byte order", DENSE, words("endianness"), (("big", (False,)),), is_alone=True),
     # --- long inputs ---
     Row("overflow", (*OPENAI_DENSE, "pooling", "zero-shot"), words("overflow"), _OVERFLOWS, ("cut", 5, True)),
     Row("overflow", ("openai sparse", "multi-vector", "pooling scores", *CLASSIFY), words("overflow"), _OVERFLOWS[:3],
@@ -441,14 +449,14 @@ TABLE = (
     Row("max tokens of a query", RANKINGS, words("max_tokens_per_query"), ((5, 5), (0, None)), (-1, *_NO_NUMBER)),
     Row("special tokens", TEXTS, words("add_special_tokens"), _FLAGS, _NO_FLAG),
     # --- prompts ---
-    Row("prompt", PROMPTED, words("prompt"), (("mine: ", "mine: "), ("", ""), (OWN_PROMPT, OWN_PROMPT)),
-        (5, "x" * 5000, ["a"]), is_exclusive=True),
+    Row("prompt", PROMPTED, words("prompt"), (*same("mine: ", "", OWN_PROMPT, "x" * MAX_PROMPT_CHARS),),
+        (5, "x" * (MAX_PROMPT_CHARS + 1), ["a"]), is_exclusive=True),
     Row("prompt", (*PROMPTED, *CLASSIFY), words("prompt_name"), _PROMPTS, _NO_PROMPT, is_exclusive=True),
     Row("prompt", (*PROMPTED, *CLASSIFY), words("input_type"), (*_PURPOSES, *_KINDS), _NO_PROMPT, is_exclusive=True),
     Row("prompt", (*OPENAI_DENSE, "zero-shot"), words("task"), (*_PURPOSES, *_KINDS), _NO_PROMPT, is_exclusive=True),
     Row("prompt", POOLING[:2], words("embedding_mode"), _PURPOSES[:1] + _PURPOSES[3:4], ("passage", 5),
         is_exclusive=True),
-    Row("prompt", (*TEI_DENSE, "embed_all", "similarity"), words("prompt_name", inside=True), _PROMPTS, _NO_PROMPT),
+    Row("prompt", (*TEI_DENSE, "embed_all", *SIMILARITY), words("prompt_name", inside=True), _PROMPTS, _NO_PROMPT),
     Row("prompt", COHERE, words("input_type"), _PURPOSES, (*_NO_PROMPT, "image")),
     Row("prompt", (*PROMPTED, *CLASSIFY, *COHERE, *OLLAMA), words("model"), _NAMES, (5, ["m"])),
     Row("prompt", ("openai", *POOLING[:2], "zero-shot", *COHERE, *OLLAMA), words("model"), (), ("dense:nope",)),
@@ -583,6 +591,9 @@ TABLE = (
     Row("nothing", (*TEI_LABELS, "root"), words("parameters.candidate_labels"), (), (["a"], "a")),
     Row("nothing", COHERE, words("images"), (([], UNSAID),), (["data:image/png;base64,AA"],)),
     Row("nothing", ("show",), words("verbose"), ((True, UNSAID),)),
+    Row("nothing", EMBEDDING, words("unknown"), (({"a": 1}, UNSAID),)),
+    Row("nothing", OLLAMA, words("options"), (({"temperature": 1}, UNSAID),), ([], "x")),
+    Row("nothing", TEI_TEXTS, words("parameters"), (({"unknown": 1}, UNSAID),), (["truncate"], 5)),
     Row("nothing", ("show by name", "pull by name"), words("name"), (("m:latest", UNSAID), ("dense", UNSAID)),
         (5, "dense:nope")),
     Row("nothing", ("show", "pull"), words("model"), (("m:latest", UNSAID), ("dense", UNSAID)), (5, "dense:nope")),

@@ -5,47 +5,19 @@ absent; two words that disagree are refused, two that agree are accepted; an ali
 says nothing.
 """
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
 from itertools import combinations, product
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
-import numpy as np
-import orjson
 import pytest
 from jsonschema_rs import validator_for
 
-from tests.support.asking import body_of, embedded_of
-from tests.support.cards import CLASSIFIER, DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
 from tests.unit.gateway.dialects.attributes import ABSENT, ATTRIBUTES, ROUTES, TABLE, UNSAID, Exchange, Route, Row
-from tests.unit.gateway.test_service import http_request
-from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, Recorder, json_of
-from vecd.gateway.api.operation import ParsedMessages
-from vecd.gateway.config import AliasDefaults, ChatTemplateSpec, GatewayConfig
-from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Dtype, Embedded, EmbedRequest, InputReport, Overflow, Role, Source, Token
-from vecd.gateway.tokenization.late_chunks import LateChunks
-from vecd.model.steps import PairTemplate, ScoreHead, Step
+from tests.unit.gateway.dialects.played import Client
+from vecd.gateway.config import ChatTemplateSpec
+from vecd.gateway.request import Dtype, Encoding, Overflow, Priority, Role
 
-_PROMPTS = (("query", "query: "), ("document", "passage: "), ("own", "own: "))
-_TEXTS: dict[str, Any] = {"prompt": "own: ", "prompts": _PROMPTS}
-_HAS_INSTRUCTION = PairTemplate("<{instruction}>", "|", "", "rank")
-MODELS = {
-    "dense": replace(DENSE, dim=16, hidden_size=16, steps=(Step("normalize"),), is_matryoshka=True, **_TEXTS),
-    "hybrid": replace(
-        HYBRID, dim=16, hidden_size=16, token_dim=16, steps=(Step("normalize"),), is_matryoshka=True, **_TEXTS
-    ),
-    "sparse": replace(SPARSE, **_TEXTS),
-    "multi": replace(MULTI_VECTOR, **_TEXTS),
-    "ranker": replace(RERANKER, score=ScoreHead(("score",), "sigmoid", "cls", pair_template=_HAS_INSTRUCTION)),
-    "classifier": replace(CLASSIFIER, **_TEXTS),
-    "tagger": replace(TOKEN_CLASSIFIER, **_TEXTS),
-}  # fmt: skip
 _STATUS = {"tei": 422}
 """Of a wrong field, by dialect; 400 in all others."""
 _SHAPES = {
@@ -54,128 +26,41 @@ _SHAPES = {
 }  # fmt: skip
 
 
-class Played(Recorder):
-    """Answers all that is asked, with rows that tell forms and activations apart."""
-
-    asked: Any = None
-    rendered: Any = None
-
-    async def embed(self, request: EmbedRequest, *rest: Any) -> Embedded:
-        self.asked = request._replace(inputs=cast(Any, list(request.inputs)))
-        return self._rows_of(request)
-
-    def _rows_of(self, request: EmbedRequest) -> Embedded:
-        num, width = len(request.inputs), request.output.width_of(self._card)
-        rows = (np.arange(2 * num * width) % 5 - 1.5).astype(np.float32).reshape(2 * num, width)
-        ids, offsets = np.array([1, 2], np.int32), np.array([[0, 1], [0, 1]], np.int32)
-        spans = np.array([[0, 1]], np.int32), np.array([[0, 2]], np.int32), (0, 0), 2, np.array([False])
-        collectors = Encoder(self._card).make_collectors(request, [ids] * num, [LateChunks(*spans)] * num)
-        for collector in collectors:
-            if request.output.is_per_token or request.late is not None:
-                for index in range(num):
-                    collector.put_tokens(index, rows[2 * index : 2 * index + 2], 0)
-            else:
-                collector.put(0, np.ascontiguousarray(rows[:num]))
-        reports = (InputReport(3, False, 1, Source.TEXT),) * num if request.wants_report else ()
-        return embedded_of(*collectors, reports=reports, token_ids=(ids,) * num, offsets=(offsets,) * num)
-
-    async def describe(self, parsed: Any, *_: object) -> None:
-        self.asked = {"texts": parsed.texts, "add_special_tokens": parsed.add_special_tokens, "prompt": parsed.prompt}
-        parsed.collector.put(0, [Token(7, "t", False, 0, 1)])
-
-    async def render(self, parsed: ParsedMessages, *_: object) -> list[str]:
-        self.rendered = orjson.loads(parsed.payload)
-        return ["a"] * len(self.rendered["conversations"])
-
-    async def decode(self, parsed: Any, *_: object) -> list[str]:
-        self.asked = {"lists": parsed.lists, "skip_special_tokens": parsed.skip_special_tokens}
-        return ["a"] * len(parsed.lists)
-
-
-class Gateway(Bench):
-    """One model."""
-
-    def make_recorder(self, config: GatewayConfig) -> Played:
-        self.played = Played(config.model, MODELS[config.model])
-        return self.played
-
-    async def exchange(self, path: str, body: Any, headers: Mapping[str, str]) -> Exchange:
-        played = self.played
-        played.asked = played.rendered = played.kept_s = None
-        request = http_request(path, body=orjson.dumps(body), headers=dict(headers))
-        try:
-            response = await self.app.handle(request)
-        except ApiError as error:
-            response = self.app.render_error(error, request.path)
-        self.app.add_headers(response, request)
-        came = played.asked, played.rendered, played.kept_s
-        return Exchange(response.status, response.headers, body_of(response), request.request_id, *came)
-
-
-class Client:
-    """Asks the gateways of all models, each of which is made when it is asked first."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.gateway = cache(self._make)
-        """By the model, and the defaults of its alias."""
-        self.schemas = cache(self._schemas)
-
-    def close(self) -> None:
-        self._loop.close()
-
-    def _make(self, model: str, **defaults: Any) -> Gateway:
-        async def make() -> Gateway:
-            options: dict[str, Any] = {
-                "is_matryoshka": True,
-                "allows_keep_alive": True,
-                "max_inputs": 8,
-                "chat_template": ChatTemplateSpec("", {}, ()),
-            }
-            aliases = {model: (AliasDefaults("alias", **defaults),)} if defaults else {}
-            with (
-                mock.patch.dict(CARDS, MODELS),
-                mock.patch.dict(ALIASES, {model: ("alias",)}),
-                mock.patch.dict(ALIAS_DEFAULTS, aliases),
-            ):
-                return Gateway((model,), 1, **options)
-
-        return self._loop.run_until_complete(make())
-
-    def ask(self, route: Route, said: Mapping[str, Any] | None = None, path: str = "", **defaults: Any) -> Exchange:
-        """`said`: values by word. `defaults`: those of the alias."""
-        body, prefix = self.body(route, said or {}), "header "
-        headers = {word.removeprefix(prefix): value for word, value in (said or {}).items() if word.startswith(prefix)}
-        gateway = self.gateway(route.model, **defaults)
-        return self._loop.run_until_complete(gateway.exchange(path or route.path, body, headers))
-
-    @staticmethod
-    def body(route: Route, said: Mapping[str, Any]) -> dict[str, Any]:
-        body = dict(route.body)
-        for word, value in said.items():
-            if "." in word:
-                outer, inner = word.split(".")
-                body[outer] = {**body.get(outer, {}), inner: value}
-            elif not word.startswith("header "):
-                body[word] = value
-        return body
-
-    def _schemas(self, model: str) -> dict[str, list[dict[str, Any]]]:
-        """Of the bodies that each path takes, by the server's document."""
-        document = json_of(self._loop.run_until_complete(self.gateway(model).get("/openapi.json")))
-        found = {}
-        for path, methods in document["paths"].items():
-            if "requestBody" in methods.get("post", {}):
-                schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
-                found[path.replace("{name}", "m")] = schema.get("anyOf", [schema])
-        return found
-
-
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    client = Client()
+    client = Client(chat_template=ChatTemplateSpec("", {}, ()))
     yield client
     client.close()
+
+
+def body_of(route: Route, said: Mapping[str, Any]) -> dict[str, Any]:
+    """`said`: values by word."""
+    body = dict(route.body)
+    for word, value in said.items():
+        if "." in word:
+            outer, inner = word.split(".")
+            body[outer] = {**body.get(outer, {}), inner: value}
+        elif not word.startswith("header "):
+            body[word] = value
+    return body
+
+
+def ask(
+    client: Client, route: Route, said: Mapping[str, Any] | None = None, path: str = "", **defaults: Any
+) -> Exchange:
+    prefix = "header "
+    headers = {word.removeprefix(prefix): value for word, value in (said or {}).items() if word.startswith(prefix)}
+    return client.exchange(route.model, path or route.path, body_of(route, said or {}), headers, **defaults)
+
+
+def schemas_of(client: Client, model: str) -> dict[str, list[dict[str, Any]]]:
+    """Of the bodies that each path takes, by the server's document."""
+    found = {}
+    for path, methods in client.document(model)["paths"].items():
+        if "requestBody" in methods.get("post", {}):
+            schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+            found[path] = schema.get("anyOf", [schema])
+    return found
 
 
 ROWS_OF: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -218,6 +103,12 @@ _SEVERAL = ("inputs", "output", "late chunks", "conversations", "documents", "qu
 """Attributes that others depend on."""
 
 
+def has_both(rows: list[Row]) -> bool:
+    """A header and a field; the header of the request's id has no row, because the reader of heads takes it."""
+    num_fields = len(fields_in(rows))
+    return num_fields > 0 and (num_fields < sum(len(row.words) for row in rows) or rows[0].attribute == "request id")
+
+
 def message_of(exchange: Exchange) -> str:
     fault = exchange.json
     error = fault.get("error", fault.get("message"))
@@ -256,16 +147,16 @@ def are_synonyms(row: Row, word: str, other: Row, other_word: str) -> bool:
 @each("effect")
 def test_a_value_has_its_effect_and_no_other(client: Client, name: str, attribute: str):
     route, see = ROUTES[name], ATTRIBUTES[attribute].seen
-    documented = [validator_for({**schema, "required": []}) for schema in client.schemas(route.model)[route.path]]
+    documented = [validator_for({**schema, "required": []}) for schema in schemas_of(client, route.model)[route.path]]
     others = {other: rows for (of, other), rows in ROWS_OF.items() if of == name and other != attribute}
     for row in ROWS_OF[name, attribute]:
-        base = client.ask(route, row.beside)
+        base = ask(client, route, row.beside)
         assert base.status == 200, base.body
         for word, (value, meaning) in product(row.words, row.values):
-            exchange = client.ask(route, {**row.beside, word: value})
+            exchange = ask(client, route, {**row.beside, word: value})
             assert exchange.status == 200, (word, value, exchange.body)
             [expected] = comes_to(attribute, see(base), meaning)
-            assert any(each.is_valid(client.body(route, {**row.beside, word: value})) for each in documented), (
+            assert any(each.is_valid(body_of(route, {**row.beside, word: value})) for each in documented), (
                 word,
                 value,
             )
@@ -274,25 +165,28 @@ def test_a_value_has_its_effect_and_no_other(client: Client, name: str, attribut
                 if not any(word in each.words for each in rows):
                     assert ATTRIBUTES[other].seen(exchange) == ATTRIBUTES[other].seen(base), (word, value, other)
             for path in route.also if word != "model" and value == row.values[0][0] else ():
-                assert see(client.ask(route, {**row.beside, word: value}, path)) == expected, (path, word, value)
+                assert see(ask(client, route, {**row.beside, word: value}, path)) == expected, (path, word, value)
 
 
 @each("wrong", lambda rows: any(row.wrong for row in rows))
 def test_a_wrong_value_is_refused_by_the_client_s_own_word(client: Client, name: str, attribute: str):
     for row in ROWS_OF[name, attribute]:
         for word, value in product(row.words, row.wrong):
-            exchange = client.ask(ROUTES[name], {**row.beside, word: value})
+            exchange = ask(client, ROUTES[name], {**row.beside, word: value})
             assert exchange.status >= 400, (word, value)
             check_refused(exchange, ROUTES[name], word)
+            message = message_of(exchange)
+            shows = type(value) is not int or row.is_alone or str(value) in message or "whole number" in message
+            assert shows or attribute == "dimensions of tokens", message
 
 
 @each("null", lambda rows: bool(fields_in(rows)))
 def test_null_is_absent(client: Client, name: str, attribute: str):
     for row in ROWS_OF[name, attribute]:
-        base = client.ask(ROUTES[name], row.beside)
+        base = ask(client, ROUTES[name], row.beside)
         for word in row.words:
             if word in fields_in([row]) and word not in ROUTES[name].body:
-                exchange = client.ask(ROUTES[name], {**row.beside, word: None})
+                exchange = ask(client, ROUTES[name], {**row.beside, word: None})
                 assert (exchange.status, exchange.asked) == (200, base.asked), (word, exchange.body)
                 assert ATTRIBUTES[attribute].seen(exchange) == ATTRIBUTES[attribute].seen(base)
 
@@ -308,11 +202,11 @@ def test_two_words_contradict_each_other_or_agree(client: Client, name: str, att
             row.words, {str(meaning): (value, meaning) for value, meaning in row.values}.values()
         )
     ]
-    base = client.ask(route)
+    base = ask(client, route)
     for (first, row, (value, meaning)), (second, other, (value_2, meaning_2)) in combinations(said, 2):
         if first == second or "header" in first + second:
             continue
-        exchange = client.ask(route, {**row.beside, **other.beside, first: value, second: value_2})
+        exchange = ask(client, route, {**row.beside, **other.beside, first: value, second: value_2})
         expected = comes_to(attribute, see(base), meaning, meaning_2)
         if are_synonyms(row, first, other, second) and meaning != meaning_2 and ABSENT not in (meaning, meaning_2):
             expected = []
@@ -325,7 +219,53 @@ def test_two_words_contradict_each_other_or_agree(client: Client, name: str, att
             assert see(exchange) == expected[0], case
 
 
-# --- the defaults of aliases ------------------------------------------------------------------------------------
+# --- the defaults of the server, of headers and of aliases -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[Overflow, Client]]:
+    clients = {overflow: Client(overflow=overflow.value) for overflow in Overflow}
+    yield clients
+    for client in clients.values():
+        client.close()
+
+
+@pytest.mark.parametrize("default", Overflow)
+def test_what_words_of_overflow_leave_open_is_the_server_s_to_say(servers: dict[Overflow, Client], default: Overflow):
+    client = servers[default]
+
+    def see(exchange: Exchange) -> Overflow:
+        return default if exchange.asked is None else exchange.asked.tokenizing.overflow or default
+
+    for (name, attribute), rows in ROWS_OF.items():
+        for row in rows if attribute == "overflow" else ():
+            unsaid = see(ask(client, ROUTES[name]))
+            for word, (value, meaning) in product(row.words, row.values):
+                exchange = ask(client, ROUTES[name], {word: value})
+                if exchange.status == 200 or name not in ("pooling tokens", "pooling multi"):  # which refuse chunks
+                    expected = comes_to("overflow", unsaid, meaning)
+                    assert [see(exchange)] == expected, (name, word, value, exchange.body)
+
+
+HEADERS = {
+    "priority": ({"header x-vecd-priority": "bulk"}, Priority.BULK),
+    "encoding": ({"header accept": "application/x-npy"}, (Encoding.NPY,)),
+    "request id": ({"header x-request-id": "of-header"}, "of-header"),
+}
+"""By attribute, a header that says it, and what it means."""
+
+
+@each("header", lambda rows: rows[0].attribute in HEADERS and has_both(rows))
+def test_the_body_says_more_than_a_header(client: Client, name: str, attribute: str):
+    """But of the request's id."""
+    route, see, (header, of_header) = ROUTES[name], ATTRIBUTES[attribute].seen, HEADERS[attribute]
+    for row in ROWS_OF[name, attribute]:
+        for word, (value, meaning) in product(fields_in([row]), row.values):
+            exchange = ask(client, route, {**header, word: value})
+            is_said = meaning not in (UNSAID, ABSENT) and attribute != "request id"
+            assert exchange.status == 200, exchange.body
+            assert see(exchange) == (meaning if is_said else of_header), (word, value)
+
 
 OF_ALIAS: dict[str, tuple[dict[str, Any], Any]] = {
     "dimensions": ({"dimensions": 4}, 4),
@@ -343,13 +283,13 @@ def test_the_default_of_an_alias_counts_where_the_request_says_nothing(client: C
     route, see = ROUTES[name], ATTRIBUTES[attribute].seen
     defaults, expected = OF_ALIAS[attribute]
     alias = {"header x-vecd-model": "alias"}
-    plain = client.ask(route)
-    assert see(client.ask(route, alias, **defaults)) == expected
-    assert see(client.ask(route, {"header x-vecd-model": "m"}, **defaults)) == see(plain) != expected
+    plain = ask(client, route)
+    assert see(ask(client, route, alias, **defaults)) == expected
+    assert see(ask(client, route, {"header x-vecd-model": "m"}, **defaults)) == see(plain) != expected
     for row in ROWS_OF[name, attribute]:
         for word, (value, meaning) in product(fields_in([row]), row.values):
             if word != "model" and meaning not in (UNSAID, ABSENT):
-                exchange = client.ask(route, {**alias, **row.beside, word: value}, **defaults)
+                exchange = ask(client, route, {**alias, **row.beside, word: value}, **defaults)
                 assert [see(exchange)] == comes_to(attribute, expected, meaning), (word, value)
 
 
@@ -359,6 +299,6 @@ def test_the_default_of_an_alias_counts_where_the_request_says_nothing(client: C
 def test_every_documented_field_is_in_the_table(client: Client):
     known = {word.partition(".")[0] for rows in ROWS_OF.values() for word in fields_in(rows)}
     known |= {field for route in ROUTES.values() for field in route.body}
-    schemas = [schema for each in client.schemas("dense").values() for schema in each]
+    schemas = [schema for each in schemas_of(client, "dense").values() for schema in each]
     missing = {field for schema in schemas for field in schema["properties"]} - known - {"parameters", "options"}
     assert not missing
