@@ -126,30 +126,6 @@ async def test_what_says_nothing_leaves_the_defaults(bench: Bench, path, body, d
     assert role is None or request.tokenizing.role is role
 
 
-@pytest.mark.parametrize(
-    ("path", "alias", "fields"),
-    [
-        ("/v1/embeddings", "asked", {"prompt": "", "dimensions": 16}),
-        ("/v1/embeddings", "asked", {"prompt": "mine: ", "output_dimension": 12}),
-        ("/v1/embeddings", "asked", {"input_type": "clustering", "dimensions": 16}),  # the model has no prompt for it
-        ("/v1/embeddings", "bare", {"task": "classification"}),
-        ("/v1/embeddings", "small", {"output_dtype": "float", "overflow": "error"}),
-        ("/v1/embeddings", "small", {"embedding_type": "binary", "truncate": False}),
-        ("/v2/embed", "small", {"embedding_types": ["float", "ubinary"], "truncate": "NONE"}),
-        ("/embed", "asked", {"prompt_name": "document", "dimensions": 16}),
-        ("/embed", "asked", {"parameters": {"prompt_name": "document", "dimensions": 16}}),
-        ("/api/embed", "asked", {"model": "asked:document", "dimensions": 0}),
-    ],
-)
-async def test_what_a_request_says_goes_before(bench: Bench, path, alias, fields):
-    body = {**IN_TEI_S, "input": TEXT, "texts": [TEXT], "model": alias, **fields}
-    if path == "/v2/embed":
-        del body["inputs"]
-    by_alias = await requested(bench, f"/m/{alias}{path}", body)
-    plain = {**body, "model": body["model"].replace(alias, "dense")}
-    assert by_alias == await requested(bench, path, plain)
-
-
 async def test_a_form_that_does_not_go_with_the_default_dimensions_is_refused(monkeypatch):
     monkeypatch.setitem(ALIAS_DEFAULTS, "dense", (AliasDefaults("asked", dimensions=7),))
     async with serving("dense", num_models=1, is_matryoshka=True) as bench:

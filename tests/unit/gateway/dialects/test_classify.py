@@ -12,7 +12,7 @@ from tests.support.arrays import COLBERT, MOODS, NER, SPLADE, TOXIC, rendered, r
 from tests.support.asking import PLAIN, answer, ask, body_of, changed, refusal
 from vecd.gateway.dialects import openai, tei, vllm
 from vecd.gateway.encoding.result import ScoreRows, TokenRows
-from vecd.gateway.errors import BadRequest, WrongModel
+from vecd.gateway.errors import WrongModel
 from vecd.gateway.request import Overflow, Pair, Tokenizing
 from vecd.shm.output import Output
 
@@ -93,14 +93,6 @@ def test_the_activation_is_the_model_s_unless_the_request_says_otherwise(fields,
     asked = ask(PREDICT, {"inputs": "a", **fields}, model_info=model_info)
     found = {item["label"]: item["score"] for item in rendered(asked, scores(LOGITS[:1]))}
     assert [found[label] for label in model_info.card.score.labels] == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("model_info", [MOODS, PLAIN])
-@pytest.mark.parametrize("operation", [PREDICT, HUB, DEFAULT])
-def test_labels_of_a_request_are_refused_where_clients_of_hugging_face_post_them(operation, model_info):
-    fields = {"candidate_labels": ["a", "b"], "multi_label": False}
-    with pytest.raises(BadRequest, match="POST /v1/classify with 'labels'"):
-        ask(operation, {"inputs": "a", "parameters": fields}, model_info=model_info)
 
 
 def test_long_texts_are_cut_or_refused_but_never_split():
@@ -193,37 +185,18 @@ CHAT = [{"role": "user", "content": "secret"}]
 @pytest.mark.parametrize(
     ("operation", "fields", "param"),
     [
-        (PREDICT, {"function_to_apply": "relu"}, "function_to_apply"),
-        (PREDICT, {"raw_scores": True, "function_to_apply": "sigmoid"}, "function_to_apply"),
-        (PREDICT, {"raw_scores": True, "parameters": {"raw_scores": False}}, "parameters.raw_scores"),
-        (PREDICT, {"parameters": {"top_k": -1}}, "parameters.top_k"),
-        (PREDICT, {"ignore_labels": "O"}, "ignore_labels"),
-        (CLASSIFY, {"input": {"text": "secret"}}, "input"),
-        (CLASSIFY, {"raw_scores": True, "use_activation": True}, "use_activation"),
         (CLASSIFY, {"messages": CHAT}, "messages"),
         (ZERO_SHOT, {"labels": []}, "labels"),
         (ZERO_SHOT, {"labels": ["a", 5]}, "labels"),
         (ZERO_SHOT, {"labels": ["a"] * 4}, "input"),
         (ZERO_SHOT, {"input": [1, 2]}, "input"),
-        (ZERO_SHOT, {"temperature": 0}, "temperature"),
     ],
 )
 def test_what_is_wrong_is_named(operation, fields, param):
-    body = {"inputs": "a"} if operation is PREDICT else {"input": "a", "labels": ["x"]}
-    error = refusal(operation, {**body, **fields}, PLAIN if operation is ZERO_SHOT else MOODS)
+    body = {"input": "a", "labels": ["x"], **fields}
+    error = refusal(operation, body, PLAIN if operation is ZERO_SHOT else MOODS)
     assert error.param == param
     assert param in error.message
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, SOFTMAX[0]), ({"task": "classify", "use_activation": False}, [0.0, 2.0, 1.0])],
-)
-def test_pooling_gives_the_scores_of_all_labels(fields, expected):
-    asked = ask(POOLING, {"input": "a", **fields}, model_info=MOODS)
-    assert (asked.request.output, asked.request.normalize) == (Output.SCORES, False)
-    [item] = rendered(asked, scores(LOGITS[:1]))["data"]
-    assert item["data"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("model_info", [MOODS, NER])

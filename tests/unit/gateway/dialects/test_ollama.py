@@ -1,4 +1,4 @@
-"""Ollama's dialect: what its golden file cannot show, of one server without prompts and strict names."""
+"""Ollama's dialect: names, digests and the shape of errors. `test_attributes` has its words."""
 
 import re
 from typing import Any
@@ -11,8 +11,8 @@ from vecd.gateway.api.operation import Call
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.app.app import ROUTES, render_error
 from vecd.gateway.dialects.ollama import DIALECT
-from vecd.gateway.errors import ApiError, BadRequest, InvalidApiKey, ModelNotFound, NotFound
-from vecd.gateway.request import EmbedRequest, Overflow, Priority, Response
+from vecd.gateway.errors import ApiError, InvalidApiKey, ModelNotFound, NotFound
+from vecd.gateway.request import EmbedRequest, Response
 
 NAMED = changed(PLAIN, aliases=("all-minilm", "all-minilm:33m"), prompts={"query": "query: "}, is_matryoshka=True)
 STRICT = changed(NAMED, is_strict=True)
@@ -44,39 +44,6 @@ def listed(model_info: ModelInfo, path: str = "tags") -> list[dict[str, Any]]:
 
 def test_vectors_have_length_1_but_those_of_the_older_operation():
     assert [requested({}, path).normalize for path in PATHS] == [True, False]
-
-
-@pytest.mark.parametrize(("truncate", "overflow"), [(True, Overflow.TRUNCATE), (False, Overflow.ERROR), (None, None)])
-def test_truncate(truncate, overflow):
-    assert requested({"truncate": truncate}).tokenizing.overflow is overflow
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("num_ctx", "max_tokens"), [(16, 16), (None, None), (256, None), (8192, None)])
-def test_num_ctx_bounds_a_text(path, num_ctx, max_tokens):
-    assert requested({"options": {"num_ctx": num_ctx}}, path).tokenizing.max_tokens == max_tokens
-
-
-def test_num_ctx_of_0_is_refused():
-    with pytest.raises(BadRequest, match=r"^'options\.num_ctx' must be at least 1, is 0$"):
-        requested({"options": {"num_ctx": 0}})
-
-
-def test_dimensions_and_headers():
-    headers = {"x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"}
-    request = requested({"dimensions": 64}, headers=headers)
-    assert (request.dimensions, request.priority, request.timeout_s) == (64, Priority.BULK, 1.5)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("model", "prompt"), [("minilm:query", "query: "), ("minilm:latest", None)])
-def test_a_tag_may_name_a_prompt(path, model, prompt):
-    assert requested({"model": model}, path).tokenizing.prompt == prompt
-
-
-def test_more_texts_than_the_server_takes_are_refused():
-    with pytest.raises(BadRequest, match="5 inputs, at most 4"):
-        requested({"input": ["a"] * 5})
 
 
 # --- names ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""POST /v1/embeddings, and the models that it has: what a body asks for, what several fields come to together, what is
-answered. The golden files have the rest."""
+"""POST /v1/embeddings, and the models that it has: inputs, what several fields come to together, headers of responses.
+`test_attributes` has its words."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,18 +18,12 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.openai import DIALECT, EMBEDDINGS
 from vecd.gateway.errors import ApiError, BadRequest
 from vecd.gateway.request import (
-    MAX_PROMPT_CHARS,
-    Dtype,
     EmbedRequest,
-    Encoding,
-    Form,
     Overflow,
-    Priority,
     Response,
     Source,
     Tokenizing,
 )
-from vecd.shm.output import Output
 
 E5 = changed(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, is_matryoshka=True, prompt="default: ")
 CUT, LEFT, ERROR, CHUNK = Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.ERROR, Overflow.CHUNK
@@ -68,11 +62,6 @@ def test_every_shape_of_input(value, inputs):
     assert [item if isinstance(item, str) else [*item] for item in pieced] == inputs
 
 
-def test_null_is_absent_and_unknown_fields_are_ignored():
-    body = dict.fromkeys([field.name for field in EMBEDDINGS.fields], None) | {"num_ctx": [1], "x": {}}
-    assert parse(**body | {"input": "a"}) == parse() == EmbedRequest(["a"], (Form(),))
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -87,8 +76,6 @@ def test_null_is_absent_and_unknown_fields_are_ignored():
         ({"input": [{"text": "secret", "secret": "c"}]}, "input", "'input[0]' must be a string, or an object"),
         ({"input": [{"text": "a"}, {"text": 5}]}, "input", "'input[1]' must be a string, or an object"),
         ({"input": [{"text": "a"}, [1]]}, "input", "'input[1]' must be a string, is a list"),
-        ({"encoding_format": []}, "encoding_format", "'float', 'base64', 'bytes', 'bytes_only' or 'npy'"),
-        ({"priority": 1.5}, "priority", "a string or a whole number, is a number with a fraction"),
         ({"dimensions": 128}, "dimensions", "does not support specifying dimensions"),
     ],
 )
@@ -99,44 +86,7 @@ def test_bad_requests_name_the_field(fields, param, says):
         assert says in error.message
 
 
-@pytest.mark.parametrize(
-    ("number", "priority"),
-    [(-3, Priority.INTERACTIVE), (0, Priority.NORMAL), (1, Priority.BULK), (2**63 - 1, Priority.BULK)],
-)
-def test_a_priority_may_be_a_number_as_with_vllm(number, priority):
-    assert parse(priority=number).priority == priority
-
-
-def test_the_body_says_more_than_the_headers():
-    headers = {"accept": "application/x-npy", "x-vecd-priority": "bulk", "x-vecd-timeout-ms": "1500"}
-    request = parse(PLAIN, headers)
-    assert (request.forms, request.priority, request.timeout_s) == ((Form(Encoding.NPY),), Priority.BULK, 1.5)
-    request = parse(PLAIN, headers, encoding_format="base64", priority="interactive")
-    assert (request.forms, request.priority) == ((Form(Encoding.BASE64),), Priority.INTERACTIVE)
-    assert parse(PLAIN, headers, output_dtype="float16").forms == (Form(Encoding.NPY, Dtype.FLOAT16),)
-    assert parse(PLAIN, {"accept": "*/*"}) == parse()
-
-
 # --- prompts ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "prompt"),
-    [
-        ({}, None),
-        ({"prompt": "x" * MAX_PROMPT_CHARS}, "x" * MAX_PROMPT_CHARS),
-        ({"prompt": ""}, ""),
-        ({"prompt_name": "query"}, "query: "),
-        ({"input_type": "search_document"}, "passage: "),
-        ({"task": "retrieval.passage"}, "passage: "),
-        ({"input_type": "string", "model": "e5:query"}, "query: "),
-        ({"input_type": "text", "prompt_name": "passage"}, "passage: "),
-        ({"model": "e5:query", "input_type": "query"}, "query: "),
-        ({"model": "e5:query", "prompt": None, "input_type": None}, "query: "),
-    ],
-)
-def test_prompts(fields, prompt):
-    assert parse(E5, **fields).tokenizing == Tokenizing(prompt)
 
 
 def test_a_prompt_may_have_the_name_of_a_kind_of_input():
@@ -146,57 +96,6 @@ def test_a_prompt_may_have_the_name_of_a_kind_of_input():
 
 
 # --- overflow ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "overflow", "max_tokens"),
-    [
-        ({"overflow": "chunk"}, CHUNK, None),
-        ({"truncate": True}, CUT, None),
-        ({"truncate_prompt_tokens": 256}, CUT, 256),
-        ({"truncate_prompt_tokens": -1}, CUT, None),
-        ({"truncate_prompt_tokens": 8, "truncation_side": "left"}, LEFT, 8),
-        ({"truncation_direction": "Left"}, LEFT, None),
-    ],
-)
-def test_overflow(fields, overflow, max_tokens):
-    assert parse(**fields).tokenizing == Tokenizing(None, overflow, max_tokens)
-
-
-@pytest.mark.parametrize(
-    ("fields", "of_the_server", "overflow"),
-    [
-        ({}, CHUNK, None),
-        ({"truncate": True}, LEFT, LEFT),
-        ({"truncate": True}, ERROR, CUT),
-        ({"truncate": True}, CHUNK, CUT),
-        ({"truncation_side": "left"}, ERROR, ERROR),
-        ({"truncation_side": "left"}, CHUNK, CHUNK),
-        ({"truncation_side": "right"}, LEFT, CUT),
-        ({"truncate_prompt_tokens": -1}, LEFT, LEFT),
-    ],
-)
-def test_what_a_request_leaves_open_is_the_servers_to_say(fields, of_the_server, overflow):
-    assert parse(changed(PLAIN, overflow=of_the_server), **fields).tokenizing.overflow is overflow
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"overflow": "error"}, {"truncate": True}),
-        ({"truncation_side": "right"}, {"truncation_direction": "left"}),
-        ({"dimensions": 64}, {"output_dimension": 128}),
-        ({"normalize": True}, {"use_activation": False}),
-        ({"normalize": True}, {"normalized": False}),
-    ],
-)
-def test_contradictions_are_refused(first, second):
-    error = refusal(E5, **first, **second)
-    [a], [b] = first, second
-    assert error.message == f"'{a}' and '{b}' contradict each other: send one of them"
-    assert error.param == b
-    parse(E5, **first)
-    parse(E5, **second)
 
 
 ALLOWED: dict[str, dict[Any, set[Overflow]]] = {
@@ -226,54 +125,10 @@ def test_no_field_is_ever_ignored():
                 assert (asked in left) if fields else (asked is None)
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_special_tokens_may_be_left_out(add):
-    assert parse(add_special_tokens=add).tokenizing == Tokenizing(add_special_tokens=add)
-
-
 # --- vectors ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dimensions", "output_dimension", "truncate_dim"])
-def test_dimensions_by_all_their_names(name):
-    assert parse(PLAIN, **{name: 384}).dimensions is None
-    assert parse(E5, **{"dimensions": 64, name: 64}).dimensions == 64
-    assert parse(E5, **{name: 0}).dimensions is None
-    for model_info, wrong in ((PLAIN, 64), (E5, 385), (E5, -1), (E5, 64.0)):
-        assert refusal(model_info, **{name: wrong}).param == name
-
-
-@pytest.mark.parametrize("name", ["normalize", "normalized", "use_activation"])
-def test_normalizing_by_all_its_names(name):
-    request = parse(PLAIN, **{name: False})
-    assert (request.output, request.normalize) == (Output.UNNORMALIZED, False)
-    request = parse(PLAIN, **{name: True, "normalize": True})
-    assert (request.output, request.normalize) == (Output.VECTORS, True)
-    assert parse(PLAIN, **{name: None}) == parse()
-    assert refusal(PLAIN, **{name: "yes"}).param == name
-
-
 # --- forms ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "form"),
-    [
-        ({"encoding_format": ""}, Form()),
-        ({"encoding_format": "bytes_only"}, Form(Encoding.BYTES)),
-        ({"output_dtype": "int8"}, Form(Encoding.FLOAT, Dtype.INT8)),
-        ({"output_dtype": "bfloat16", "encoding_format": "bytes"}, Form(Encoding.BYTES, Dtype.BFLOAT16)),
-        ({"embed_dtype": "float32", "endianness": "native"}, Form()),
-        ({"endianness": "big", "encoding_format": "npy"}, Form(Encoding.NPY, Dtype.FLOAT32, True)),
-        ({"endianness": "big"}, Form()),
-        ({"embedding_type": "float"}, Form()),
-        ({"embedding_type": "binary"}, Form(Encoding.FLOAT, Dtype.BINARY)),
-        ({"embedding_type": ["ubinary"], "encoding_format": "base64"}, Form(Encoding.BASE64, Dtype.UBINARY)),
-        ({"encoding_type": "base64", "embedding_type": "base64"}, Form(Encoding.BASE64)),
-    ],
-)
-def test_forms(fields, form):
-    assert parse(**fields).forms == (form,)
 
 
 @pytest.mark.parametrize("name", ["output_dtype", "embedding_type", "encoding_type"])
@@ -292,24 +147,6 @@ def test_a_form_that_the_vectors_cannot_have_names_the_field_that_asked(name):
     ("fields", "param", "says"),
     [
         ({"prompt": "secret" * 1000}, "prompt", "at most 4096 characters, has 6000"),
-        ({"prompt_name": "document"}, "prompt_name", "has no prompt 'document'; it has 'query', 'passage'"),
-        ({"input_type": "image"}, "input_type", "must be one of 'query', 'passage', 'search_query'"),
-        ({"prompt": "p", "prompt_name": "query"}, "prompt_name", "'prompt' and 'prompt_name' both choose the prompt"),
-        ({"prompt": "", "task": "secret"}, "task", "'prompt' and 'task' both choose"),
-        ({"input_type": "query", "task": "query"}, "task", "'input_type' and 'task' both choose"),
-        ({"model": "m:query", "input_type": "document"}, "input_type", "'model' and 'input_type' contradict each"),
-        ({"model": "m:query", "prompt": ""}, "prompt", "'model' and 'prompt' contradict each other"),
-        ({"truncate": "end"}, "truncate", "must be true, false, 'NONE', 'START' or 'END', is 'end'"),
-        ({"truncate": 1}, "truncate", "is a whole number"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1 for the model's length, is 0"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "is -2"),
-        ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens", "must be a whole number, is a boolean"),
-        ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "at most 256, as many tokens as the model takes"),
-        ({"embed_dtype": "fp8_e4m3"}, "embed_dtype", "'float32', 'float16', 'bfloat16', is 'fp8_e4m3'"),
-        ({"embedding_type": "int8"}, "embedding_type", "must be 'float', 'base64', 'binary' or 'ubinary', is 'int8'"),
-        ({"embedding_type": []}, "embedding_type", "must be one type, or a list of one, is a list of 0"),
-        ({"output_dtype": "int8", "embed_dtype": "float16"}, "embed_dtype", "'output_dtype' and 'embed_dtype' contra"),
-        ({"output_dtype": "int8", "embedding_type": "binary"}, "embedding_type", "contradict each other"),
         ({"encoding_format": "float", "embedding_type": "base64"}, "embedding_type", "contradict each other"),
         ({"output_dtype": "bfloat16", "encoding_format": "npy"}, "encoding_format", "NumPy has no bfloat16"),
         ({"output_dtype": "int8", "normalize": False}, "output_dtype", "int8 is for vectors of length 1"),
@@ -322,27 +159,6 @@ def test_what_is_wrong_is_named(fields, param, says):
 
 
 # --- what would change the answer, and is not supported ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "harmless"),
-    [
-        ("messages", [{"role": "user", "content": "secret"}], None),
-        ("late_chunking_params", {"chunk_size": 5}, None),
-        ("return_multivector", True, False),
-        ("modality", "image", "text"),
-        ("padding", "anything", "do_not_pad"),
-        ("padding", True, "max_length"),
-    ],
-)
-def test_what_is_not_supported_is_refused(name, value, harmless):
-    assert refusal(PLAIN, **{name: value}).param == name
-    assert parse(PLAIN, **{name: harmless}) == parse()
-
-
-@pytest.mark.parametrize("name", ["user", "request_id", "cache_salt", "keep_alive", "options"])
-def test_what_changes_no_vector_is_ignored(name):
-    assert parse(PLAIN, **{name: "anything"}) == parse()
 
 
 @given(

@@ -15,7 +15,7 @@ from vecd.gateway.encoding.forms import HybridRows
 from vecd.gateway.encoding.result import TokenRows
 from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.errors import BadRequest, WrongModel
-from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form, Overflow, Role, SparseOptions
+from vecd.gateway.request import EmbedRequest, Role, SparseOptions
 from vecd.shm.output import Output
 
 EMBEDDINGS = openai.DIALECT.operations["POST /v1/embeddings"]
@@ -62,33 +62,9 @@ def test_sparse_vectors_to_the_byte():
     assert body == b'[[{"index":3,"value":1.0},{"index":5,"value":0.1}],[],[{"index":4,"value":2.5}]]'
 
 
-def test_tei_s_options_and_ours():
-    fields = {"truncate": True, "truncation_direction": "Left", "top_k": 5, "parameters": {"min_weight": 0.5}}
-    request = ask(EMBED_SPARSE, {"inputs": [[1, 2]], "input_type": "query", **fields}, model_info=M3).request
-    assert (request.output, request.sparse) == (Output.LEXICAL, SparseOptions(5, 0.5))
-    assert (request.tokenizing.overflow, request.tokenizing.role) == (Overflow.TRUNCATE_LEFT, Role.QUERY)
-    chunking = changed(SPLADE, overflow=Overflow.CHUNK)
-    assert ask(EMBED_SPARSE, {"inputs": "a"}, model_info=chunking).request.tokenizing.overflow is Overflow.ERROR
-
-
 def test_a_model_without_sparse_vectors_says_what_it_is_for():
     with pytest.raises(WrongModel, match="it cannot make sparse vectors"):
         ask(EMBED_SPARSE, {"inputs": "a"}, model_info=COLBERT)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_k": 0}, "top_k"),
-        ({"top_k": 5, "max_active_dims": 6}, "max_active_dims"),
-        ({"min_weight": -1}, "min_weight"),
-        ({"min_weight": True}, "min_weight"),
-        ({"min_weight": 1e999}, "min_weight"),
-        ({"inputs": [["secret"]]}, "inputs"),
-    ],
-)
-def test_wrong_options_of_sparse_vectors_are_named(fields, param):
-    assert refusal(EMBED_SPARSE, {"inputs": "a", **fields}, SPLADE).param == param
 
 
 # --- OpenAI's shape ---------------------------------------------------------------------------------------------
@@ -155,43 +131,6 @@ def test_a_dense_vector_of_another_length_among_several_kinds():
 
 
 @pytest.mark.parametrize(
-    ("fields", "output"),
-    [
-        ({}, Output.VECTORS),
-        ({"output": "dense", "normalize": False}, Output.UNNORMALIZED),
-        ({"output": "sparse"}, Output.LEXICAL),
-        ({"output": "multi-vector"}, Output.TOKEN_VECTORS),
-        ({"output": ["sparse", "multi-vector"], "return_multivector": True}, Output.HYBRID),
-    ],
-)
-def test_the_output_of_the_requested_kinds(fields, output):
-    assert requested(M3, **fields).output is output
-
-
-def test_the_options_reach_the_request():
-    fields = {"output": "sparse", "max_active_dims": 8, "min_weight": 0.25, "truncate_prompt_tokens": 8}
-    request = requested(SPLADE, **fields)
-    assert (request.sparse, request.tokenizing.max_tokens) == (SparseOptions(8, 0.25), 8)
-    of_tokens = requested(COLBERT, output="multi-vector", output_dtype="int8", dimensions=2)  # Weaviate names them
-    assert (of_tokens.forms, of_tokens.dimensions) == ((Form(Encoding.FLOAT, Dtype.INT8),), None)
-
-
-@pytest.mark.parametrize(
-    ("fields", "role"),
-    [
-        ({}, None),
-        ({"input_type": "query"}, Role.QUERY),
-        ({"input_type": "search_document"}, Role.DOCUMENT),
-        ({"model": "colbert:query"}, Role.QUERY),
-    ],
-)
-@pytest.mark.parametrize(("model_info", "output"), [(COLBERT, "multi-vector"), (SPLADE, "sparse")])
-def test_queries_and_documents(fields, role, model_info, output):
-    assert requested(model_info, output=output, **fields).tokenizing.role is role
-    assert requested(PLAIN, **fields).tokenizing.role is None
-
-
-@pytest.mark.parametrize(
     ("model_info", "fields", "param", "says"),
     [
         (SPLADE, {}, "output", "makes no dense vectors; set 'output' to one of its own: sparse"),
@@ -226,15 +165,3 @@ def test_pooling_gives_the_projected_vectors_of_a_multi_vector_model():
     assert rendered(asked, token_rows([[3, 4]]))["data"][0]["data"] == [[3.0, 4.0]]
     assert ask(POOLING, {"input": "a", "task": "token_embed"}, model_info=M3).request.output is Output.TOKEN_VECTORS
     assert ask(POOLING, {"input": "a"}, model_info=M3).request.output is Output.VECTORS
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"embedding_mode": "query", "input_type": "document"}, "'embedding_mode' and 'input_type' contradict"),
-        ({"dimensions": 384}, "'dimensions' must be 2, as many as a token's vector has, is 384"),
-    ],
-)
-def test_what_pooling_refuses(fields, says):
-    with pytest.raises(BadRequest, match=says):
-        ask(POOLING, {"input": "a", **fields}, model_info=COLBERT)

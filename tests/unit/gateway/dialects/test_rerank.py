@@ -1,5 +1,5 @@
-"""Every rerank and score route: what is asked for, what is answered, and what is refused, beside the golden files of a
-model that ranks and of one that does not."""
+"""Every rerank and score route: what is asked for, what is answered, and what is refused. `test_attributes` has their
+words."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from vecd.gateway.api.operation import Operation
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import rerank, tei, vllm
 from vecd.gateway.encoding.result import DroppedTokens, MaxSimRows, ScoreRows
-from vecd.gateway.errors import BadRequest, ModelNotFound, TooManyInputs, WrongModel
-from vecd.gateway.request import Embedded, EmbedRequest, Overflow, Pair, Priority, Role, Tokenizing
+from vecd.gateway.errors import BadRequest, TooManyInputs, WrongModel
+from vecd.gateway.request import Embedded, EmbedRequest, Overflow, Pair, Role, Tokenizing
 from vecd.model.steps import PairTemplate, ScoreHead, TokenHead
 from vecd.shm.output import Output
 
@@ -119,20 +119,6 @@ def test_scores_are_always_written_as_floats(fields, logits, written):
     assert all(b'"relevance_score":%b}' % number in body for number in written)
 
 
-@pytest.mark.parametrize("field", ["top_n", "top_k"])
-@pytest.mark.parametrize(("num", "expected"), [(0, 3), (1, 1), (100, 3)])
-def test_the_number_of_results(field, num, expected):
-    answer = rank(RERANK, {**BODY, field: num}, [3.0, 2.0, 1.0])
-    assert len(answer.get("results") or answer["data"]) == expected
-
-
-@pytest.mark.parametrize(("flag", "has_documents"), [("True", True), (None, False), ("false", False)])
-def test_documents_are_repeated_only_if_asked_for(flag, has_documents):
-    answer = rank(RERANK, {**BODY, "return_documents": flag}, [0.0, 1.0, 2.0])
-    texts = [{"text": "three"}, {"text": "two"}, {"text": "one"}]
-    assert [result.get("document") for result in answer["results"]] == (texts if has_documents else [None] * 3)
-
-
 def test_large_documents_are_repeated_in_a_thread():
     large = {**BODY, "documents": ["x" * 200_000] * 3}
     assert not ask(RERANK, large, model_info=CROSS_ENCODER).is_large
@@ -165,13 +151,6 @@ def test_units_are_cohere_s():
 def documents_of(**body: Any) -> list[str]:
     inputs: Any = ask(RERANK, {"query": "q", **body}, model_info=CROSS_ENCODER).request.inputs
     return [pair.document for pair in inputs]
-
-
-def test_documents_are_texts_or_objects():
-    assert documents_of(documents="alone") == documents_of(texts=["alone"]) == ["alone"]
-    assert documents_of(documents=["a", {"text": "b"}, {"text": "c", "id": 3}]) == ["a", "b", "c"]
-    fields = [{"title": "t", "body": "b"}, {"body": "only"}, "plain"]
-    assert documents_of(documents=fields, rank_fields=["title", "body"]) == ["t\nb", "only", "plain"]
 
 
 def test_rank_fields_are_read_once_and_at_most_32():
@@ -217,43 +196,6 @@ def test_too_many_documents_are_refused_with_the_limit():
 
 
 # --- options ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("operation", "fields", "server", "expected"),
-    [
-        (RERANK, {}, Overflow.ERROR, Overflow.ERROR),
-        (RERANK, {}, Overflow.CHUNK, Overflow.TRUNCATE),
-        (RERANK, {}, Overflow.TRUNCATE_LEFT, Overflow.TRUNCATE_LEFT),
-        (RERANK, {"truncation": True}, Overflow.ERROR, Overflow.TRUNCATE),
-        (RERANK, {"truncate": "NONE"}, Overflow.TRUNCATE, Overflow.ERROR),
-        (RERANK, {"max_tokens_per_doc": 8}, Overflow.ERROR, Overflow.ERROR),
-        (TEI, {}, Overflow.CHUNK, Overflow.TRUNCATE),
-        (TEI, {"truncate": True, "truncation_direction": "Left"}, Overflow.ERROR, Overflow.TRUNCATE_LEFT),
-        (TEI, {"truncate": False, "truncation_direction": "Left"}, Overflow.TRUNCATE, Overflow.ERROR),
-    ],
-)
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_a_long_document_is_cut_unless_the_server_or_the_request_says_otherwise(
-    operation, fields, server, expected, in_pieces
-):
-    body = {"query": "q" * 400, "texts": ["d" * 900], **fields}
-    model_info = changed(CROSS_ENCODER, overflow=server)
-    request = ask(operation, body, model_info=model_info, in_pieces=in_pieces).request
-    assert request.inputs == [Pair("q" * 400, "d" * 900)]
-    assert request.tokenizing.overflow is expected
-
-
-def test_limits_instruction_and_the_name_of_the_model_are_passed_on():
-    body = {**BODY, "max_tokens_per_doc": 100, "max_tokens_per_query": 20, "instruction": "by date", "priority": 5}
-    request = ask(RERANK, body, model_info=WITH_INSTRUCTION).request
-    tokenizing = request.tokenizing
-    assert (tokenizing.max_document_tokens, tokenizing.max_query_tokens) == (100, 20)
-    assert (tokenizing.instruction, request.priority) == ("by date", Priority.BULK)
-    zero = ask(RERANK, {**BODY, "max_tokens_per_doc": 0}, model_info=CROSS_ENCODER).request.tokenizing
-    assert zero.max_document_tokens is None
-    with pytest.raises(ModelNotFound):
-        ask(RERANK, BODY, model_info=changed(CROSS_ENCODER, is_strict=True))
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -345,19 +287,6 @@ def test_wrong_pairs_are_refused(pairs, in_pieces):
 
 
 # --- vLLM's scores ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"queries": "q", "documents": "d"}, [Pair("q", "d")]),
-        ({"queries": "q", "items": ["d", {"text": "e"}]}, [Pair("q", "d"), Pair("q", "e")]),
-        ({"data_1": ["q"], "data_2": ["d", "e"]}, [Pair("q", "d"), Pair("q", "e")]),
-        ({"text_1": ["q", "r"], "text_2": ["d", "e"]}, [Pair("q", "d"), Pair("r", "e")]),
-    ],
-)
-def test_the_spellings_of_pairs(body, expected):
-    assert ask(SCORE, body, model_info=CROSS_ENCODER).request.inputs == expected
 
 
 @pytest.mark.parametrize(

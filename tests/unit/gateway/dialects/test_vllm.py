@@ -1,4 +1,4 @@
-"""vLLM's dialect: every exchange to the byte, and its vectors beside those of /v1/embeddings."""
+"""vLLM's dialect beyond its words, which `test_attributes` has: errors, tokens, conversations."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.dialects.openai import EMBEDDINGS
 from vecd.gateway.dialects.vllm import DIALECT
-from vecd.gateway.request import Dtype, Encoding, Form, Overflow, Token, Tokenizing
+from vecd.gateway.request import Dtype, Encoding, Form, Overflow, Tokenizing
 from vecd.shm.output import Output
 
 POOLING = DIALECT.operations["POST /pooling"]
@@ -90,15 +90,6 @@ def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedDec
     return asked
 
 
-@pytest.mark.parametrize(
-    ("model", "prompt"), [(None, "default: "), ("m", "default: "), ("m:query", "query: "), ("m:document", "")]
-)
-def test_a_text_is_tokenized_as_it_would_be_embedded(model, prompt):
-    asked = tokenize({"prompt": "a", "model": model}, E5)
-    assert (asked.texts, asked.prompt, asked.add_special_tokens) == (["a"], prompt, True)
-    assert tokenize({"prompt": "a", "add_special_tokens": False}).add_special_tokens is False
-
-
 def test_another_models_tokens_are_not_counted_where_names_matter():
     strict = changed(PLAIN, is_strict=True)
     for read, body in ((tokenize, {"prompt": "a"}), (detokenize, {"tokens": [1]})):
@@ -124,20 +115,6 @@ def test_all_ids_of_a_large_body_are_decoded():
     ids = list(range(5000))
     fields = read_in_pieces(DETOKENIZE, {"tokens": ids}, max_ids=10, window_bytes=64)
     assert detokenize(fields).lists == [ids]
-
-
-def test_tokens_are_answered_with_their_texts_if_they_are_wanted():
-    tokens = [Token(101, "[CLS]", True, None, None), Token(1037, "a", False, 0, 1)]
-    answers = []
-    for more in ({}, {"return_token_strs": True}):
-        asked = tokenize({"prompt": "a", **more})
-        for some in ([], tokens[:1], tokens[1:], []):
-            asked.collector.put(0, some)
-        answers.append(body_of(asked.render()))
-    assert answers == [
-        b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":null}',
-        b'{"count":2,"max_model_len":256,"tokens":[101,1037],"token_strs":["[CLS]","a"]}',
-    ]
 
 
 # --- conversations ----------------------------------------------------------------------------------------------
