@@ -10,13 +10,12 @@ import pytest
 from tests.support.asking import PLAIN, body_of, changed
 from tests.support.cards import DENSE
 from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, serving
-from vecd.gateway.api.fields import Values
-from vecd.gateway.api.operation import Call, ParsedEmbed, ParsedMessages, fill_in, parse_with_defaults
+from vecd.gateway.api.operation import Call, ParsedEmbed, fill_in, parse_with_defaults
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import AliasDefaults, GatewayConfig
-from vecd.gateway.dialects import rerank, tei
+from vecd.gateway.dialects import rerank
 from vecd.gateway.dialects.openai import EMBEDDINGS
-from vecd.gateway.request import EmbedRequest, Overflow, Role
+from vecd.gateway.request import EmbedRequest, Role
 from vecd.model.steps import Step
 
 CARD = replace(
@@ -134,45 +133,8 @@ async def test_a_form_that_does_not_go_with_the_default_dimensions_is_refused(mo
         assert (response.status, json_of(response)["error"]["param"]) == (400, "dimensions")
 
 
-def test_tokens_are_those_of_an_embedding_by_the_alias():
-    info = info_of(AliasDefaults("a", prompt="mine: "))
-    reply = tei.DIALECT.operations["POST /tokenize"].reply
-    assert reply is not None
-    parsed: Any = parse_with_defaults(reply, {}, Call(Values({"inputs": TEXT}), {}, info))
-    assert parsed.prompt == "mine: "
-
-
 def info_of(defaults: AliasDefaults, **changes: Any) -> ModelInfo:
     return changed(PLAIN, prompts=dict(CARD.prompts), **changes).by_alias(defaults)
-
-
-def test_conversations_have_the_defaults_when_they_are_texts():
-    info = info_of(AliasDefaults("a", overflow="chunk", dimensions=8))
-    inner = ParsedEmbed(EmbedRequest([TEXT]), lambda embedded: None)  # type: ignore[arg-type, return-value]
-    parsed = parse_with_defaults(lambda call: ParsedMessages(b"", lambda texts: inner), {}, Call(None, {}, info))  # type: ignore[arg-type]
-    assert isinstance(parsed, ParsedMessages)
-    work = parsed.proceed([TEXT])
-    assert isinstance(work, ParsedEmbed)
-    assert (work.request.tokenizing.overflow, work.request.dimensions) == (Overflow.CHUNK, 8)
-
-
-@pytest.mark.parametrize(
-    ("operation", "body", "is_raw"),
-    [
-        (RERANK, {}, True),
-        (RERANK, {"raw_scores": None}, True),
-        (RERANK, {"raw_scores": False}, False),
-        (RERANK, {"use_activation": True}, None),
-        (tei.DIALECT.operations["POST /rerank"], {"use_activation": True}, True),  # which is no field of it
-        (tei.DIALECT.operations["POST /rerank"], {"raw_scores": False}, False),
-        (tei.DIALECT.operations["POST /"], {"parameters": {"raw_scores": False}}, None),
-        (tei.DIALECT.operations["POST /predict"], {}, None),
-    ],
-)
-def test_raw_scores_of_a_ranking(operation, body, is_raw):
-    filled = fill_in(body, operation, AliasDefaults("a", raw_scores=True, dimensions=8, prompt="p"))
-    assert filled.get("raw_scores") is is_raw
-    assert not {"dimensions", "prompt"} & filled.keys()
 
 
 def test_rankings_have_neither_the_prompt_nor_the_dimensions():

@@ -377,15 +377,16 @@ _ID_INPUTS = (([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]))
 _OBJECTS = (([{"text": "b"}, "c"], ["b", "c"]),)
 _DENSE, _MULTI = frozenset((Output.VECTORS,)), frozenset((Output.TOKEN_VECTORS,))
 _TOO_MANY = ["a"] * 9
-_WRONG_TEXTS: tuple[Any, ...] = (5, {"a": 1}, [], ["a", 5], ["a", None], _TOO_MANY)
-_WRONG_INPUTS = (*_WRONG_TEXTS, [1, "a"], [[1], "a"], [[1], []], [[1], [True]])
+_WRONG_TEXTS: tuple[Any, ...] = (5, {"secret": 1}, [], ["secret", 5], ["secret", None], _TOO_MANY)
+_WRONG_INPUTS = (*_WRONG_TEXTS, [1, "a"], [[1], "secret"], [[1], []], [[1], [True]])
 _DOCUMENTS = ((["x", "y"], ["x", "y"]), ([{"text": "x"}, "y"], ["x", "y"]), ("x", ["x"]))
-_WRONG_DOCUMENTS: tuple[Any, ...] = (5, [], [1, 2], [["a"]], [{"title": "t"}], _TOO_MANY)
+_WRONG_DOCUMENTS: tuple[Any, ...] = (5, [], [1, 2], [["secret"]], [{"title": "secret"}], _TOO_MANY)
 
 TABLE = (
     # --- vectors ---
     Row("dimensions", DENSE, words("dimensions", "output_dimension", "truncate_dim"), ((8, 8), (16, None), (0, ABSENT)),
         (-1, 17, *_NO_NUMBER)),
+    Row("dimensions", ("openai messages", "pooling messages"), words("dimensions"), ((8, 8),), (17, "8")),
     Row("dimensions", ("ollama",), words("dimensions"), ((8, 8), (16, None), (0, None)), (-1, 17, *_NO_NUMBER)),
     Row("dimensions", (*TEI_DENSE, *SIMILARITY), words("dimensions", inside=True), ((8, 8), (16, None)),
         (0, 17, *_NO_NUMBER)),
@@ -426,6 +427,7 @@ TABLE = (
     Row("overflow", ("pooling tokens", "pooling multi"), words("overflow"), _OVERFLOWS[:3], ("chunk", "cut", 5, True)),
     Row("overflow", ("openai sparse", "multi-vector", *CLASSIFY), words("overflow"), (("chunk", ERROR),),
         is_alone=True),
+    Row("overflow", MESSAGES[:4], words("overflow"), _OVERFLOWS[:3], ("cut", 5)),
     Row("overflow", TEXTS, words("truncate"), (*_FLAG_CUTS, *_WORD_CUTS), ("end", 1, [])),
     Row("overflow", TEXTS, words("truncation"), _FLAG_CUTS, _NO_FLAG),
     Row("overflow", (*TEXTS, *RANKINGS), words("truncation_side"), _SIDES, ("Left", "up", 5), of="side"),
@@ -504,8 +506,8 @@ TABLE = (
         (5, "yes", {}, {"max_tokens": 0}, {"max_tokens": 1, "ranges": [[0, 1]]}, {"ranges": [[2, 1]]}, {"ranges": [5]},
          {"ranges": []})),
     Row("conversations", MESSAGES[:4], words("messages"), ((_TALK, [_TALK]), ([_TALK, _TALK], [_TALK, _TALK])),
-        (5, [], ["a"], [{"role": 5}], [{"role": "user", "content": 5}],
-         [{"role": "user", "content": [{"type": "image"}]}])),
+        (5, [], ["secret"], [_TALK, "secret"], [{"content": "secret"}], [{"role": "user", "content": 5}],
+         [{"role": "user", "content": [{"type": "image", "secret": 1}]}])),
     Row("conversations", MESSAGES[4:], words("messages"), ((_TALK, [_TALK]),), (5, [], ["a"], [_TALK, _TALK])),
     Row("continued message", MESSAGES, words("continue_final_message"), ((True, True), (False, False)), _NO_FLAG,
         {"add_generation_prompt": False}),
@@ -575,9 +577,11 @@ TABLE = (
     # --- the request itself ---
     Row("priority", (*TEXTS, *RERANK), words("priority"), (*_PRIORITIES, *_NUMBERED), ("high", 1.5, True, [])),
     Row("priority", COHERE, words("priority"), _NUMBERED, ("high", "bulk", *_NO_NUMBER)),
-    Row("priority", EMBEDDING, words("header x-vecd-priority"), _PRIORITIES, ("high", "1", "")),
+    Row("priority", EMBEDDING, words("header x-vecd-priority"), _PRIORITIES, ("Bulk", "1", "")),
     Row("timeout", EMBEDDING, words("header x-vecd-timeout-ms"), (("1500", 1.5), ("1", 0.001)),
         ("0", "-1", "1.5", "soon", "86400001")),
+    Row("timeout", ("openai",), words("header x-vecd-timeout-ms"), (("86400000", 86400.0), ("0010", 0.01)),
+        ("", "1e3", "+1", " 1", "1_0", "\xb2", "9" * 5000, "1, 1")),
     Row("request id", (*TEXTS, *RERANK), words("request_id"), (*same("mine-1"), ("no id!", UNSAID)), (5, ["a"])),
     Row("keep alive", OLLAMA, words("keep_alive"), (("5m", 300.0), (30, 30.0)), ("soon", {}, [])),
     Row("lines", ("pull",), words("stream"), _FLAGS, _NO_FLAG),

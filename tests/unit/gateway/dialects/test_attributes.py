@@ -5,11 +5,13 @@ absent; two words that disagree are refused, two that agree are accepted; an ali
 says nothing.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
 
+import orjson
 import pytest
 from jsonschema_rs import validator_for
 
@@ -18,6 +20,7 @@ from tests.unit.gateway.dialects.played import Client
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.request import Dtype, Encoding, Overflow, Priority, Role
 
+TEMPLATE = ChatTemplateSpec("", {}, ())
 _STATUS = {"tei": 422}
 """Of a wrong field, by dialect; 400 in all others."""
 _SHAPES = {
@@ -28,7 +31,7 @@ _SHAPES = {
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    client = Client(chat_template=ChatTemplateSpec("", {}, ()))
+    client = Client(chat_template=TEMPLATE)
     yield client
     client.close()
 
@@ -103,6 +106,16 @@ _SEVERAL = ("inputs", "output", "late chunks", "conversations", "documents", "qu
 """Attributes that others depend on."""
 
 
+LARGE = 1 << 17
+"""Bytes before a body that make it a large one."""
+
+
+def as_lists(asked: Any) -> Any:
+    """Of a large body token ids are arrays."""
+    inputs = [list(each) if isinstance(each, array) else each for each in asked.inputs] if asked is not None else None
+    return None if asked is None else asked._replace(inputs=inputs)
+
+
 def has_both(rows: list[Row]) -> bool:
     """A header and a field; the header of the request's id has no row, because the reader of heads takes it."""
     num_fields = len(fields_in(rows))
@@ -127,6 +140,7 @@ def check_refused(exchange: Exchange, route: Route, *words: str) -> None:
     if isinstance(fault.get("error"), dict) and not words[-1].startswith("header "):
         assert fault["error"]["param"] in {word.partition(".")[0] for word in words}
     assert len(message) < 600
+    assert "secret" not in message
 
 
 def comes_to(attribute: str, unsaid: Any, *meanings: Any) -> list[Any]:
@@ -180,6 +194,19 @@ def test_a_wrong_value_is_refused_by_the_client_s_own_word(client: Client, name:
             assert shows or attribute == "dimensions of tokens", message
 
 
+@each("large", lambda rows: rows[0].attribute in ("inputs", "documents", "query"))
+def test_a_large_body_is_read_as_a_small_one(client: Client, name: str, attribute: str):
+    """It is parsed in a thread, and in pieces."""
+    for row in ROWS_OF[name, attribute]:
+        for word, value in product(row.words, (*(value for value, _ in row.values), *row.wrong)):
+            body = body_of(ROUTES[name], {**row.beside, word: value})
+            small = client.exchange(ROUTES[name].model, ROUTES[name].path, body, {})
+            large = client.exchange(ROUTES[name].model, ROUTES[name].path, b" " * LARGE + orjson.dumps(body), {})
+            assert (large.status, as_lists(large.asked)) == (small.status, as_lists(small.asked)), (word, value)
+            if large.status >= 400:
+                check_refused(large, ROUTES[name], word)
+
+
 @each("null", lambda rows: bool(fields_in(rows)))
 def test_null_is_absent(client: Client, name: str, attribute: str):
     for row in ROWS_OF[name, attribute]:
@@ -224,7 +251,7 @@ def test_two_words_contradict_each_other_or_agree(client: Client, name: str, att
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[Overflow, Client]]:
-    clients = {overflow: Client(overflow=overflow.value) for overflow in Overflow}
+    clients = {overflow: Client(chat_template=TEMPLATE, overflow=overflow.value) for overflow in Overflow}
     yield clients
     for client in clients.values():
         client.close()
@@ -274,6 +301,7 @@ OF_ALIAS: dict[str, tuple[dict[str, Any], Any]] = {
     "dtype": ({"dtype": "uint8"}, (Dtype.UINT8,)),
     "role": ({"role": "query"}, Role.QUERY),
     "scores": ({"raw_scores": True}, True),
+    "prompt of tokens": ({"prompt_name": "document"}, "passage: "),
 }
 """By attribute, what the configuration gives an alias, and what that means."""
 
