@@ -108,25 +108,6 @@ headers_of_requests = st.dictionaries(header_names, header_values, max_size=4).m
 operations = st.sampled_from([EMBEDDINGS, POOLING])
 
 
-@settings(max_examples=5000 if LONG else 300, deadline=None, suppress_health_check=_SLOW_IS_NO_MATTER)
-@given(operations, json_values, st.sampled_from(FIELDS), bodies, headers_of_requests)
-def test_any_value_in_any_field_is_taken_or_a_bad_request(operation, value, name, fields, headers):
-    lower = {key.lower(): value for key, value in headers.items()}
-    try:
-        request = ask(operation, {**fields, name: value}, lower).request
-    except BadRequest as error:
-        assert_names_what_is_wrong(error)
-    else:
-        assert 1 <= len(request.inputs) <= 4
-        assert request.timeout_s is None or request.timeout_s > 0
-
-
-def assert_names_what_is_wrong(error: BadRequest) -> None:
-    assert error.param in FIELDS or "header x-vecd-" in error.message
-    assert error.param not in ("input", "prompt") or SECRET not in error.message
-    assert len(error.message) < 500
-
-
 def outcome(operation: Operation, fields: Any, in_pieces: bool) -> Any:
     """What comes of a body of these fields, if it were small, or large."""
     try:

@@ -374,7 +374,7 @@ _JINA_S = tuple(
 )
 _TEXT_INPUTS = (("b", ["b"]), ("", [""]), (["b", "c"], ["b", "c"]))
 _ID_INPUTS = (([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]))
-_OBJECTS = (([{"text": "b"}, "c"], ["b", "c"]),)
+_OBJECTS = (([{"text": "b", "image": None}, "c"], ["b", "c"]),)
 _DENSE, _MULTI = frozenset((Output.VECTORS,)), frozenset((Output.TOKEN_VECTORS,))
 _TOO_MANY = ["a"] * 9
 _WRONG_TEXTS: tuple[Any, ...] = (5, {"secret": 1}, [], ["secret", 5], ["secret", None], _TOO_MANY)

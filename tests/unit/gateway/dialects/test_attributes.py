@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema_rs import validator_for
 
 from tests.unit.gateway.dialects.attributes import ABSENT, ATTRIBUTES, ROUTES, TABLE, UNSAID, Exchange, Route, Row
@@ -330,3 +332,31 @@ def test_every_documented_field_is_in_the_table(client: Client):
     schemas = [schema for each in schemas_of(client, "dense").values() for schema in each]
     missing = {field for schema in schemas for field in schema["properties"]} - known - {"parameters", "options"}
     assert not missing
+
+
+# --- whatever is sent -------------------------------------------------------------------------------------------
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["secret", "", "query", "text", "float", "base64", "left", "NONE", "m:query", "\U0001f600" * 40]),
+)  # fmt: skip
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["text", "type", "content", "secret", "ranges"]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(name=st.sampled_from(sorted(ROUTES)), data=st.data())
+@settings(max_examples=settings().max_examples * 4)
+def test_whatever_fields_hold_is_accepted_or_refused_in_shape(client: Client, name: str, data: st.DataObject):
+    words = {word for (of, _), rows in ROWS_OF.items() if of == name for word in fields_in(rows)}
+    fields = sorted({*words, *ROUTES[name].body} - {"parameters", "options"})
+    exchange = ask(client, ROUTES[name], data.draw(st.dictionaries(st.sampled_from(fields), anything, max_size=4)))
+    if exchange.status != 200:
+        assert exchange.status in (400, 422, 424), exchange
+        assert set(exchange.json) in _SHAPES.values()
+        assert "secret" not in message_of(exchange)

@@ -149,22 +149,6 @@ def test_sagemaker_gets_what_the_model_is_for():
 
 
 @pytest.mark.parametrize(
-    ("fields", "probs"),
-    [
-        ({}, SOFTMAX),
-        ({"use_activation": False}, LOGITS.tolist()),
-        ({"input": [[1, 2], [3]], "use_activation": True}, SOFTMAX),
-    ],
-)
-def test_vllm_s_probabilities_are_in_the_order_of_labels(fields, probs):
-    asked = ask(CLASSIFY, {"input": ["a", "b"], **fields}, model_info=MOODS)
-    assert asked.request.tokenizing.are_ids_of_model, "vLLM's clients have them from the server's own /tokenize"
-    data = rendered(asked, scores(LOGITS))["data"]
-    assert [(item["index"], item["label"], item["num_classes"]) for item in data] == [(0, "glad", 3), (1, "sad", 3)]
-    assert [item["probs"] for item in data] == [pytest.approx(row, rel=1e-6) for row in probs]
-
-
-@pytest.mark.parametrize(
     ("raw_scores", "best", "score"), [(False, ["glad", "sad"], [SOFTMAX[0][1], 0.5]), (True, ["glad", "sad"], [2, 5])]
 )
 def test_infinity_s_labels_are_the_best_first_and_equal_ones_in_their_order(raw_scores, best, score):

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support import asking
 from tests.support.asking import PLAIN, answer, ask, body_of, changed
@@ -42,24 +40,6 @@ def refusal(model_info: ModelInfo = PLAIN, in_pieces: bool = False, /, **fields:
 
 
 # --- inputs and headers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "inputs"),
-    [
-        ("a", ["a"]),
-        ("", [""]),
-        (["a", ""], ["a", ""]),
-        ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-        ([{"text": "a"}, {"text": ""}], ["a", ""]),
-        (["a", {"text": "b", "image": None}, "c"], ["a", "b", "c"]),
-    ],
-)
-def test_every_shape_of_input(value, inputs):
-    assert parse(input=value).inputs == inputs
-    pieced = parse(PLAIN, None, True, input=value).inputs
-    assert [item if isinstance(item, str) else [*item] for item in pieced] == inputs
 
 
 @pytest.mark.parametrize(
@@ -155,25 +135,6 @@ def test_what_is_wrong_is_named(fields, param, says):
 
 
 # --- what would change the answer, and is not supported ---------------------------------------------------------
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from([field.name for field in EMBEDDINGS.fields if field.name != "input"]),
-        st.sampled_from(
-            [None, True, False, 0, 1, -1, 8, "", "query", "float", "base64", "NONE", "left", "text", ["a"]]
-        ),
-    )
-)
-def test_every_refusal_names_a_field_that_was_sent(fields):
-    refused: list[BadRequest] = []
-    for model_info in (PLAIN, E5):
-        try:
-            parse(model_info, **fields)
-        except BadRequest as error:
-            refused.append(error)
-    assert all(error.param in fields for error in refused)
-    assert all(len(error.message) < 500 for error in refused)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------
