@@ -8,20 +8,20 @@ rows and --on-bad-row was not given; 2 nothing was begun: flags, inputs or an un
 interrupted, and can be resumed.
 """
 
-import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import uvloop
 
+from vecd.base.failures import fill_standard_streams
 from vecd.base.status_line import StatusLine
 from vecd.base.target import parse_target
 from vecd.client.embed.files import OutputFiles, beside_final
 from vecd.client.embed.inputs import check_readable, file_key, find_inputs
-from vecd.client.embed.options import USUAL_PACE, EmbedError, EmbedOptions, Pace, RunEnded, parse_options
+from vecd.client.embed.options import USUAL_PACE, EmbedError, EmbedOptions, Pace, RunEnded, parse_options, told
 from vecd.client.embed.outputs import OutputFolder
 from vecd.client.embed.run import EmbedRun, until_interrupted
 from vecd.client.embed.service import EmbeddingService
@@ -32,7 +32,7 @@ EXIT_BAD_ROWS = EXIT_ENDED
 
 
 def main(argv: list[str] | None = None, pace: Pace = USUAL_PACE) -> int:
-    _open_standard_streams()
+    fill_standard_streams()  # another file would get the number of a closed one
     options = parse_options(sys.argv[1:] if argv is None else argv, pace)
     line = StatusLine("vecd embed", plain_s=pace.plain_s)
     if options.quiet:
@@ -43,22 +43,11 @@ def main(argv: list[str] | None = None, pace: Pace = USUAL_PACE) -> int:
         line.say(str(error))
         return EXIT_NOT_BEGUN
     except (RunEnded, OSError) as error:  # an output cannot be looked for, created or finished
-        line.say(_describe(error))
+        line.say(told(error))
         return EXIT_ENDED
     except KeyboardInterrupt:  # before or after the run, or a second one
         line.say("interrupted")
         return 128 + signal.SIGINT
-
-
-def _open_standard_streams() -> None:
-    """Open those that are closed: another file would get the number of one, and be read or written instead."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
-
-
-def _describe(error: Exception) -> str:
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
@@ -71,16 +60,12 @@ def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
     with closing(OutputFiles(options)) as files:
         output = EmbedRun(options, inputs, files)
         if not output.is_complete:
-            number, error = _run(options, line, lambda service: output.embed(service, line))
-            if number or error is not None:
+            code, why = _run(options, line, lambda service: output.embed(service, line))
+            if why:
                 num_rows = output.commit.position.row
-                done = (
-                    f"{num_rows:,} rows are done, the same command goes on behind them"
-                    if num_rows
-                    else "no row is done"
-                )
-                line.say(f"{'interrupted' if error is None else _describe(error)}; {done}")
-                return 128 + number if number else EXIT_ENDED
+                done = f"{num_rows:,} rows are done, the same command goes on behind them"
+                line.say(f"{why}; {done if num_rows else 'no row is done'}")
+                return code
         how = output.finish()
         output.forget()
         line.say(f"{options.path}: {how}")
@@ -92,45 +77,51 @@ def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
 
 def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
     folder = OutputFolder(options, line)
-    number, error = 0, None
+    code, why = EXIT_OK, ""
     if left := folder.find_left():
-        number, error = _run(options, line, lambda service: folder.run(service, left))
-    if number or error is not None:
-        line.say("interrupted" if error is None else _describe(error))
+        code, why = _run(options, line, lambda service: folder.run(service, left))
+    if why:
+        line.say(why)
     folder.tell_end()
-    if number:
-        return 128 + number
-    return EXIT_OK if folder.is_complete else EXIT_ENDED
+    if code in (EXIT_OK, EXIT_ENDED):
+        return EXIT_OK if folder.is_complete else EXIT_ENDED
+    return code
 
 
 def _run(
     options: EmbedOptions, line: StatusLine, work: Callable[[EmbeddingService], Coroutine[Any, Any, None]]
-) -> tuple[int, Exception | None]:
-    """Await `work` with the server of the run. Returns the signal that has interrupted it, or 0, and why else it has
-    ended before its time. Raises EmbedError."""
-    number, error = 0, None
-    with ExitStack() as stack:
-        if options.target is not None:
-            service = EmbeddingService(options.target, options)
-        else:
-            arguments = [*([options.model] if options.model else []), *options.serve_flags]
-            serving = local_server(arguments, lambda text: line.show(lambda: text), shared=options.shares_server)
-            try:
-                url, why_gone = stack.enter_context(serving)
-            except NotStarted as failed:
-                raise EmbedError(str(failed)) from failed
-            service = EmbeddingService(parse_target(url), options, why_gone)
+) -> tuple[int, str]:
+    """Await `work` with the server of the run. Returns the exit code, and why it has ended before its time, or "".
+    Raises EmbedError."""
 
-        async def with_service() -> None:
-            async with service.client:
-                await work(service)
+    async def with_service(service: EmbeddingService) -> None:
+        async with service.client:
+            await work(service)
 
+    code, why = EXIT_OK, ""
+    with _service(options, line) as service:
         try:
-            number = uvloop.run(until_interrupted(with_service()))
-        except (RunEnded, OSError) as ended:
-            error = ended
+            if number := uvloop.run(until_interrupted(with_service(service))):
+                code, why = 128 + number, "interrupted"
+        except (RunEnded, OSError) as error:
+            code, why = EXIT_ENDED, told(error)
     line.clear()
-    return number, error
+    return code, why
+
+
+@contextmanager
+def _service(options: EmbedOptions, line: StatusLine) -> Iterator[EmbeddingService]:
+    """Raises EmbedError when a server cannot be started."""
+    if options.target is not None:
+        yield EmbeddingService(options.target, options)
+        return
+    arguments = [*([options.model] if options.model else []), *options.serve_flags]
+    try:
+        with local_server(arguments, lambda text: line.show(lambda: text), shared=options.shares_server) as started:
+            url, why_gone = started
+            yield EmbeddingService(parse_target(url), options, why_gone)
+    except NotStarted as failed:
+        raise EmbedError(str(failed)) from failed
 
 
 if __name__ == "__main__":

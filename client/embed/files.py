@@ -5,7 +5,7 @@ when they are complete.
 
     OUT.part                     dense vectors end to end (.npy: behind a header), or JSON lines
     OUT.rows.npy.part            for .npy: the number of each row
-    OUT.fields.part              for .parquet of dense vectors: a JSON line a row with its number and the kept values
+    OUT.fields.part              for .parquet of dense vectors: a JSON line a row with all but the vector
     OUT.rejected.jsonl.part      a JSON line for each row without results
     OUT.journal                  `vecd.client.embed.files`
 
@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.base.files import JsonObject
+from vecd.base.files import JsonFields, JsonObject
 from vecd.base.flags import flag_name
 from vecd.client.embed.inputs import RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, OutputLocked, RunEnded
@@ -44,7 +44,7 @@ _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(JsonFields):
     position: Position = field(default_factory=Position)
     lengths: tuple[int, ...] = ()
     """Bytes of each output file, in the order of `OutputFiles`."""
@@ -56,7 +56,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class Journal(JsonFields):
     asked: JsonObject
     """The settings that change rows or vectors. A resumed run must have the same."""
     on_bad_row: str
@@ -70,7 +70,7 @@ class Journal:
         draft = path.with_name(path.name + ".new")
         try:
             with draft.open("wb") as file:
-                file.write(orjson.dumps({"version": _VERSION, **asdict(self)}, option=orjson.OPT_INDENT_2))
+                file.write(orjson.dumps({"version": _VERSION, **self.to_json()}, option=orjson.OPT_INDENT_2))
                 file.flush()
                 os.fsync(file.fileno())
             draft.rename(path)
@@ -85,9 +85,7 @@ class Journal:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("version") not in _VERSIONS_READ:
                 raise EmbedError(f"{path} is of another version of vecd: --restart begins anew")
-            commit = fields.pop("commit")
-            commit |= {"position": Position(**commit["position"]), "lengths": tuple(commit["lengths"])}
-            return cls(**fields, commit=Commit(**commit))
+            return cls.from_json(fields)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -272,16 +270,12 @@ class OutputFiles:
         if output_format == "jsonl" or not results.are_vectors:
             lines = b"".join(self._line(batch, index, results.record(index)) for index in written.tolist())
             return (lines, b"") if output_format == "parquet" else (lines,)
-        numbers = written.astype(np.int64) + batch.first_row
         matrix = results.rows if len(written) == len(batch.rows) else results.rows[written]
         raw = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data
         if output_format == "npy":
-            return raw, numbers.tobytes()
-        fields = [
-            _json_line([number, index not in results.reasons, *self._kept(batch, index).values()])
-            for index, number in zip(written.tolist(), numbers.tolist(), strict=True)
-        ]
-        return raw, b"".join(fields)
+            return raw, (written.astype(np.int64) + batch.first_row).tobytes()
+        have = [self._line(batch, index, {"embedding": index not in results.reasons}) for index in written.tolist()]
+        return raw, b"".join(have)
 
     def _line(self, batch: RowBatch, index: int, record: Mapping[str, Any]) -> bytes:
         columns = {name: record.get(name) for name in self._columns or ("embedding",)}
@@ -337,14 +331,13 @@ class OutputFiles:
         self._write_headers(num_rows)
         if options.output_format != "parquet":
             return self._main.path
-        from vecd.client.embed.parquet import write_parquet, write_records
+        from vecd.client.embed.parquet import write_parquet
 
         target = OutputFile(_beside(options.path, ".parquet.part"))
         try:
-            if self._columns:
-                write_records(self._main.path, target.path, options.keep, self._columns, options.dtype)
-            else:
-                write_parquet(self._main.path, self._files[1].path, target.path, options.keep, self._dim, options.dtype)
+            lines, vectors = (self._main.path, None) if self._columns else (self._files[1].path, self._main.path)
+            columns = self._columns or {"embedding": f"vector {self._dim}"}
+            write_parquet(lines, target.path, options.keep, columns, options.dtype, vectors)
             target.sync()
         finally:
             target.close()

@@ -347,3 +347,8 @@ class ServerLost(RunEnded):
 
 class OtherIdentity(ServerLost):
     """Raised when no response comes that is of the identity that the run began with. What is written is right."""
+
+
+def told(error: Exception) -> str:
+    """What is said of how a run has ended."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)

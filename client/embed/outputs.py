@@ -19,7 +19,7 @@ import orjson
 from vecd.base.status_line import StatusLine
 from vecd.client.embed.files import OutputFiles, beside_final, journal_path
 from vecd.client.embed.inputs import InputSource, check_readable, copied_from, file_key, find_inputs, known_format
-from vecd.client.embed.options import EmbedError, EmbedOptions, OtherIdentity, OutputLocked, RunEnded, ServerLost
+from vecd.client.embed.options import EmbedError, EmbedOptions, OtherIdentity, OutputLocked, RunEnded, ServerLost, told
 from vecd.client.embed.run import EmbedRun, in_thread
 from vecd.client.embed.service import EmbeddingService, RunModel
 from vecd.client.embed.storage import MAGIC, base_name, exists, expand, fetch, is_remote, join, shown, store
@@ -323,12 +323,10 @@ class OutputFolder:
             self._locked.append(shard)
         except ServerLost:
             raise
-        except (EmbedError, RunEnded, ValueError) as error:  # ValueError: flags that do not go with this input
-            self._failed[shard] = str(error)
-        except OSError as error:
-            if error.errno in _NO_MORE:
+        except (EmbedError, RunEnded, ValueError, OSError) as error:  # ValueError: flags that do not go with this input
+            if isinstance(error, OSError) and error.errno in _NO_MORE:
                 raise
-            self._failed[shard] = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            self._failed[shard] = told(error)
 
     async def _make(self, shard: Shard, service: EmbeddingService) -> None:
         is_remote_out = is_remote(shard.out)

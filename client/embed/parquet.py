@@ -8,13 +8,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
 import pyarrow
 import pyarrow.parquet
 
+from vecd.base.files import JsonObject
 from vecd.client.embed.options import EmbedError, EmbedOptions
 from vecd.client.embed.rows import InputRow, Position, make_row, quoted
 
@@ -78,55 +79,38 @@ def _is_text(kind: Any) -> bool:
 # --- writing --------------------------------------------------------------------------------------------------
 
 
-def write_parquet(vectors: Path, fields: Path, target: Path, keep: Sequence[str], dim: int, dtype: str) -> None:
-    """Columns `row`, those of `keep`, and `embedding`, a list of fixed size, which is null for a row without a vector.
-
-    `vectors`: raw rows end to end; `fields`: a JSON line a row with its number, whether it has a vector, and the kept
-    values. A kept column has the type that all its values have; mixed or nested values become JSON texts.
-    """
-    kinds = _column_kinds((record[2:] for record in _json_lines(fields)), len(keep))
-    schema = _schema(keep, kinds, {"embedding": pyarrow.list_(pyarrow.from_numpy_dtype(dtype), dim)})
-    item = np.dtype(dtype)
-    group_rows = max(1, _GROUP_BYTES // (dim * item.itemsize))
-    with (
-        vectors.open("rb") as matrix,
-        fields.open("rb") as lines,
-        pyarrow.parquet.ParquetWriter(target, schema) as writer,
-    ):
-        while records := [orjson.loads(line) for line in itertools.islice(lines, group_rows)]:
-            numbers, have_vectors, *kept = zip(*records, strict=True)
-            rows = pyarrow.array(np.fromfile(matrix, item, len(records) * dim))
-            has_none = pyarrow.array([not has_vector for has_vector in have_vectors])
-            found = pyarrow.FixedSizeListArray.from_arrays(rows, dim, mask=has_none)
-            writer.write_table(_table(schema, numbers, kinds, kept, [found]))
-
-
-def write_records(lines: Path, target: Path, keep: Sequence[str], columns: Mapping[str, str], dtype: str) -> None:
+def write_parquet(
+    lines: Path, target: Path, keep: Sequence[str], columns: Mapping[str, str], dtype: str, vectors: Path | None = None
+) -> None:
     """Columns `row`, those of `keep`, and `columns`, which are null for a row without results.
 
     `lines`: a JSON object a row. `columns`: by name, the type: one of `_TYPES`, or that of vectors, as "vector 384" for
-    one of 384 dimensions and "vectors 128" for a list of some.
+    one of 384 dimensions and "vectors 128" for a list of some. `vectors`: those of the only column, raw and end to end;
+    the lines have whether there is one. A kept column has the type that all its values have; mixed or nested values
+    become JSON texts.
     """
-    kinds = _column_kinds(([record[name] for name in keep] for record in _json_lines(lines)), len(keep))
-    schema = _schema(keep, kinds, {name: _type_of(kind, dtype) for name, kind in columns.items()})
-    with lines.open("rb") as file, pyarrow.parquet.ParquetWriter(target, schema) as writer:
-        while group := file.readlines(_GROUP_BYTES):
-            records = [orjson.loads(line) for line in group]
-            values = {name: [record[name] for record in records] for name in ("row", *keep, *columns)}
-            found = [_result_array(kind, values[name], dtype) for name, kind in columns.items()]
-            writer.write_table(_table(schema, values["row"], kinds, [values[name] for name in keep], found))
+    with lines.open("rb") as file:
+        kinds = {"row": "int64", **_kinds_of((_record(line, keep) for line in file), keep), **columns}
+    schema = pyarrow.schema([(name, _type_of(kind, dtype)) for name, kind in kinds.items()])
+    group_rows = None
+    if vectors is not None:
+        [kind] = columns.values()
+        group_rows = max(1, _GROUP_BYTES // (_width(kind) * np.dtype(dtype).itemsize))
+    with (
+        lines.open("rb") as file,
+        (vectors or lines).open("rb") as matrix,
+        pyarrow.parquet.ParquetWriter(target, schema) as writer,
+    ):
+        while group := list(itertools.islice(file, group_rows)) if vectors else file.readlines(_GROUP_BYTES):
+            records = [_record(line, keep) for line in group]
+            arrays = [_array(kind, [record[name] for record in records], dtype, matrix) for name, kind in kinds.items()]
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
 
 
-def _table(
-    schema: Any, numbers: Sequence[int], kinds: Sequence[str], kept: Iterable[Sequence[Any]], results: Sequence[Any]
-) -> Any:
-    arrays = [pyarrow.array(numbers, pyarrow.int64()), *map(_kept_array, kinds, kept), *results]
-    return pyarrow.Table.from_arrays(arrays, schema=schema)
-
-
-def _schema(keep: Sequence[str], kinds: Sequence[str], results: Mapping[str, Any]) -> Any:
-    kept = {name: pyarrow.string() if kind == "json" else kind for name, kind in zip(keep, kinds, strict=True)}
-    return pyarrow.schema([("row", pyarrow.int64()), *kept.items(), *results.items()])
+def _record(line: bytes, keep: Sequence[str]) -> JsonObject:
+    found = orjson.loads(line)
+    # An unfinished run of an older version has lists.
+    return found if isinstance(found, dict) else dict(zip(("row", "embedding", *keep), found, strict=True))
 
 
 _SCORE = pyarrow.float64()
@@ -135,6 +119,7 @@ _LABEL = ("label", pyarrow.string())
 _TYPES = {
     "number": _SCORE,
     "text": pyarrow.string(),
+    "json": pyarrow.string(),
     "indices": pyarrow.list_(pyarrow.int32()),
     "values": pyarrow.list_(pyarrow.float32()),
     "labels": pyarrow.list_(pyarrow.struct([_LABEL, ("score", _SCORE)])),
@@ -145,48 +130,44 @@ _TYPES = {
 
 
 def _type_of(kind: str, dtype: str) -> Any:
-    name, _, width = kind.partition(" ")
-    if not width:
-        return _TYPES[kind]
-    vector = pyarrow.list_(pyarrow.from_numpy_dtype(dtype), int(width))
-    return vector if name == "vector" else pyarrow.list_(vector)
+    if not (width := _width(kind)):
+        return _TYPES.get(kind, kind)
+    vector = pyarrow.list_(pyarrow.from_numpy_dtype(dtype), width)
+    return vector if kind.startswith("vector ") else pyarrow.list_(vector)
 
 
-def _result_array(kind: str, values: Sequence[Any], dtype: str) -> Any:
-    name, _, width = kind.partition(" ")
-    if not width:
-        return pyarrow.array(values, _TYPES[kind])
-    are_null = [value is None for value in values]
-    if name == "vector":
-        matrix = np.array([value or [0.0] * int(width) for value in values], dtype)
-        return pyarrow.FixedSizeListArray.from_arrays(
-            pyarrow.array(matrix.reshape(-1)), int(width), mask=pyarrow.array(are_null)
-        )
-    matrix = np.array([row for value in values for row in value or ()], dtype)
-    rows = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(matrix.reshape(-1)), int(width))
+def _width(kind: str) -> int:
+    """0 if it is none of vectors."""
+    return int(kind.partition(" ")[2] or 0)
+
+
+def _array(kind: str, values: Sequence[Any], dtype: str, matrix: BinaryIO) -> Any:
+    """`values` are True and False where the vectors are in `matrix`."""
+    if kind == "json":
+        values = [None if value is None else orjson.dumps(value).decode() for value in values]
+    if not (width := _width(kind)):
+        return pyarrow.array(values, _type_of(kind, dtype))
+    are_null = pyarrow.array([not value and value != [] for value in values])
+    if isinstance(values[0], bool):
+        numbers = np.fromfile(matrix, dtype, len(values) * width)
+    elif kind.startswith("vector "):
+        numbers = np.array([value or [0.0] * width for value in values], dtype).reshape(-1)
+    else:
+        numbers = np.array([row for value in values for row in value or ()], dtype).reshape(-1)
+    if kind.startswith("vector "):
+        return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(numbers), width, mask=are_null)
+    rows = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(numbers), width)
     ends = np.cumsum([0, *(len(value or ()) for value in values)], dtype=np.int32)
-    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), rows, mask=pyarrow.array(are_null))
+    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), rows, mask=are_null)
 
 
-def _kept_array(kind: str, values: Sequence[Any]) -> Any:
-    if kind != "json":
-        return pyarrow.array(values, kind)
-    texts = [None if value is None else orjson.dumps(value).decode() for value in values]
-    return pyarrow.array(texts, pyarrow.string())
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open("rb") as lines:
-        yield from map(orjson.loads, lines)
-
-
-def _column_kinds(rows: Iterable[Sequence[Any]], num_kept: int) -> list[str]:
-    """The type that all values of each kept column have: Arrow's name of it, or "json". `rows`: the kept values."""
-    seen: list[set[str]] = [set() for _ in range(num_kept)]
-    for row in rows if num_kept else ():
-        for kinds, value in zip(seen, row, strict=True):
-            kinds.add(_kind(value))
-    return [_common_kind(kinds - {"null"}) for kinds in seen]
+def _kinds_of(records: Iterable[JsonObject], keep: Sequence[str]) -> dict[str, str]:
+    """The type that all values of each kept column have: Arrow's name of it, or "json"."""
+    seen: dict[str, set[str]] = {name: set() for name in keep}
+    for record in records if keep else ():
+        for name, kinds in seen.items():
+            kinds.add(_kind(record[name]))
+    return {name: _common_kind(kinds - {"null"}) for name, kinds in seen.items()}
 
 
 def _kind(value: Any) -> str:

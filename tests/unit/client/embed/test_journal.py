@@ -17,6 +17,7 @@ from tests.support.bulk_server import DIM, vectors_of
 from vecd.client.embed.files import Commit, Journal, OutputFile, OutputFiles, journal_path, npy_header
 from vecd.client.embed.inputs import InputSource, RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, RunEnded
+from vecd.client.embed.parquet import write_parquet
 from vecd.client.embed.rows import InputRow, Position
 from vecd.client.embed.service import Results
 
@@ -261,3 +262,13 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
     journal.save(path)
     assert Journal.load(path) == journal
     assert Journal.load(tmp_path / "other") is None
+
+
+def test_lines_of_an_older_version_are_of_the_same_rows(tmp_path: Path) -> None:
+    """An unfinished run may have lines of both."""
+    lines, vectors, out = (tmp_path / name for name in ("lines", "vectors", "v.parquet"))
+    lines.write_bytes(b'[0,true,"a"]\n{"row":1,"id":"b","embedding":false}\n{"row":2,"id":"c","embedding":true}\n')
+    vectors.write_bytes(np.arange(6, dtype="<f4").tobytes())
+    write_parquet(lines, out, ["id"], {"embedding": "vector 2"}, "float32", vectors)
+    columns = pyarrow.parquet.read_table(out).to_pydict()
+    assert columns == {"row": [0, 1, 2], "id": ["a", "b", "c"], "embedding": [[0, 1], None, [4, 5]]}
