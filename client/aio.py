@@ -72,10 +72,10 @@ class AsyncClient(ClientBase):
         except Exception as error:  # the policy's to judge: it raises what is not its own
             step.outcome = error
         if self._may_speak_tls and not isinstance(step.outcome, ConnectionRefusedError):
-            has_answered = isinstance(step.outcome, ServerResponse)
-            if not isinstance(step.outcome, ServerResponse) or step.outcome.status == 400:
+            status = step.outcome.status if isinstance(step.outcome, ServerResponse) else None
+            if status in (None, 400):
                 step.outcome = await find_mismatch(self.target) or step.outcome
-            self._may_speak_tls = not has_answered
+            self._may_speak_tls = status is None
 
     async def close(self) -> None:
         """Close the idle connections of this event loop. The client can be used again."""

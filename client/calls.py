@@ -8,6 +8,7 @@ first matrix is made.
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from numbers import Integral
 from threading import Lock
@@ -16,7 +17,6 @@ from urllib.parse import quote
 
 from vecd.client.exchanges import (
     ClientBase,
-    Cut,
     Piece,
     RequestLimits,
     ServerError,
@@ -200,7 +200,10 @@ def _embed(self: ClientBase, inputs: Sequence[Any], dtype: str, **fields: Any) -
     limits = yield from _limits(self, len(inputs))
     matrix = _Matrix(len(inputs), dtype)
     fields = {**fields, "model": self.model, "encoding_format": "bytes_only", "output_dtype": dtype}
-    yield [_Rows(each, matrix) for each in cut(fields, "input", inputs, limits)]
+    pieces = list(cut(_EMBEDDINGS, fields, "input", inputs, limits))
+    for piece in pieces:
+        piece.place = partial(matrix.rows, piece)
+    yield pieces
     return matrix.result(fields.get("dimensions") or limits.dim or 0)
 
 
@@ -223,24 +226,15 @@ class _Matrix:
             raise BadResponse(f"vectors of {dim} elements where others of the call have {self._array.shape[1]} columns")
         return self._array
 
-    def result(self, dim: int) -> "NDArray[Any]":
-        """`dim`: of a matrix without rows, for which there was no answer."""
-        return self.get(dim) if self._array is None else self._array
-
-
-class _Rows(Piece):
-    def __init__(self, part: Cut, matrix: _Matrix) -> None:
-        super().__init__(_EMBEDDINGS, part.body, part.where)
-        self._part, self._matrix = part, matrix
-
-    def place(self, response: ServerResponse, length: int) -> memoryview:
+    def rows(self, piece: Piece, response: ServerResponse, length: int) -> memoryview:
         dim = response.num_dimensions
         if dim is None:
             raise BadResponse("it has no header x-vecd-dimensions with a number")
-        return self._matrix.get(dim)[self._part.start : self._part.end].data.cast("B")
+        return self.get(dim)[piece.start : piece.end].data.cast("B")
 
-    def finish(self, response: ServerResponse) -> None:
-        """The rows are in their place."""
+    def result(self, dim: int) -> "NDArray[Any]":
+        """`dim`: of a matrix without rows, for which there was no answer."""
+        return self.get(dim) if self._array is None else self._array
 
 
 # --- other results --------------------------------------------------------------------------------------------
@@ -307,12 +301,11 @@ def rerank(
     """
     limits = yield from _limits(self, len(documents))
     fields = {"query": query, "raw_scores": raw_scores or None, "model": self.model}
-    parts = list(cut(fields, "documents", _listed(documents), limits))
-    pieces = [Piece("/v1/rerank", each.body, each.where) for each in parts]
+    pieces = list(cut("/v1/rerank", fields, "documents", _listed(documents), limits))
     yield pieces
     found = [
-        RankedDocument(part.start + int(item["index"]), float(item["relevance_score"]))
-        for part, piece in zip(parts, pieces, strict=True)
+        RankedDocument(piece.start + int(item["index"]), float(item["relevance_score"]))
+        for piece in pieces
         for item in _items([piece.answer], "results")
     ]
     found.sort(key=lambda document: (-document.score, document.index))
@@ -332,12 +325,11 @@ def score(self: ClientBase, /, pairs: Sequence[Pair], *, raw_scores: bool = Fals
 
 def score_pairs(self: ClientBase, pairs: Sequence[Pair], fields: Mapping[str, Any]) -> Steps[list[float]]:
     limits = yield from _limits(self, len(pairs))
-    pieces = []
-    for part in cut(fields, "pairs", pairs, limits):
-        queries, documents = zip(*pairs[part.start : part.end], strict=True)
-        body = write({key: value for key, value in fields.items() if value is not None}
-                     | {"queries": queries, "documents": documents})  # fmt: skip
-        pieces.append(Piece("/score", body, part.where))
+    fields = {key: value for key, value in fields.items() if value is not None}
+    pieces = list(cut("/score", fields, "pairs", pairs, limits))
+    for piece in pieces:
+        queries, documents = zip(*pairs[piece.start : piece.end], strict=True)
+        piece.body = write({**fields, "queries": queries, "documents": documents})
     yield pieces
     return [float(item["score"]) for item in _items((piece.answer for piece in pieces), "data")]
 
@@ -414,7 +406,7 @@ def answers(
 ) -> Steps[list[Any]]:
     """What the answers have for each input, in their order: in a list, or one with the name `items`."""
     limits = yield from _limits(self, len(inputs))
-    pieces = [Piece(path, each.body, each.where) for each in cut(fields, name, inputs, limits)]
+    pieces = list(cut(path, fields, name, inputs, limits))
     yield pieces
     found = [piece.answer for piece in pieces]
     return [each for answer in found for each in answer] if items is None else _items(found, items)

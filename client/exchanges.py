@@ -13,11 +13,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from threading import Lock
-from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import orjson
@@ -327,33 +326,24 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S, _MAX_DOUBLINGS = 0.1, 10.0, 10
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True)
 class Piece:
-    """One request of a call. Base of those that keep the answer's body elsewhere."""
+    """One request of a call."""
 
-    def __init__(
-        self,
-        path: str,
-        body: bytes | None = None,
-        where: str = "",
-        *,
-        may_lack: bool = False,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """`where`: which inputs of the call it has, for messages. `may_lack`: the call does without the answer where
-        a key may not read it, or a proxy does not pass it on."""
-        self.path, self.body, self.where, self.may_lack, self.headers = path, body, where, may_lack, headers
-        self.answer: Any = None
-
-    def place(self, response: ServerResponse, length: int) -> memoryview | None:
-        """The memory for a body of `length` bytes, of an answer 200. Raises BadResponse."""
-        return None
-
-    def finish(self, response: ServerResponse) -> None:
-        """Take an answer 200, whose body is empty where `place` gave the memory. Raises BadResponse."""
-        try:
-            self.answer = orjson.loads(response.body)
-        except orjson.JSONDecodeError as error:
-            raise BadResponse(f"no JSON: {error}") from error
+    path: str
+    body: bytes | None = None
+    where: str = ""
+    """Which inputs of the call it has, for messages."""
+    start: int = 0
+    end: int = 0
+    """These inputs are `start`–`end` of the call's."""
+    may_lack: bool = False
+    """The call does without the answer where a key may not read it, or a proxy does not pass it on."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    place: Place | None = None
+    """The memory for the body of an answer 200; None: it is JSON."""
+    answer: Any = None
+    """That JSON."""
 
 
 Steps: TypeAlias = Generator[Sequence[Piece], None, Result]
@@ -438,15 +428,22 @@ class ClientCall:
         if left_s <= 0:
             raise self._timeout(None)
         identity = self._identity or self._client.demanded_identity
-        request = self._client.render(piece, identity, None if math.isinf(left_s) else left_s)
-        return Send(request, lambda found, length: piece.place(found, length) if found.status == 200 else None, left_s)
+
+        def place(response: ServerResponse, length: int) -> memoryview | None:
+            return piece.place(response, length) if piece.place is not None and response.status == 200 else None
+
+        return Send(self._client.render(piece, identity, None if math.isinf(left_s) else left_s), place, left_s)
 
     def _take(self, piece: Piece, response: ServerResponse) -> None:
         """Raises BadResponse, IdentityMismatch."""
         if piece.body is not None:  # the head of /info has none, and it has no results
             with self._identity_lock:
                 self._check_identity(response)
-        piece.finish(response)
+        if piece.place is None:
+            try:
+                piece.answer = orjson.loads(response.body)
+            except orjson.JSONDecodeError as error:
+                raise BadResponse(f"no JSON: {error}") from error
         self._served_at = self._clock()
 
     def _timeout(self, error: Exception | None) -> Timeout:
@@ -477,16 +474,6 @@ def _mismatch(message: str, response: ServerResponse) -> IdentityMismatch:
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 
-class Cut(NamedTuple):
-    """Inputs `start`–`end` of a call, in one body."""
-
-    start: int
-    end: int
-    body: bytes
-    where: str
-    """For messages: "" if these are all inputs of the call."""
-
-
 def write(value: Any) -> bytes:
     """Its JSON. Raises TypeError when it has none."""
     try:
@@ -498,35 +485,26 @@ def write(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-def cut(fields: Mapping[str, Any], name: str, inputs: Sequence[Any], limits: RequestLimits) -> Iterator[Cut]:
-    """Bodies of `fields` and a list `name` with some of `inputs`, in their order, all within `limits`.
+def cut(
+    path: str, fields: Mapping[str, Any], name: str, inputs: Sequence[Any], limits: RequestLimits
+) -> Iterator[Piece]:
+    """Requests of `fields` and a list `name` with some of `inputs`, in their order, all within `limits`.
 
     An input that is too large for a request has one to itself, and the server refuses it. Raises TypeError.
     """
     fields = {key: value for key, value in fields.items() if value is not None}
-    if 0 < len(inputs) <= limits.max_inputs:
-        # One that is written at once: a tenth of a microsecond an input, and not half of one.
-        body = write({name: inputs, **fields})
-        if len(body) <= limits.max_bytes:
-            yield Cut(0, len(inputs), body, "")
+
+    def pieces(start: int, end: int) -> Iterator[Piece]:
+        body = write({name: inputs[start:end], **fields})
+        num_parts = min(-(-len(body) // limits.max_bytes), end - start)
+        if num_parts > 1:
+            num_inputs = (end - start) // num_parts
+            for part in range(start, end, num_inputs):
+                yield from pieces(part, min(part + num_inputs, end))
             return
-    rest = write(fields)[1:]
-    head = b'{"' + name.encode() + b'":['
-    tail = b"]," + rest if len(rest) > 1 else b"]}"
-    room = limits.max_bytes - len(head) - len(tail)
-    start, written, size = 0, list[bytes](), 0
-    for each in inputs:
-        one = write(each)
-        if written and (len(written) == limits.max_inputs or size + len(one) >= room):
-            yield _cut(head, written, tail, start, len(inputs))
-            start, written, size = start + len(written), [], 0
-        written.append(one)
-        size += len(one) + 1
-    if written:
-        yield _cut(head, written, tail, start, len(inputs))
+        is_all = end - start == len(inputs)
+        where = "" if is_all else f" (inputs {start} to {end - 1} of the call are counted from 0 here)"
+        yield Piece(path, body, where, start, end)
 
-
-def _cut(head: bytes, written: list[bytes], tail: bytes, start: int, num_inputs: int) -> Cut:
-    end = start + len(written)
-    where = "" if end - start == num_inputs else f" (inputs {start} to {end - 1} of the call are counted from 0 here)"
-    return Cut(start, end, b"".join((head, b",".join(written), tail)), where)
+    for start in range(0, len(inputs), limits.max_inputs):
+        yield from pieces(start, min(start + limits.max_inputs, len(inputs)))

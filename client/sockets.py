@@ -10,7 +10,6 @@ import math
 import socket
 import ssl
 import time
-from collections.abc import Awaitable
 from contextlib import suppress
 from typing import cast
 
@@ -150,21 +149,6 @@ async def connect(target: Target, timeout_s: float = CONNECT_S) -> AsyncConnecti
         raise
     except TimeoutError as error:
         raise NotConnected(f"no connection in {timeout_s:g} s") from error
-
-
-async def or_mismatch(target: Target, exchange: Awaitable[ServerResponse]) -> ServerResponse:
-    """As `exchange`. Raises TlsMismatch, too, when that fails because the server speaks TLS and `target` does not."""
-    try:
-        response = await exchange
-    except (ConnectionRefusedError, TlsMismatch):
-        raise
-    except (OSError, BadResponse):
-        if mismatch := await find_mismatch(target):
-            raise mismatch from None
-        raise
-    if response.status == 400 and (mismatch := await find_mismatch(target)):
-        raise mismatch
-    return response
 
 
 async def find_mismatch(target: Target) -> TlsMismatch | None:
