@@ -58,9 +58,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
         connection breaks, BadResponse when the bytes are not HTTP. Side effects: after an error, or a response that
         ends the connection, it is closed (`is_open`).
         """
+        self.reader.begin(place)
         if not self.is_open:
             raise ConnectionClosed("closed while idle")
-        self.reader.begin(place)
         self._done = self._loop.create_future()
         self._heard_at = self._loop.time()
         self._until, self._silence_s = self._heard_at + timeout_s, silence_s

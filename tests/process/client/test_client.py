@@ -252,34 +252,46 @@ PLANS = [
 ]  # fmt: skip
 
 
+def embed_with_coroutines(url, num_calls=1, **options):
+    async def embed_in_turn():
+        async with vecd.AsyncClient(url, timeout=60, **options) as client:
+            found = []
+            for _ in range(num_calls):
+                found.append(await client.embed("a"))
+                await asyncio.sleep(0.01)  # what the server does with the connection is seen
+            return found
+
+    return asyncio.run(embed_in_turn())
+
+
+def embed_blocking(url, num_calls=1, **options):
+    with vecd.Client(url, timeout=60, **options) as client:
+        return [client.embed("a") for _ in range(num_calls)]
+
+
+both = pytest.mark.parametrize("embed", [embed_blocking, embed_with_coroutines])
+
+
+@both
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_failure_that_passes_is_not_seen(plan):
+def test_a_failure_that_passes_is_not_seen(plan, embed):
     with FailingServer(*plan) as failing:
-        assert (vecd.Client(failing.url, timeout=60).embed("a") == ROW).all()
-        assert failing.num_connections == len(plan)
-    with FailingServer(*plan) as failing:
-        assert (asyncio.run(vecd.AsyncClient(failing.url, timeout=60).embed("a")) == ROW).all()
+        assert (embed(failing.url)[0] == ROW).all()
         assert failing.num_connections == len(plan)
 
 
-def test_a_connection_that_stays_open_is_used_again():
-    async def embed_twice(url: str) -> None:
-        async with vecd.AsyncClient(url) as client:
-            for _ in range(2):
-                await client.embed("a")
-
-    with FailingServer("twice") as server, vecd.Client(server.url) as blocking:
-        for _ in range(2):
-            blocking.embed("a")
-        asyncio.run(embed_twice(server.url))
-        assert server.num_connections == 2
+@both
+def test_a_connection_that_stays_open_is_used_again(embed):
+    with FailingServer("twice") as server:
+        embed(server.url, 2)
+        assert server.num_connections == 1
 
 
-def test_a_connection_that_was_closed_while_idle_is_made_anew_at_once():
-    with FailingServer(GOOD) as failing, vecd.Client(failing.url, retry_for=0) as client:
-        for number in (1, 2, 3):
-            assert (client.embed("a") == ROW).all()
-            assert failing.num_connections == number
+@both
+def test_a_connection_that_was_closed_while_idle_is_made_anew_at_once(embed):
+    with FailingServer(GOOD) as failing:
+        assert (np.concatenate(embed(failing.url, 3, retry_for=0)) == ROW).all()
+        assert failing.num_connections == 3
 
 
 @pytest.mark.parametrize(
