@@ -63,7 +63,6 @@ class Form(NamedTuple):
     encoding: Encoding = Encoding.FLOAT
     dtype: Dtype = Dtype.FLOAT32
     is_big_endian: bool = False
-    """The byte order of BASE64, BYTES and NPY."""
 
 
 class Overflow(Enum):
@@ -123,7 +122,6 @@ class SparseOptions(NamedTuple):
     top_k: int | None = None
     """The number of the largest weights that are kept; None: all."""
     min_weight: float = 0.0
-    """Only weights greater than this."""
 
 
 class LateChunking(NamedTuple):
@@ -160,12 +158,10 @@ class EmbedRequest(NamedTuple):
     tokenizing: Tokenizing = Tokenizing()
     output: Output = Output.VECTORS
     normalize: bool = False
-    """Bring the vectors to length 1."""
     dimensions: int | None = None
     """Return only this number of first dimensions of each vector, brought to length 1 again; None: all. Only for models
     made for it."""
     wants_report: bool = False
-    """The client requests `Embedded.reports`."""
     sparse: SparseOptions = SparseOptions()
     """For Output.SPARSE, LEXICAL and HYBRID."""
     late: LateChunking | None = None
@@ -215,7 +211,6 @@ class Chunk(NamedTuple):
 class Token(NamedTuple):
     id: int
     text: str
-    """As in the vocabulary."""
     is_special: bool
     start: int | None
     """In UTF-8 bytes of the text with its prompt, or what the chat template has, before it; None for a special token
@@ -227,7 +222,6 @@ class InputReport(NamedTuple):
     num_tokens: int
     is_truncated: bool
     num_chunks: int
-    """1 for an input that was not split."""
     source: Source
 
 
@@ -270,12 +264,9 @@ class Embedded(NamedTuple):
     """The rows, in each of the request's forms; of an output that has no forms, one."""
     num_tokens: int
     num_truncated: int
-    """Inputs that were truncated."""
     num_chunked: int
-    """Inputs that were split."""
     sources: frozenset[Source]
     reports: tuple[InputReport, ...]
-    """One for each input, if the request wants them."""
     num_chars: int
     stages: Stages
     token_ids: tuple[NDArray[np.int32], ...] = ()
@@ -327,7 +318,6 @@ class BatchShare(NamedTuple):
     """By `time.monotonic`, as the next."""
     done_at: float
     compute_us: int
-    """By the worker's own clock."""
     num_sequences: int
     """In the whole batch, as the next."""
     num_tokens: int
@@ -345,7 +335,6 @@ class RequestTimeline:
     error = ""
     """The code, or else the type, of the error in the response."""
     num_inputs = 0
-    """Of an embedding request."""
     num_tokens = 0
     """Of the inputs that were tokenized."""
     started_at = 0.0
@@ -407,7 +396,6 @@ class Identity:
         self.has_format = asyncio.Event()
         self.by_alias = {alias: Identity() for alias in aliases}
         self._formats: tuple[str, ...] = ()
-        """Of all workers that this generation has had."""
 
     @property
     def formats(self) -> str:
@@ -473,7 +461,7 @@ NO_ROUTE = Endpoint("other", "none")
 
 
 class ModelChoice:
-    """Which model a request is for, where several are served. `vecd.gateway.service` reads the path and the header; for
+    """Which model a request is for, where several are served. `vecd.gateway.app.app` reads the path and the header; for
     a request that names no model there, `vecd.gateway.app.handle` chooses by the body."""
 
     def __init__(self, named: str, *, is_made: bool, is_by_path: bool = False) -> None:
@@ -537,7 +525,6 @@ class HttpRequest:
     scheme: str = field(default="", repr=False)
     """"http" or "https", which the caller speaks to a trusted proxy; "": that of the listener."""
     is_admin: bool = False
-    """It was received by the admin listener."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline, compare=False, repr=False)
     choice: ModelChoice | None = field(default=None, compare=False, repr=False)
     """None where one model is served."""

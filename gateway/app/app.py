@@ -10,7 +10,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import NoReturn
 
 import orjson
@@ -25,13 +26,11 @@ from vecd.gateway.app.routes import ENDPOINTS as ENDPOINTS
 from vecd.gateway.app.routes import (
     Route,
     Table,
-    admin_table,
     endpoint_of,
     find_route,
     methods_at,
-    model_table,
     normalize,
-    public_table,
+    served,
 )
 from vecd.gateway.app.status import LIVE, OPEN_INFERENCE_ROUTES, OWN_ROUTES, unavailable
 from vecd.gateway.config import GatewayConfig
@@ -197,16 +196,10 @@ ROUTES = _make_routes()
 
 
 @cache
-def _tables(has_admin_listener: bool, has_keys: bool) -> Mapping[tuple[bool, bool], Table]:
+def _tables(has_admin_listener: bool, has_keys: bool) -> Mapping[tuple[bool, ...], Table]:
     """What is served, by whether the admin listener serves it, and by whether the path names a model."""
-    public = public_table(ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)
-    admin = admin_table(ROUTES)
-    of_listeners = ((False, public), (True, admin))
-    return {
-        (is_admin, is_by_path): model_table(table) if is_by_path else table
-        for is_admin, table in of_listeners
-        for is_by_path in (False, True)
-    }
+    place = partial(served, ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)
+    return {each: place(is_admin=each[0], is_by_path=each[1]) for each in product((False, True), repeat=2)}
 
 
 assert len(ENDPOINTS) <= MAX_ENDPOINTS

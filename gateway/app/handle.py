@@ -54,7 +54,6 @@ _RETRY_AFTER_S = 5.0
 class Demand(NamedTuple):
     digest: str
     number_format: str | None
-    """None: any."""
 
     def __str__(self) -> str:
         return self.digest if self.number_format is None else f"{self.digest};dtype={self.number_format}"
@@ -326,7 +325,6 @@ def _input_fields(operation: Operation) -> tuple[str, ...]:
 
 class _Parsed(NamedTuple):
     service: Service
-    """That of the model which answers."""
     claim: Claim
     work: Work
     num_estimated: int

@@ -71,26 +71,16 @@ _MAX_PARTS = 16
 """Repetitions are looked for only in paths of at most this many parts."""
 
 
-def public_table(table: Table, *, has_admin_listener: bool, has_keys: bool) -> Table:
-    """The routes of the public listener: not the operator's if there is an admin listener, and no commands if everyone
-    could give them."""
-    if has_admin_listener:
-        return _without(table, {"metrics", "admin"})
-    return table if has_keys else _without(table, {"admin"})
-
-
-def admin_table(table: Table) -> Table:
-    return _without(table, {"embed"})
-
-
-def model_table(table: Table) -> Table:
-    """Of a listener's those behind a path that names a model: none of the operator's, which are the server's."""
-    return _without(table, {"metrics", "admin"})
-
-
-def _without(table: Table, scopes: set[str]) -> Table:
+def served(
+    table: Table, *, is_admin: bool = False, is_by_path: bool = False, has_admin_listener: bool, has_keys: bool
+) -> Table:
+    """The routes of a listener, or of its paths that name a model. The public one has none of the operator's if there
+    is an admin listener, and no commands if everyone could give them; paths that name a model have none of the
+    operator's, which are the server's."""
+    hidden = {"embed"} if is_admin else {"metrics", "admin"} if has_admin_listener else set() if has_keys else {"admin"}
+    hidden |= {"metrics", "admin"} if is_by_path else set()
     found = {
-        path: {method: route for method, route in methods.items() if route.scope not in scopes}
+        path: {method: route for method, route in methods.items() if route.scope not in hidden}
         for path, methods in table.items()
     }
     return {path: methods for path, methods in found.items() if methods}

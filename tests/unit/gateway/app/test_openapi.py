@@ -13,14 +13,15 @@ from tests.support.asking import PLAIN, changed
 from vecd.gateway.app.app import DIALECTS, ROUTES
 from vecd.gateway.app.handle import OperationsHandler
 from vecd.gateway.app.openapi import describe_api
-from vecd.gateway.app.routes import admin_table, public_table
+from vecd.gateway.app.routes import served
 from vecd.gateway.errors import ApiError
 from vecd.gateway.telemetry.measures import GONE
 
 SERVED = changed(
     PLAIN, model="m", dim=8, hidden_size=8, max_tokens=16, max_inputs=7, max_request_tokens=1000, max_body_bytes=12345
 )
-PUBLIC = public_table(ROUTES, has_admin_listener=False, has_keys=True)
+PUBLIC = served(ROUTES, has_admin_listener=False, has_keys=True)
+ADMIN = served(ROUTES, is_admin=True, has_admin_listener=True, has_keys=True)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("table", [PUBLIC, admin_table(ROUTES)], ids=["public", "admin"])
+@pytest.mark.parametrize("table", [PUBLIC, ADMIN], ids=["public", "admin"])
 def test_every_route_of_a_listener_is_in_it_and_no_other(table):
     routes = {(method, path.replace("/*", "/{name}")) for path, methods in table.items() for method in methods}
     assert set(operations(describe_api(table, [SERVED], has_keys=True))) == routes

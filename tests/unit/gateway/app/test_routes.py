@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vecd.gateway.app.app import DIALECTS, ROUTES
 from vecd.gateway.app.handle import OperationsHandler
-from vecd.gateway.app.routes import RETIRED, admin_table, find_route, methods_at, name_in, normalize, public_table
+from vecd.gateway.app.routes import RETIRED, find_route, methods_at, name_in, normalize, served
 from vecd.gateway.config import SCOPES
 from vecd.gateway.errors import MethodNotAllowed, NotFound
 from vecd.gateway.request import Response
@@ -207,15 +207,18 @@ def test_which_key_is_asked_for():
     ],
 )
 def test_what_is_served_to_the_public(has_admin_listener, has_keys, found):
-    assert places(public_table(ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)) == found
+    assert places(served(ROUTES, has_admin_listener=has_admin_listener, has_keys=has_keys)) == found
 
 
 def test_what_is_served_on_the_admin_listener():
-    assert places(admin_table(ROUTES)) == NO_KEY | ANY_KEY | OPERATOR | ADMIN
+    assert (
+        places(served(ROUTES, is_admin=True, has_admin_listener=True, has_keys=True))
+        == NO_KEY | ANY_KEY | OPERATOR | ADMIN
+    )
 
 
 def test_what_is_not_served_here_does_not_exist():
-    table = public_table(ROUTES, has_admin_listener=True, has_keys=True)
+    table = served(ROUTES, has_admin_listener=True, has_keys=True)
     for path in ("/metrics", "/admin/reload", "/admin/keys", "/admin/admin/reload", "//metrics/", "/metrics/metrics"):
         for method in ("GET", "POST", "OPTIONS"):
             with pytest.raises(NotFound):
