@@ -200,10 +200,6 @@ async def reap_everything() -> None:
             await asyncio.sleep(_REAP_INTERVAL_S)
 
 
-async def _spawn_fork_server(start: ForkServerStart, timeout_s: float) -> Process:
-    return spawn("fork server", "forkserver")
-
-
 class ForkServer:
     """The process that workers are forked from. Started when first needed, and again should it die."""
 
@@ -212,10 +208,10 @@ class ForkServer:
         start: ForkServerStart,
         start_timeout_s: float,
         on_stage: Callable[[str], None],
-        make_process: Callable[[ForkServerStart, float], Awaitable[Process]] = _spawn_fork_server,
+        make_process: Callable[[ForkServerStart, float], Awaitable[Process]] | None = None,
     ) -> None:
         """`on_stage` is called with each stage of loading. `make_process` is given the order that the process is then
-        sent, and the seconds that this may take; it raises OSError or ChildDied."""
+        sent, and the seconds that this may take; it raises OSError or ChildDied. None: this process starts it."""
         self._order = start
         self._start_timeout_s = start_timeout_s
         self._on_stage = on_stage
@@ -301,7 +297,10 @@ class ForkServer:
 
     async def _start(self) -> Process:
         try:
-            process = await self._make_process(self._order, self._start_timeout_s)
+            if self._make_process is None:
+                process = spawn("fork server", "forkserver")
+            else:
+                process = await self._make_process(self._order, self._start_timeout_s)
         except (OSError, ChildDied) as error:
             raise ChildDied(f"the fork server cannot be started: {error}") from error
         try:

@@ -9,10 +9,10 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 
-from vecd.base.tasks import NoTasks, naming_limit
+from vecd.base.tasks import naming_limit
 from vecd.launch.config.identity import Digests, is_unchanged, read_identity
 from vecd.launch.config.plan import Plan
 from vecd.launch.files import FileAccess, FilesHang
@@ -35,35 +35,28 @@ class _Reading:
     fd: int
     is_urgent: bool
     not_before: float = 0.0
-    num_failed: int = field(default=0)
+    num_failed: int = 0
 
 
 class Identities:
     def __init__(self, on_changed: Callable[[], None]) -> None:
-        """`on_changed` is called in whatever thread."""
+        """`on_changed` is called in whatever thread. Raises NoTasks without a thread."""
         self._on_changed = on_changed
         self._waiting: list[_Reading] = []
         self._known: dict[int, Digests] = {}
         self._changes = threading.Condition()
         self._reads_all = False
-        self._has_thread = False
+        with naming_limit():  # a daemon: it may be reading when the server ends
+            threading.Thread(target=self._run, name="identities", daemon=True).start()
 
     def add(self, worker_pool: WorkerPool) -> None:
         """Find out the identity of a pool's model: at once if it is loaded with the server, or else after `read_all`.
-        Raises OSError without a descriptor or a thread."""
+        Raises OSError without a descriptor."""
         plan = worker_pool.plan
         fd = os.open(plan.gateway.card.tokenizer_file, os.O_RDONLY | os.O_CLOEXEC)
         card = replace(plan.gateway.card, tokenizer_file=f"/proc/self/fd/{fd}")
         plan = plan.with_gateway(card=card)
         with self._changes:
-            if not self._has_thread:
-                try:
-                    with naming_limit():  # a daemon: it may be reading when the server ends
-                        threading.Thread(target=self._run, name="identities", daemon=True).start()
-                except NoTasks:
-                    os.close(fd)
-                    raise
-                self._has_thread = True
             self._waiting.append(_Reading(worker_pool, plan, fd, not plan.gateway.loads_on_demand))
             self._changes.notify()
 

@@ -39,59 +39,6 @@ _MIN_SLICE_S, _MAX_SLICE_S = 5.0, 30.0
 _RELOADS_PER_SLICE = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Occupant:
-    model: str
-    nbytes: int
-    use: float
-    """Recent core-seconds per second."""
-    reload_s: float
-    is_busy: bool
-    is_pinned: bool
-    resident_s: float
-
-
-def choose(occupants: Iterable[Occupant], needed_nbytes: int, *, waited_s: float, reload_s: float) -> list[str] | None:
-    """Which models to unload so that at least `needed_nbytes` become free, beyond what is free or will be, for a load
-    that has waited for `waited_s` and takes `reload_s`. Empty if nothing is needed; None: no choice suffices now, and a
-    later call may find one."""
-    movable = [each for each in occupants if not each.is_pinned and each.resident_s >= slice_s(each, reload_s)]
-    idle = sorted((each for each in movable if not each.is_busy), key=_cost)
-    busy = sorted(
-        (each for each in movable if each.is_busy and waited_s > slice_s(each, reload_s)),
-        key=lambda each: -each.resident_s,
-    )
-    return _sufficient([*idle, *busy], needed_nbytes)
-
-
-def slice_s(occupant: Occupant, reload_s: float) -> float:
-    """For which `occupant` stays, whatever waits, and a load that takes `reload_s` waits until a busy one goes."""
-    return min(_MAX_SLICE_S, max(_MIN_SLICE_S, _RELOADS_PER_SLICE * max(occupant.reload_s, reload_s)))
-
-
-def _cost(occupant: Occupant) -> tuple[float, float]:
-    """What doing without it costs for each byte; among equals, the longest resident costs least."""
-    return occupant.use * occupant.reload_s / max(1, occupant.nbytes), -occupant.resident_s
-
-
-def _sufficient(candidates: Sequence[Occupant], needed_nbytes: int) -> list[str] | None:
-    """The first that give back enough, less those that are not needed beside the later ones; None: all do not."""
-    chosen: list[Occupant] = []
-    spare_nbytes = -needed_nbytes
-    for each in candidates:
-        if spare_nbytes >= 0:
-            break
-        chosen.append(each)
-        spare_nbytes += each.nbytes
-    if spare_nbytes < 0:
-        return None
-    for each in reversed(chosen.copy()):
-        if each.nbytes <= spare_nbytes:
-            chosen.remove(each)
-            spare_nbytes -= each.nbytes
-    return [each.model for each in chosen]
-
-
 # Whether a model is loaded, and what is to be done about it: `Residency` carries out what is decided.
 
 MAX_LOADS = 2
@@ -195,16 +142,12 @@ class ModelLife:
             history.num_failed_loads, round(history.load_s, 3), dict(history.num_unloads),
         )  # fmt: skip
 
-    def occupant(self, now: float) -> Occupant:
-        return Occupant(
-            self.model,
-            self.held_nbytes,
-            self._use * math.exp(-(now - self._use_at) / _USE_TIME_CONSTANT_S),
-            self.reload_s,
-            self.num_unanswered(now) > 0 or now - self.used_at < 1.0,
-            self.is_pinned,
-            now - self.since,
-        )
+    def is_busy(self, now: float) -> bool:
+        return self.num_unanswered(now) > 0 or now - self.used_at < 1.0
+
+    def recent_use(self, now: float) -> float:
+        """Core-seconds per second."""
+        return self._use * math.exp(-(now - self._use_at) / _USE_TIME_CONSTANT_S)
 
     def num_unanswered(self, now: float) -> int:
         """At all gateways. One that a gateway has not mentioned for as long as a request may take has been answered."""
@@ -242,8 +185,7 @@ class ModelLife:
             self._unanswered[gateway] = num_requests, now
         else:
             self._unanswered.pop(gateway, None)
-        faded = self._use * math.exp(-(now - self._use_at) / _USE_TIME_CONSTANT_S)
-        self._use, self._use_at = faded + compute_s / _USE_TIME_CONSTANT_S, now
+        self._use, self._use_at = self.recent_use(now) + compute_s / _USE_TIME_CONSTANT_S, now
 
     def forget_gateways(self, living: Iterable[Life]) -> None:
         for gone in self._unanswered.keys() - set(living):
@@ -365,18 +307,52 @@ def _make_room(
     """Whom to unload for a load that needs `needed` bytes more than are free; none while enough is on its way out.
     `leaving`: the generations that are about to go. One that is being replaced gives nothing back, and stays."""
     num_generations = Counter(each.model for each in lives)
-    resident: dict[str, ModelLife] = {}
+    resident = []
     for each in lives:
         if each.state is ModelState.DRAINING or each.generation in leaving:
             needed -= each.held_nbytes
         elif each is not life and num_generations[each.model] == 1 and each.is_held:
-            resident[each.model] = each
+            resident.append(each)
     if needed <= 0:
         return []
-    assert life.wanted_at is not None
-    occupants = [each.occupant(now) for each in resident.values()]
-    chosen = choose(occupants, needed, waited_s=now - life.wanted_at, reload_s=life.reload_s) or []
-    return [Decision("unload", resident[model], "memory") for model in chosen]
+    return [Decision("unload", each, "memory") for each in choose(resident, needed, life, now) or ()]
+
+
+def choose(resident: Iterable[ModelLife], needed_nbytes: int, load: ModelLife, now: float) -> list[ModelLife] | None:
+    """Which models to unload so that at least `needed_nbytes` become free, beyond what is free or will be, for a load
+    that waits. Empty if nothing is needed; None: no choice suffices now, and a later call may find one."""
+    assert load.wanted_at is not None
+    waited_s, reload_s = now - load.wanted_at, load.reload_s
+    movable = [each for each in resident if not each.is_pinned and now - each.since >= slice_s(each, reload_s)]
+    idle = sorted((each for each in movable if not each.is_busy(now)), key=lambda each: _cost(each, now))
+    busy = sorted(
+        (each for each in movable if each.is_busy(now) and waited_s > slice_s(each, reload_s)),
+        key=lambda each: each.since,
+    )
+    chosen: list[ModelLife] = []
+    spare_nbytes = -needed_nbytes
+    for each in (*idle, *busy):
+        if spare_nbytes >= 0:
+            break
+        chosen.append(each)
+        spare_nbytes += each.held_nbytes
+    if spare_nbytes < 0:
+        return None
+    for each in reversed(chosen.copy()):  # one that is not needed beside the later ones stays
+        if each.held_nbytes <= spare_nbytes:
+            chosen.remove(each)
+            spare_nbytes -= each.held_nbytes
+    return chosen
+
+
+def slice_s(life: ModelLife, reload_s: float) -> float:
+    """For which `life` stays, whatever waits, and a load that takes `reload_s` waits until a busy one goes."""
+    return min(_MAX_SLICE_S, max(_MIN_SLICE_S, _RELOADS_PER_SLICE * max(life.reload_s, reload_s)))
+
+
+def _cost(life: ModelLife, now: float) -> tuple[float, float]:
+    """What doing without it costs for each byte; among equals, the longest resident costs least."""
+    return life.recent_use(now) * life.reload_s / max(1, life.held_nbytes), life.since
 
 
 log = logging.getLogger("vecd.supervisor")

@@ -7,6 +7,7 @@ tokenizer.
 from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +34,10 @@ MAX_CHUNKS = 100_000
 """The most chunks of one request: the number of inputs that `--max-inputs` can allow."""
 
 _CHUNKS_PER_STEP = 64
+BYTES_PER_ID = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TruncationPolicy:
     """How long a sequence may be, its special tokens and prompt, and what happens to longer inputs."""
 
@@ -54,6 +56,12 @@ class TruncationPolicy:
     def max_own_tokens(self) -> int:
         """Most tokens of an input in one sequence, the prompt's included."""
         return self.max_tokens - self.template.num_tokens
+
+    @cached_property
+    def frame(self) -> tuple[bytes, bytes, int]:
+        """The special ids around an input's own as bytes, and the most bytes of these."""
+        prefix, suffix = (array("i", ids).tobytes() for ids in self.template)
+        return prefix, suffix, self.max_own_tokens * BYTES_PER_ID
 
     def whole(self, own: TokenIds, source: Source) -> TokenizedInput:
         """One sequence. `own`: an input's tokens, the prompt's included, at most `max_own_tokens`."""

@@ -17,7 +17,6 @@ characters of them, and gives such texts other vectors than theirs.
 """
 
 import os
-from array import array
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -45,6 +44,7 @@ from vecd.gateway.request import (
 from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.frames import (
+    BYTES_PER_ID,
     RoleTemplate,
     TextFrame,
     TruncationPolicy,
@@ -110,19 +110,8 @@ _LEAST_CHUNK_TOKENS = 32
 
 _NUM_REMEMBERED = 64
 
-_BYTES_PER_ID = 4
-
 PLAIN = Tokenizing()
 _CHUNK, _TEXT = Overflow.CHUNK, Source.TEXT  # Python 3.11 takes 0.1 µs to find a member of an enumeration
-
-
-class _Frame(NamedTuple):
-    prompt: str
-    prefix: bytes
-    """Ids of special tokens, int32, as the next."""
-    suffix: bytes
-    max_own_bytes: int
-    """Most of the ids between them, the prompt's included."""
 
 
 class Tokenizer:
@@ -189,7 +178,6 @@ class Tokenizer:
         self.api = TokenizeApi(self._tokenizer, self.texts, self._frames, card.vocab_size)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
-        self._frame = lru_cache(_NUM_REMEMBERED)(self._make_frame)
         self._most_known_chars = min(MAX_CHARS, self.max_chars)
         self._tokenizer.enable_truncation(max(max_tokens + 1, MANY_TOKENS))
 
@@ -315,11 +303,6 @@ class Tokenizer:
             )
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
-    def _make_frame(self, how: Tokenizing) -> "_Frame":
-        truncation = self._truncation(how)
-        prefix, suffix = (array("i", ids).tobytes() for ids in truncation.template)
-        return _Frame(truncation.prompt, prefix, suffix, truncation.max_own_tokens * _BYTES_PER_ID)
-
     def _kept(self, text: str, how: Tokenizing) -> str:
         """What the chat template keeps of a text."""
         return text.strip() if self._frames[how.add_special_tokens].strips else text
@@ -363,12 +346,13 @@ class Tokenizer:
         """A short text of known words: 5 µs sooner than by the steps for any text."""
         if len(text) > self._most_known_chars or how.wants_offsets:
             return None
-        frame = self._frame(how)
-        own = self.texts.known(frame.prompt + self._kept(text, how))
-        if not own or len(own) > frame.max_own_bytes:
+        truncation = self._truncation(how)
+        own = self.texts.known(truncation.prompt + self._kept(text, how))
+        prefix, suffix, max_own_bytes = truncation.frame
+        if not own or len(own) > max_own_bytes:
             return None
-        token_ids = frame.prefix + own + frame.suffix
-        item = TokenizedInput(token_ids, len(token_ids) // _BYTES_PER_ID, False, _TEXT)
+        token_ids = prefix + own + suffix
+        item = TokenizedInput(token_ids, len(token_ids) // BYTES_PER_ID, False, _TEXT)
         role = self._role_of(how) if self.roles else None
         return item if role is None else role.filled(item, self.max_tokens)
 

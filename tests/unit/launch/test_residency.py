@@ -1,13 +1,12 @@
 """When a model is loaded and when it goes, with a clock that the test plays; and which one goes for another."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.launch.residency import Decision, LoadHistory, ModelLife, Occupant, choose, decide, held_nbytes, slice_s
+from vecd.launch.residency import Decision, LoadHistory, ModelLife, choose, decide, held_nbytes, slice_s
 from vecd.shm.control import ModelState
 
 GATEWAY, OTHER = (0, 1), (1, 1)
@@ -154,83 +153,94 @@ def test_an_operator_ends_what_waits_and_what_is_loaded() -> None:
 
 
 MB = 1 << 20
-_IDLE = Occupant(
-    "a", 100 * MB, use=0.1, reload_s=1.0, is_busy=False, is_pinned=False, resident_s=60.0
-)  # fmt: skip
-_BUSY = replace(_IDLE, use=0.9, is_busy=True)
+NOW = 1000.0
 
 
-def chosen_of(*occupants, needed_mb=80, waited_s=0.0, reload_s=1.0):
-    return choose(occupants, needed_mb * MB, waited_s=waited_s, reload_s=reload_s)
+def resident(
+    model: str = "a",
+    nbytes: int = 100 * MB,
+    use: float = 0.1,
+    reload_s: float = 1.0,
+    is_busy: bool = False,
+    is_pinned: bool = False,
+    resident_s: float = 60.0,
+) -> ModelLife:
+    return made(
+        model=model, held_nbytes=nbytes, is_pinned=is_pinned, since=NOW - resident_s, state=ModelState.READY,
+        history=LoadHistory(num_loads=2, load_s=reload_s), used_at=NOW if is_busy else 0.0, _use=use, _use_at=NOW,
+    )  # fmt: skip
+
+
+def waiting(waited_s: float, reload_s: float) -> ModelLife:
+    return made(history=LoadHistory(num_loads=2, load_s=reload_s), wanted_at=NOW - waited_s)
+
+
+def chosen_of(*lives: ModelLife, needed_mb: int = 80, waited_s: float = 0.0, reload_s: float = 1.0) -> list[str] | None:
+    chosen = choose(lives, needed_mb * MB, waiting(waited_s, reload_s), NOW)
+    return None if chosen is None else [each.model for each in chosen]
+
+
+@pytest.mark.parametrize(("own_s", "load_s", "expected_s"), [(0.2, 0.1, 5.0), (2.0, 0.1, 8.0), (0.1, 3.0, 12.0)])
+def test_one_younger_than_its_slice_stays(own_s: float, load_s: float, expected_s: float) -> None:
+    young = resident(reload_s=own_s, resident_s=expected_s - 0.01)
+    assert chosen_of(young, reload_s=load_s, waited_s=900) is None
+    assert chosen_of(resident(reload_s=own_s, resident_s=expected_s), reload_s=load_s) is not None
 
 
 @pytest.mark.parametrize(
-    ("own_s", "load_s", "expected_s"), [(0.2, 0.1, 5.0), (2.0, 0.1, 8.0), (0.1, 3.0, 12.0)]
-)  # fmt: skip
-def test_one_younger_than_its_slice_stays(own_s, load_s, expected_s):
-    young = replace(_IDLE, reload_s=own_s, resident_s=expected_s - 0.01)
-    assert chosen_of(young, reload_s=load_s, waited_s=1e6) is None
-    assert chosen_of(replace(young, resident_s=expected_s), reload_s=load_s) is not None
-
-
-def test_idle_ones_go_before_busy_ones_although_these_are_cheaper():
-    busy = replace(_BUSY, model="busy", use=0.0, resident_s=1e6)
-    assert chosen_of(busy, _IDLE, waited_s=1e6) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "costlier",
+    ("others", "waited_s"),
     [
-        {"use": 0.2},
-        {"reload_s": 2.0},
-        {"nbytes": 90 * MB},
-        {"resident_s": 59.0},
+        ([resident("busy", use=0.0, is_busy=True, resident_s=1e6)], 900),
+        ([resident("b", use=0.2)], 0),
+        ([resident("b", reload_s=2.0)], 0),
+        ([resident("b", nbytes=90 * MB)], 0),
+        ([resident("b", resident_s=59.0)], 0),
+        ([resident("small", nbytes=10 * MB, use=0.0)], 0),
     ],
+    ids=["busy ones go last, if cheaper", "used less", "loaded faster", "larger", "longer resident", "enough alone"],
 )
-def test_the_cheapest_for_its_bytes_goes_first(costlier):
-    assert chosen_of(replace(_IDLE, model="b", **costlier), _IDLE) == ["a"]
+def test_the_cheapest_for_its_bytes_goes_first(others: list[ModelLife], waited_s: float) -> None:
+    assert chosen_of(*others, resident(), waited_s=waited_s) == ["a"]
 
 
-def test_a_small_one_stays_where_a_larger_one_is_enough():
-    small = replace(_IDLE, model="small", nbytes=10 * MB, use=0.0)
-    assert chosen_of(small, _IDLE) == ["a"]
+def test_of_busy_ones_the_longest_resident_goes() -> None:
+    older = resident("older", use=1.9, is_busy=True, resident_s=61.0)
+    assert chosen_of(resident(use=0.9, is_busy=True), older, waited_s=6.0) == ["older"]
 
 
-def test_of_busy_ones_the_longest_resident_goes():
-    assert chosen_of(_BUSY, replace(_BUSY, model="older", use=1.9, resident_s=61.0), waited_s=6.0) == ["older"]
-
-
-_OCCUPANTS = st.lists(
+_RESIDENT = st.lists(
     st.builds(
-        Occupant,
+        resident,
         st.text("abcdefgh", min_size=1, max_size=4),
         st.integers(50, 1000),
         st.floats(0, 8),
-        st.floats(0, 20),
+        st.floats(0.01, 20),
         st.booleans(),
         st.booleans(),
         st.floats(0, 200),
     ),
     max_size=6,
-    unique_by=lambda each: each.model,
 )
 
 
-@given(_OCCUPANTS, st.integers(0, 4000), st.floats(0, 200), st.floats(0, 20))
-def test_what_goes_is_enough_and_may_go(occupants, needed_nbytes, waited_s, reload_s):
-    chosen = choose(occupants, needed_nbytes, waited_s=waited_s, reload_s=reload_s)
-    by_name = {each.model: each for each in occupants}
+@given(_RESIDENT, st.integers(0, 4000), st.floats(0, 200), st.floats(0.01, 20))
+def test_what_goes_is_enough_and_may_go(
+    lives: list[ModelLife], needed_nbytes: int, waited_s: float, reload_s: float
+) -> None:
+    load = waiting(waited_s, reload_s)
+    chosen = choose(lives, needed_nbytes, load, NOW)
+    assert load.wanted_at is not None
     may_go = [
         each
-        for each in occupants
+        for each in lives
         if not each.is_pinned
-        and each.resident_s >= slice_s(each, reload_s)
-        and (not each.is_busy or waited_s > slice_s(each, reload_s))
+        and NOW - each.since >= slice_s(each, reload_s)
+        and (not each.is_busy(NOW) or NOW - load.wanted_at > slice_s(each, reload_s))
     ]
     if chosen is None:
-        assert sum(each.nbytes for each in may_go) < needed_nbytes
+        assert sum(each.held_nbytes for each in may_go) < needed_nbytes
         return
-    assert set(chosen) <= {each.model for each in may_go}
-    freed = [by_name[model].nbytes for model in chosen]
+    assert {id(each) for each in chosen} <= {id(each) for each in may_go}
+    freed = [each.held_nbytes for each in chosen]
     assert sum(freed) >= needed_nbytes
     assert all(sum(freed) - each < needed_nbytes for each in freed), "each is needed"
