@@ -13,7 +13,7 @@ from vecd.base.target import Target
 from vecd.client import calls
 from vecd.client.exchanges import OTHER_MODEL, ClientBase, ClientCall, Pause, Piece, Send, Steps
 from vecd.client.http import ServerResponse
-from vecd.client.sockets import CONNECT_S, AsyncConnection, connect, find_mismatch
+from vecd.client.sockets import AsyncConnection, connect, find_mismatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class AsyncClient(ClientBase):
                 if connection.reader.has_bytes:
                     raise
                 # The server closed it while it was idle.
-        return await self._exchange(await connect(self.target, min(step.timeout_s, CONNECT_S)), step, until)
+        return await self._exchange(await connect(self.target, step.timeout_s), step, until)
 
     async def _exchange(self, connection: AsyncConnection, step: Send, until: float) -> ServerResponse:
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from vecd.client import calls
 from vecd.client.exchanges import ClientBase, ClientCall, Pause, Piece, Send, ServerNotStarted, Steps, VecdError
 from vecd.client.http import ServerResponse
 from vecd.client.local_server import LocalServer, NotStarted
-from vecd.client.sockets import CONNECT_S, BlockingConnection
+from vecd.client.sockets import BlockingConnection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,8 +135,7 @@ class _BlockingCall:
                 if connection.reader.has_bytes:
                     raise
                 # The server closed it while it was idle: the request was not read, or can be repeated like any other.
-        connection = BlockingConnection(self._client.target, min(step.timeout_s, CONNECT_S))
-        return self._exchange(connection, step, until)
+        return self._exchange(BlockingConnection(self._client.target, step.timeout_s), step, until)
 
     def _exchange(self, connection: BlockingConnection, step: Send, until: float) -> ServerResponse:
         self._busy.add(connection)

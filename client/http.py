@@ -102,10 +102,6 @@ class ServerResponse:
         return self.number(b"x-vecd-dimensions")
 
     @property
-    def model(self) -> str | None:
-        return self.text(b"x-vecd-model")
-
-    @property
     def identity(self) -> str | None:
         """Of the model: "<32 hex>;dtype=<format>"."""
         return self.text(b"x-vecd-identity")

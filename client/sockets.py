@@ -16,7 +16,7 @@ from typing import cast
 from vecd.base.target import Target
 from vecd.client.http import BadResponse, ConnectionClosed, Place, ResponseReader, ServerResponse
 
-CONNECT_S = 10.0
+_CONNECT_S = 10.0
 _TLS_CHECK_S = 2.0
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
 """OpenSSL's reasons for a first message that is not one of TLS."""
@@ -135,10 +135,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._fail(exc or ConnectionClosed("closed by the server"))
 
 
-async def connect(target: Target, timeout_s: float = CONNECT_S) -> AsyncConnection:
-    """Open a connection. Raises OSError when it cannot be made, of which NotConnected is one and TlsMismatch, when the
-    server's certificate is not trusted or it does not speak TLS."""
-    loop = asyncio.get_running_loop()
+async def connect(target: Target, timeout_s: float) -> AsyncConnection:
+    """Open a connection, in 10 s at most. Raises OSError when it cannot be made, of which NotConnected is one, and
+    TlsMismatch, when the server's certificate is not trusted or it does not speak TLS."""
+    loop, timeout_s = asyncio.get_running_loop(), min(timeout_s, _CONNECT_S)
     try:
         async with asyncio.timeout(timeout_s):
             if target.unix_path is not None:
@@ -174,8 +174,9 @@ async def find_mismatch(target: Target) -> TlsMismatch | None:
 class BlockingConnection:
     """One `exchange` at a time. Raises as `connect`."""
 
-    def __init__(self, target: Target, timeout_s: float = CONNECT_S) -> None:
+    def __init__(self, target: Target, timeout_s: float) -> None:
         self.reader = ResponseReader()
+        timeout_s = min(timeout_s, _CONNECT_S)
         if target.unix_path is None:
             self._socket = socket.create_connection((target.host, target.port), timeout_s)
         else:

@@ -22,7 +22,7 @@ from vecd.base.target import Target, parse_target
 from vecd.client.aio import AsyncClient
 from vecd.client.bench.texts import Lengths, draw_texts
 from vecd.client.exchanges import Piece, ServerError, VecdError
-from vecd.client.sockets import TlsMismatch
+from vecd.client.sockets import TlsMismatch, name_failure
 from vecd.launch.memory import as_table
 
 TEXTS = tuple(draw_texts(20, Lengths(12, 0.5), seed=0))
@@ -158,11 +158,11 @@ async def _compute(client: AsyncClient, capabilities: Sequence[str]) -> tuple[li
 def _in_a_line(error: VecdError) -> str:
     if error.status in (401, 403):
         return f"answers {error.status}: give a key with --api-key or VECD_API_KEY"
-    # The address, which the error begins with, is in front of the line.
-    said = " ".join(str(error.__cause__ or error).split())[:_MAX_SHOWN_CHARS]
-    if error.status is not None:
-        return f"answers {error.status}: {said}"
-    return said if isinstance(error.__cause__, TlsMismatch) else f"cannot be reached: {said}"
+    cause = error.__cause__ or error  # without the address, which is in front of the line
+    if isinstance(cause, OSError) and not isinstance(cause, TlsMismatch | VecdError):
+        return f"cannot be reached: {name_failure(cause)}"
+    said = " ".join(str(cause).split())[:_MAX_SHOWN_CHARS]
+    return said if error.status is None else f"answers {error.status}: {said}"
 
 
 def _facts_of(own: JsonMapping, info: JsonMapping) -> JsonObject:

@@ -38,8 +38,12 @@ class Target(NamedTuple):
 def parse_target(url: str, ca: "str | os.PathLike[str] | None" = None, *, insecure: bool = False) -> Target:
     """Read "http://host:port", "https://host:port" or "unix:/path". Behind a port, a path is kept as a prefix, and a
     last /v1 of it is ignored. `ca`: a PEM file of certificates to trust, not the system's. `insecure`: trust any
-    certificate. Raises ValueError with a line that says what is wrong."""
-    refuse_credentials(url)
+    certificate. Raises ValueError with a line that says what is wrong; it does not quote a `url` with a password."""
+    if _CREDENTIALS.match(url):
+        raise ValueError(
+            "the address has a user or a password in front of its host, which is never sent: leave it out, and give an "
+            "API key as api_key=, --api-key or the variable VECD_API_KEY"
+        )
     parts = urlsplit(url)
     if (ca is not None or insecure) and parts.scheme != "https":
         raise ValueError(f"--ca and --insecure mean something only with https://, not with {url!r}")
@@ -67,13 +71,3 @@ def parse_target(url: str, ca: "str | os.PathLike[str] | None" = None, *, insecu
     if insecure:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     return Target(parts.hostname, port or 443, None, tls, prefix)
-
-
-def refuse_credentials(url: str) -> None:
-    """Raises ValueError, which does not quote `url`, when that has a user or a password: they would not be sent, and
-    would be logged."""
-    if _CREDENTIALS.match(url):
-        raise ValueError(
-            "the address has a user or a password in front of its host, which is never sent: leave it out, and give an "
-            "API key as api_key=, --api-key or the variable VECD_API_KEY"
-        )

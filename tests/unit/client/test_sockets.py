@@ -44,7 +44,7 @@ def test_each_byte_renews_the_limit_of_a_blocking_client(monkeypatch: pytest.Mon
         sock.connect = lambda path: None
         monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: sock.now))
         target = Target("", 0, "/s")
-        assert BlockingConnection(target).exchange(b"", until, None, SILENCE_S).body == b"hello"
+        assert BlockingConnection(target, 1).exchange(b"", until, None, SILENCE_S).body == b"hello"
         return sock
 
     slow = exchange(math.inf)
