@@ -156,9 +156,9 @@ def local_server(
     NotStarted; also when the folder of a shared one is not this user's alone.
     """
     if shared:
-        with contextlib.closing(_Caller(_Files.of(arguments), arguments)) as caller:
-            caller.await_ready(on_wait)
-            yield f"unix:{caller.files.path('sock')}", caller.why_gone
+        with contextlib.closing(_Shared.of(arguments)) as server:
+            server.await_ready(on_wait)
+            yield f"unix:{server.path('sock')}", server.why_gone
         return
     server = LocalServer([*arguments, "--port", "0", "--drain-grace", "0"])
     began_at = time.monotonic()
@@ -267,60 +267,6 @@ class _State(NamedTuple):
     why: str = ""
 
 
-class _Files(NamedTuple):
-    folder: Path
-    key: str
-
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> Self:
-        """Raises NotStarted when the folder cannot be made, or is not this user's alone. Side effects: creates it."""
-        facts = {
-            "arguments": list(arguments),
-            "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
-            "folder": os.getcwd(),  # .env, and paths that are relative
-            "cores": sorted(os.sched_getaffinity(0)),  # those of one job are not for the work of another
-            "program": [sys.executable, __file__, importlib.metadata.version("vecd")],
-        }
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        folder = runtime_folder(f"{key}.sock")
-        try:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(0o700)
-            found = folder.lstat()
-        except OSError as error:
-            raise NotStarted(f"{folder}: no folder for the shared server: {error.strerror}") from error
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise NotStarted(f"{folder} is not a folder of this user alone (chmod 700); or take --no-share-server")
-        return cls(folder, key)
-
-    def path(self, suffix: str) -> Path:
-        return self.folder / f"{self.key}.{suffix}"
-
-    def read_state(self) -> _State | None:
-        try:
-            return _State(*json.loads(self.path("json").read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def write_state(self, state: _State) -> None:
-        """To be called by one that holds KEY.keeper."""
-        draft = self.path("new")
-        draft.write_text(json.dumps(state))
-        draft.rename(self.path("json"))
-
-    def has(self, suffix: str, fd: int) -> bool:
-        """Whether the file is still the one that `fd` has open."""
-        try:
-            return os.path.samestat(os.fstat(fd), os.stat(self.path(suffix)))
-        except OSError:
-            return False
-
-    def remove(self) -> None:
-        """To be called by one that holds both locks alone."""
-        for suffix in ("sock", "json", "new", "log", "keeper", "lock"):
-            self.path(suffix).unlink(missing_ok=True)
-
-
 def runtime_folder(file_name: str) -> Path:
     """Below the user's own runtime folder, if it has one and a socket's path there may be as long as `file_name`'s."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -343,24 +289,72 @@ def _try_lock(fd: int, kind: int) -> bool:
     return True
 
 
-class _Caller:
-    """One program that uses the server. `await_ready` once, and `close`."""
+class _Shared:
+    """As a program that uses it sees it, which calls `await_ready` once, and `close`; and as its keeper does."""
 
-    def __init__(self, files: _Files, arguments: Sequence[str]) -> None:
-        self.files = files
-        self._arguments = arguments
+    def __init__(self, folder: Path, key: str, arguments: Sequence[str]) -> None:
+        self._folder, self._key, self._arguments = folder, key, arguments
         self._seen: set[str] = set()
         """Attempts that this caller has begun or waited for: their failure is its own."""
         self._fd = -1
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Self:
+        """Raises NotStarted when the folder cannot be made, or is not this user's alone. Side effects: creates it."""
+        facts = {
+            "arguments": list(arguments),
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+            "folder": os.getcwd(),  # .env, and paths that are relative
+            "cores": sorted(os.sched_getaffinity(0)),  # those of one job are not for the work of another
+            "program": [sys.executable, __file__, importlib.metadata.version("vecd")],
+        }
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        folder = runtime_folder(f"{key}.sock")
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(0o700)
+            found = folder.lstat()
+        except OSError as error:
+            raise NotStarted(f"{folder}: no folder for the shared server: {error.strerror}") from error
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise NotStarted(f"{folder} is not a folder of this user alone (chmod 700); or take --no-share-server")
+        return cls(folder, key, arguments)
+
+    def path(self, suffix: str) -> Path:
+        return self._folder / f"{self._key}.{suffix}"
+
+    def _read_state(self) -> _State | None:
+        try:
+            return _State(*json.loads(self.path("json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _write_state(self, state: _State) -> None:
+        """To be called by one that holds KEY.keeper."""
+        draft = self.path("new")
+        draft.write_text(json.dumps(state))
+        draft.rename(self.path("json"))
+
+    def _has(self, suffix: str, fd: int) -> bool:
+        """Whether the file is still the one that `fd` has open."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path(suffix)))
+        except OSError:
+            return False
+
+    def _remove(self) -> None:
+        """To be called by one that holds both locks alone."""
+        for suffix in ("sock", "json", "new", "log", "keeper", "lock"):
+            self.path(suffix).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go. Side effects: removes the files if there is neither a keeper nor another caller."""
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):  # what is left in a folder that is gone harms no program
-            if self.files.has("lock", self._fd) and (keeper_fd := self._take_keeper_lock()) is not None:
-                if _try_lock(self._fd, fcntl.LOCK_EX) and self.files.has("lock", self._fd):
-                    self.files.remove()
+            if self._has("lock", self._fd) and (keeper_fd := self._take_keeper_lock()) is not None:
+                if _try_lock(self._fd, fcntl.LOCK_EX) and self._has("lock", self._fd):
+                    self._remove()
                 os.close(keeper_fd)
         os.close(self._fd)
 
@@ -371,7 +365,7 @@ class _Caller:
             on_wait(f"waiting for the end of an earlier server, {time.monotonic() - began_at:.0f} s")
             time.sleep(_POLL_S)
         while True:
-            state = self.files.read_state()
+            state = self._read_state()
             if state is not None and state.name == "starting":
                 self._seen.add(state.attempt)
             keeper_fd = self._take_keeper_lock()
@@ -388,8 +382,8 @@ class _Caller:
 
     def why_gone(self) -> str | None:
         """Why no server will come back, or None. Side effects: starts another one if there is none."""
-        lock = self.files.path("lock")
-        if not self.files.has("lock", self._fd):  # no keeper would see this caller
+        lock = self.path("lock")
+        if not self._has("lock", self._fd):  # no keeper would see this caller
             return f"{lock} was removed while the shared server was in use; the same command again starts another"
         try:
             keeper_fd = self._take_keeper_lock()
@@ -397,7 +391,7 @@ class _Caller:
             return f"the shared server cannot be looked for: {lock.parent}: {error.strerror}"
         if keeper_fd is None:
             return None
-        state = self.files.read_state()
+        state = self._read_state()
         if state is not None and state.name == "failed":
             os.close(keeper_fd)
             return f"the shared server has ended, and could not be started again: {state.why}"
@@ -409,8 +403,8 @@ class _Caller:
 
     def _join(self) -> bool:
         """Take a share of the lock of callers; False if a keeper has it, or has just removed the file."""
-        fd = _open(self.files.path("lock"))
-        if _try_lock(fd, fcntl.LOCK_SH) and self.files.has("lock", fd):
+        fd = _open(self.path("lock"))
+        if _try_lock(fd, fcntl.LOCK_SH) and self._has("lock", fd):
             self._fd = fd
             return True
         os.close(fd)
@@ -418,7 +412,7 @@ class _Caller:
 
     def _take_keeper_lock(self) -> int | None:
         """A descriptor that holds it; None while a keeper or its server lives, or another caller looks."""
-        fd = _open(self.files.path("keeper"))
+        fd = _open(self.path("keeper"))
         if _try_lock(fd, fcntl.LOCK_EX):
             return fd
         os.close(fd)
@@ -428,12 +422,11 @@ class _Caller:
         """Hand the lock over to it. Raises NotStarted."""
         attempt = secrets.token_hex(8)
         self._seen.add(attempt)
-        files = self.files
         try:
-            files.write_state(_State(attempt, "starting"))
-            with files.path("log").open("wb") as log:
+            self._write_state(_State(attempt, "starting"))
+            with self.path("log").open("wb") as log:
                 begun = subprocess.run(
-                    [*_THIS, "keeper", str(files.folder), files.key, attempt, str(keeper_fd), *self._arguments],
+                    [*_THIS, "keeper", str(self._folder), self._key, attempt, str(keeper_fd), *self._arguments],
                     pass_fds=[keeper_fd],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -453,46 +446,45 @@ class _Caller:
 
     def _log_end(self) -> str:
         try:
-            with self.files.path("log").open("rb") as log:
+            with self.path("log").open("rb") as log:
                 return _last_lines(log)
         except OSError:
             return ""
 
+    def keep(self, attempt: str, lock_fd: int) -> None:
+        """Start a server, and stop it some seconds after the last caller has gone."""
+        callers_fd = _open(self.path("lock"))
 
-def _keep(files: _Files, attempt: str, lock_fd: int, arguments: Sequence[str]) -> None:
-    """Start a server, and stop it some seconds after the last caller has gone."""
-    callers_fd = _open(files.path("lock"))
+        def tell(name: str, why: str = "") -> None:
+            if self._has("keeper", lock_fd):
+                self._write_state(_State(attempt, name, why))
 
-    def tell(name: str, why: str = "") -> None:
-        if files.has("keeper", lock_fd):
-            files.write_state(_State(attempt, name, why))
-
-    reader, writer = os.pipe()
-    os.set_inheritable(writer, True)
-    # It may be an earlier server's, whose children are about to end: the new one would not replace it.
-    files.path("sock").unlink(missing_ok=True)
-    own = ["--uds", str(files.path("sock")), "--ready-fd", str(writer), "--drain-grace", "0"]
-    server = _spawn([*VECD, "serve", *arguments, *own], writer, lock_fd)
-    os.close(writer)
-    is_ready, idle_since = False, None
-    while server.poll() is None:
-        if not is_ready and select.select([reader], [], [], 0)[0] and os.read(reader, 1 << 16):
-            is_ready = True
-            tell("ready")
-        if not _try_lock(callers_fd, fcntl.LOCK_EX):
-            idle_since = None
-        elif time.monotonic() - (idle_since := idle_since or time.monotonic()) < _LINGER_S:
-            fcntl.flock(callers_fd, fcntl.LOCK_UN)
-        else:  # a caller that comes now waits until the lock's file is gone
-            _stop(server, _STOP_S)
-            if files.has("lock", callers_fd):
-                files.remove()
-            return
-        time.sleep(_POLL_S)
-    with files.path("log").open("rb") as log:
-        tell("ended" if is_ready else "failed", _last_lines(log))
-    if _try_lock(callers_fd, fcntl.LOCK_EX) and files.has("lock", callers_fd):
-        files.remove()
+        reader, writer = os.pipe()
+        os.set_inheritable(writer, True)
+        # It may be an earlier server's, whose children are about to end: the new one would not replace it.
+        self.path("sock").unlink(missing_ok=True)
+        own = ["--uds", str(self.path("sock")), "--ready-fd", str(writer), "--drain-grace", "0"]
+        server = _spawn([*VECD, "serve", *self._arguments, *own], writer, lock_fd)
+        os.close(writer)
+        is_ready, idle_since = False, None
+        while server.poll() is None:
+            if not is_ready and select.select([reader], [], [], 0)[0] and os.read(reader, 1 << 16):
+                is_ready = True
+                tell("ready")
+            if not _try_lock(callers_fd, fcntl.LOCK_EX):
+                idle_since = None
+            elif time.monotonic() - (idle_since := idle_since or time.monotonic()) < _LINGER_S:
+                fcntl.flock(callers_fd, fcntl.LOCK_UN)
+            else:  # a caller that comes now waits until the lock's file is gone
+                _stop(server, _STOP_S)
+                if self._has("lock", callers_fd):
+                    self._remove()
+                return
+            time.sleep(_POLL_S)
+        with self.path("log").open("rb") as log:
+            tell("ended" if is_ready else "failed", _last_lines(log))
+        if _try_lock(callers_fd, fcntl.LOCK_EX) and self._has("lock", callers_fd):
+            self._remove()
 
 
 def main(kind: str, *words: str) -> int:
@@ -501,7 +493,7 @@ def main(kind: str, *words: str) -> int:
         return _guard(int(parent_pid), folder, int(ready_fd), command)
     folder, key, attempt, lock_fd, *arguments = words
     if os.fork() == 0:  # the caller waits for this process, and the keeper is not its child
-        _keep(_Files(Path(folder), key), attempt, int(lock_fd), arguments)
+        _Shared(Path(folder), key, arguments).keep(attempt, int(lock_fd))
     return 0
 
 
