@@ -8,6 +8,7 @@ rows and --on-bad-row was not given; 2 nothing was begun: flags, inputs or an un
 interrupted, and can be resumed.
 """
 
+import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -23,7 +24,7 @@ from vecd.client.embed.files import OutputFiles, beside_final
 from vecd.client.embed.inputs import check_readable, file_key, find_inputs
 from vecd.client.embed.options import USUAL_PACE, EmbedError, EmbedOptions, Pace, RunEnded, parse_options, told
 from vecd.client.embed.outputs import OutputFolder
-from vecd.client.embed.run import EmbedRun, until_interrupted
+from vecd.client.embed.run import EmbedRun, keep_telling, until_interrupted
 from vecd.client.embed.service import EmbeddingService
 from vecd.client.local_server import NotStarted, local_server
 
@@ -95,8 +96,12 @@ def _run(
     Raises EmbedError."""
 
     async def with_service(service: EmbeddingService) -> None:
-        async with service.client:
-            await work(service)
+        telling = asyncio.create_task(keep_telling(service, line, options.retry_for))
+        try:
+            async with service.client:
+                await work(service)
+        finally:
+            telling.cancel()
 
     code, why = EXIT_OK, ""
     with _service(options, line) as service:

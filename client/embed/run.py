@@ -144,6 +144,15 @@ async def until_interrupted(work: Coroutine[Any, Any, None]) -> int:
     return number
 
 
+async def keep_telling(service: EmbeddingService, line: StatusLine, retry_for_s: float) -> None:
+    """Say why requests wait, until this is cancelled."""
+    messages = WaitMessages(str(service.target), retry_for_s)
+    while True:
+        if (message := messages.next(time.monotonic(), service.trouble)) is not None:
+            line.say(message)
+        await asyncio.sleep(_TELL_S)
+
+
 async def in_thread(call: Callable[[], _T], name: str) -> _T:
     return await asyncio.wrap_future(in_daemon(call, name))
 
@@ -213,11 +222,9 @@ class EmbedRun:
         began_at, first_row = time.monotonic(), self.commit.position.row
         # One thread, so that commits reach the disk in order, also when one is no longer awaited.
         self._disk = ThreadPoolExecutor(1, "commit")
-        telling = asyncio.create_task(self._keep_telling())
         try:
             await self._embed_all(await self._begin())
         finally:
-            telling.cancel()
             self._disk.shutdown(wait=False)
         took_s, num_rows = time.monotonic() - began_at, self.commit.position.row - first_row
         self._how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
@@ -248,13 +255,6 @@ class EmbedRun:
             what = "results are" if self._files.has_columns else f"vector{'' if is_one else 's'} {verb}"
             effect = f"{'its' if is_one else 'their'} {what} {blank}"
         return f"{rows} could not be embedded; {effect}. The reasons are in {out}.rejected.jsonl"
-
-    async def _keep_telling(self) -> None:
-        messages = WaitMessages(str(self._service.target), self._options.retry_for)
-        while True:
-            if (message := messages.next(time.monotonic(), self._service.trouble)) is not None:
-                self._line.say(message)
-            await asyncio.sleep(_TELL_S)
 
     async def _begin(self) -> Generator[RowBatch, None, None]:
         """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""

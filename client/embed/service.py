@@ -75,7 +75,7 @@ class RunModel(NamedTuple):
         if (identity := journaled.get("identity")) != self.identity:
             was = f"that was of {identity}" if identity else "the unfinished run knew none"
             return f"its identity is {self.identity}, and {was}"
-        return f"{self.dim} dimensions, not {journaled['dim']}" if self.dim not in (0, journaled["dim"]) else ""
+        return ""
 
 
 def _described(columns: JsonMapping) -> str:

@@ -334,9 +334,10 @@ def _watch(work: Callable[[_Moved], _T], growing: Path | None) -> _T:
 
     result = in_daemon(lambda: work(moved), "storage")
     while not wait([result], timeout=min(1.0, STALL_S / 4)).done:
-        if growing is not None and (now := _size(growing)) != size:
-            size = now
-            moved()
+        with suppress(OSError):
+            if growing is not None and (now := growing.stat().st_size) != size:
+                size = now
+                moved()
         if time.monotonic() - moved_at > STALL_S:
             raise _Stalled
     return result.result()
@@ -355,13 +356,6 @@ def in_daemon(work: Callable[[], _T], name: str) -> "Future[_T]":
 
     threading.Thread(target=call, name=name, daemon=True).start()
     return result
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 def _is_final(error: Exception) -> bool:
