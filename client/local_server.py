@@ -156,9 +156,9 @@ def local_server(
     NotStarted; also when the folder of a shared one is not this user's alone.
     """
     if shared:
-        with contextlib.closing(_Shared.of(arguments)) as server:
-            server.await_ready(on_wait)
-            yield f"unix:{server.path('sock')}", server.why_gone
+        with contextlib.closing(_Shared.of(arguments)) as caller:
+            caller.await_ready(on_wait)
+            yield f"unix:{caller.path('sock')}", caller.why_gone
         return
     server = LocalServer([*arguments, "--port", "0", "--drain-grace", "0"])
     began_at = time.monotonic()
