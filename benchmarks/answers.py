@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from benchmarks.machine import describe_machine
 from vecd.gateway.dialects.openai import EMBEDDING, render_response
-from vecd.gateway.dialects.options import RequestedForm
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.http.reader import encode_response
 from vecd.gateway.main import keep_freed_memory
@@ -71,7 +70,7 @@ def answer(slot: NDArray[np.float32], case: Case, encoder: Encoder) -> int:
     for start in range(0, num_rows, _ROWS_PER_BATCH):
         for collector in collectors:
             collector.put(start, slot[start : start + _ROWS_PER_BATCH])
-    response = render_response(EMBEDDING, RequestedForm(case.form), "m", "r", _embedded(collectors, num_rows))
+    response = render_response(EMBEDDING, "m", "r", False, _embedded(collectors, num_rows))
     return sum(map(len, encode_response(response, request_id="r", keep_alive=True)))
 
 

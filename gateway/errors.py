@@ -14,6 +14,9 @@ from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+INPUT = "\0input"
+"""Stands for the name of the field that has the inputs, in the messages of modules that know no dialect."""
+
 
 class ApiError(Exception):
     """An error response. Subclasses define the family; `message` is for the client to read."""
@@ -36,13 +39,35 @@ class ApiError(Exception):
         """`can`: whether the model with a `vecd.gateway.api.served.ModelInfo` could answer the request; None: the error
         is not about the kind of the model."""
         super().__init__(message)
-        self.message = message
-        self.param = param
+        self._message = message
+        self._param = param
+        self.field = "input"
+        """The client's word for INPUT."""
         self.can = can
         self.dialect: str | None = None
         """Whose shape the response has, where the path alone does not decide."""
         if code is not None:
             self.code = code
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def message(self) -> str:
+        return self._message.replace(INPUT, self.field)
+
+    @property
+    def param(self) -> str | None:
+        """The field that is wrong, by the client's word."""
+        return self.field if self._param is INPUT else self._param
+
+    @param.setter
+    def param(self, param: str) -> None:
+        self._param = param
+
+    def add(self, text: str) -> None:
+        """Add to the message."""
+        self._message += text
 
 
 # --- client errors ----------------------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
-"""The fields of a request's body as data: the values that each may have, its reader, and its documentation.
+"""The words of a dialect as data: the attribute of a request that each speaks of, its values, reader and documentation.
 
-Every dialect declares its fields with these types, and the OpenAPI document is written from the same declarations. Null
-is the same as absent. Unknown fields are ignored, because clients send dozens. Every error names the field, the limit
-and the value, but never quotes a text. Pure.
+Every dialect declares its fields with these types, and the OpenAPI document is written from the same declarations.
+Reading a body gives what the request wants, by attribute, with the client's words, and finds words that contradict each
+other. Null is the same as absent. Unknown fields are ignored, because clients send dozens. Every error names the field,
+the limit and the value, but never quotes a text. Pure.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from math import isfinite
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.gateway.errors import BadRequest, quoted
@@ -56,86 +59,162 @@ TOKEN_IDS = list_of(COUNT, at_least=1)
 T = TypeVar("T")
 
 
+SEVERAL = "*"
+"""The key of a field that speaks of several attributes."""
+
+
+class Said(dict[str, Any]):
+    """What such a field says: the value of each attribute, by its key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Field(Generic[T]):
-    """One field. Immutable; declared once, at module level, and used as the key to its value."""
+    """A word of a dialect for one attribute of a request. Immutable; declared once, at module level. The field that
+    declares an attribute is the key to its value, whatever word a client has used."""
 
     name: str
     description: str
     schema: Schema
     read: Callable[[Any, str], T]
-    """Takes the value, which is not null, and the name of the field. Raises BadRequest."""
+    """Takes the value, which is not null, and the name of the field. Raises BadRequest. Returns None for a value that
+    says nothing, and `Said` if the key is SEVERAL."""
     is_required: bool = False
-    """For the documentation; `Values.require` raises the error."""
+    """For the documentation; `Wanted.require` raises the error."""
     is_large: bool = False
     """May hold megabytes of texts or ids; see `vecd.gateway.api.body`."""
+    key: str = ""
+    """That of the attribute. Default: the name."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.key or self.name)
+
+    def called(self, name: str, whose: str) -> "Field[T]":
+        """Another word for the same attribute, with the same values."""
+        return replace(self, name=name, description=f"the same as `{self.name}`, by {whose} name", is_required=False)
 
 
-class Values:
-    """Those of a body's fields, without absent and null ones."""
+def inside(name: str, description: str, *fields: Field[Any]) -> tuple[Field[Any], ...]:
+    """The fields of an object in the body. The word for one of them is "name.field"."""
+    schema = nullable("object", properties={each.name: described(each.schema, each.description) for each in fields})
+    whole = Field(name, description, schema, lambda value, name: expect(dict, value, name, "an object"))
+    return (whole, *(replace(each, name=f"{name}.{each.name}") for each in fields))
 
-    __slots__ = ("_values",)
 
-    def __init__(self, values: JsonMapping) -> None:
+class Wanted:
+    """What a request wants: the values of its attributes, and the client's words for them. Null is the same as
+    absent."""
+
+    __slots__ = ("_body", "_said", "_values", "_words")
+
+    def __init__(
+        self,
+        values: JsonMapping,
+        words: Mapping[str, Field[Any]] = MappingProxyType({}),
+        body: JsonMapping = MappingProxyType({}),
+        said: JsonMapping | None = None,
+    ) -> None:
+        """`values`: by key. `words` and `body`: what they were read from, by word. `said`: those of the values that are
+        no defaults; None: all."""
         self._values = values
+        self._words = words
+        self._body = body
+        self._said = values if said is None else said
 
-    def get(self, field: Field[T]) -> T | None:
-        value: T | None = self._values.get(field.name)
+    def get(self, attribute: Field[T]) -> T | None:
+        value: T | None = self._values.get(attribute.key)
         return value
 
-    def has_any(self, names: frozenset[str]) -> bool:
-        """Quicker than one look-up for each."""
-        return not names.isdisjoint(self._values)
-
-    def changed(self, changes: JsonMapping) -> "Values":
-        """The same, with other values as their fields read them; without those that are None."""
-        merged = {**self._values, **changes}
-        return Values({name: value for name, value in merged.items() if value is not None})
-
-    def require(self, field: Field[T]) -> T:
+    def require(self, attribute: Field[T]) -> T:
         """The value. Raises BadRequest if there is none."""
-        value: T | None = self._values.get(field.name)
+        value: T | None = self._values.get(attribute.key)
         if value is None:
-            raise BadRequest(f"'{field.name}' is required: {field.description}", param=field.name)
+            raise BadRequest(f"'{attribute.name}' is required: {attribute.description}", param=attribute.name)
         return value
 
+    def said(self, attribute: Field[T]) -> T | None:
+        """The value, if it is the client's, and not an alias' default."""
+        value: T | None = self._said.get(attribute.key)
+        return value
 
-class Given(Protocol):
-    """The values of fields, wherever they stand in a body."""
+    def word(self, attribute: Field[Any]) -> str:
+        """The client's word for an attribute, the first of several; the attribute's own name if there is none."""
+        return next(self._words_for(attribute), attribute.name)
 
-    def get(self, field: Field[T]) -> T | None: ...
+    def has(self, word: str) -> bool:
+        return self._body.get(word) is not None
+
+    def _words_for(self, attribute: Field[Any]) -> Iterator[str]:
+        for name, value in self._body.items():
+            field = None if value is None else self._words.get(name)
+            if field is not None and (
+                field.key == attribute.key or (field.key == SEVERAL and attribute.key in field.read(value, name))
+            ):
+                yield name
+
+    def is_within(self, keys: frozenset[str]) -> bool:
+        """Whether it says nothing of other attributes."""
+        return keys.issuperset(self._values)
+
+    def without(self, attribute: Field[Any]) -> "Wanted":
+        values = {key: value for key, value in self._values.items() if key != attribute.key}
+        return Wanted(values, self._words, self._body, self._said)
+
+    def __or__(self, other: "Wanted") -> "Wanted":
+        """Both; what `other` says counts more."""
+        values, said = {**self._values, **other._values}, {**self._said, **other._said}
+        return Wanted(values, other._words or self._words, other._body or self._body, said)
 
 
-def agreed(values: Given, *synonyms: Field[T]) -> tuple[T, str] | None:
-    """The value of fields for one option, and the name of the first that has it. Raises BadRequest if two differ."""
-    found: tuple[T, str] | None = None
-    for field in synonyms:
-        value = values.get(field)
-        if value is None:
-            continue
-        if found is None:
-            found = value, field.name
-        elif value != found[0]:
-            raise contradiction(found[1], field.name)
-    return found
+def agreed(said: Sequence[tuple[str, T]]) -> T:
+    """What several words say of one attribute, each with its value: the same, or of sets of allowed values those that
+    are in all. Raises BadRequest, which names two words that contradict each other."""
+    for (first, value), (second, other) in combinations(said, 2):
+        if not (value & other if isinstance(value, frozenset) and isinstance(other, frozenset) else value == other):
+            raise BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
+    values = [value for _, value in said]
+    return frozenset.intersection(*values) if isinstance(values[0], frozenset) else values[0]  # type: ignore
 
 
 class Fields:
+    """The words of an operation. Of two fields of one name the last counts."""
+
     def __init__(self, *fields: Field[Any]) -> None:
-        self._by_name = {field.name: field for field in fields}
-        self.large = frozenset(field.name for field in fields if field.is_large)
-        self.small = frozenset(field.name for field in fields if not field.is_large)
+        self._words = {field.name: field for field in fields}
+        self._objects = frozenset(name.partition(".")[0] for name in self._words if "." in name)
+        self.large = frozenset(field.name for field in self if field.is_large)
+        self.small = frozenset(field.name for field in self if not field.is_large)
 
     def __iter__(self) -> Iterator[Field[Any]]:
-        return iter(self._by_name.values())
+        """Without those inside an object, which is one field."""
+        return (field for name, field in self._words.items() if "." not in name)
 
-    def read(self, body: JsonMapping) -> Values:
-        """Read the fields of a body. Raises BadRequest. Goes by the names in the body, of which most have two."""
+    def read(self, body: JsonMapping) -> Wanted:
+        """What a body wants. Raises BadRequest. Goes by the names in the body, of which most have two."""
+        if not self._objects.isdisjoint(body):
+            body = self._flat(body)
         values: dict[str, Any] = {}
         for name, value in body.items():
-            if value is not None and (field := self._by_name.get(name)) is not None:
-                values[name] = field.read(value, name)
-        return Values(values)
+            if value is not None and (field := self._words.get(name)) is not None:
+                if field.key in values or field.key is SEVERAL:
+                    return Wanted(self._agreed(body), self._words, body)
+                values[field.key] = field.read(value, name)
+        return Wanted(values, self._words, body)
+
+    def _flat(self, body: JsonMapping) -> JsonMapping:
+        """The body, and by their words the values in its objects."""
+        objects = {name: self._words[name].read(body[name], name) for name in self._objects if body.get(name)}
+        return {**body} | {f"{name}.{key}": value for name, each in objects.items() for key, value in each.items()}
+
+    def _agreed(self, body: JsonMapping) -> dict[str, Any]:
+        """By key, what all words of a body say together."""
+        said: dict[str, list[tuple[str, Any]]] = {}
+        for name, value in body.items():
+            if value is not None and (field := self._words.get(name)) is not None:
+                read = field.read(value, name)
+                for key, each in read.items() if field.key is SEVERAL else ((field.key, read),):
+                    if each is not None:
+                        said.setdefault(key, []).append((name, each))
+        return {key: agreed(each) for key, each in said.items()}
 
     def schema(self) -> Schema:
         """The schema of the whole body."""
@@ -235,11 +314,6 @@ def expect(kind: type[T], value: Any, where: str, what: str, *, none: str = "nul
 def given(value: Any) -> str:
     """A wrong value, for an error message: a string is quoted, anything else is named by its type."""
     return quoted(value) if isinstance(value, str) else json_type(value)
-
-
-def contradiction(first: str, second: str) -> BadRequest:
-    """The error for two fields that mean the same and have different values."""
-    return BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
 
 
 _JSON_TYPES: dict[type, str] = {

@@ -1,4 +1,4 @@
-"""What a dialect is made of: operations, what each needs of the model, and what an alias gives by default.
+"""What a dialect is made of: operations, and what each needs of the model.
 
 Runs no operation. A dialect is one file of `vecd.gateway.dialects` with a `DIALECT` at its end, and one row of
 `vecd.gateway.app.app.DIALECTS`.
@@ -6,47 +6,27 @@ Runs no operation. A dialect is one file of `vecd.gateway.dialects` with a `DIAL
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from vecd.base.files import JsonMapping
-from vecd.gateway.api.answer import Headers, parse_priority, parse_timeout_s
-from vecd.gateway.api.fields import Fields, Schema, Values
+from vecd.gateway.api.answer import Headers
+from vecd.gateway.api.fields import Fields, Schema, Wanted
 from vecd.gateway.api.served import ModelInfo, listed
-from vecd.gateway.config import AliasDefaults
 from vecd.gateway.errors import ApiError, WrongModel
-from vecd.gateway.request import (
-    Embedded,
-    EmbedRequest,
-    Inputs,
-    Overflow,
-    Pair,
-    Priority,
-    Response,
-    Role,
-    TokenCollector,
-    TokenIds,
-)
-from vecd.shm.output import Output
+from vecd.gateway.request import Embedded, EmbedRequest, Response, TokenCollector, TokenIds
 
-#  body ─ fields.read ─ Values ─ parse(Call) ─┬─ ParsedEmbed.request ─ the same for all dialects ─ Embedded ─┐
+#  body ─ fields.read ─ Wanted ─ parse(Call) ─┬─ ParsedEmbed.request ─ the same for all dialects ─ Embedded ─┐
 #                                             └─ ParsedEmbed.render ◄────────────────────────────────────────┴─ Response
 
 
 class Call(NamedTuple):
     """A request as a dialect sees it."""
 
-    values: Values
+    wanted: Wanted
     headers: Headers
     """Names in lower case."""
     model_info: ModelInfo
     request_id: str = ""
-
-    def request(self, inputs: Inputs, *, priority: Priority | None = None, **fields: Any) -> EmbedRequest:
-        """A request with these `fields`, and with what the headers say; `priority`: the body's, which counts more.
-        Raises BadRequest."""
-        if priority is None:
-            priority = parse_priority(self.headers)
-        return EmbedRequest(inputs, priority=priority, timeout_s=parse_timeout_s(self.headers), **fields)
 
 
 class ParsedEmbed(NamedTuple):
@@ -54,8 +34,8 @@ class ParsedEmbed(NamedTuple):
     render: Callable[[Embedded], Response]
     is_large: bool = False
     """Rendering takes more than a few milliseconds, and is done in a thread, however few inputs there are."""
-    field: str | None = None
-    """The field whose index an error of an input has; None: the first of the body's fields for inputs."""
+    field: str = ""
+    """The client's word for the inputs, where they are the attribute of a dialect, and not of all."""
 
 
 class ParsedTokenize(NamedTuple):
@@ -204,97 +184,14 @@ def add_others(
         return
     served = _served_at(model_info.card.capabilities, routes)
     if isinstance(error, WrongModel) and served not in error.message:
-        error.message += served
+        error.add(served)
     others = (info for info in all_infos if info is not model_info)
     able = [info.model for info in others if is_able(operation, info.card.capabilities) and error.can(info)]
     if able:
-        error.message += f". Models of this server that can: {listed(able)}"
+        error.add(f". Models of this server that can: {listed(able)}")
 
 
 def _served_at(capabilities: Sequence[str], routes: Mapping[str, Sequence[str]]) -> str:
     paths = list(dict.fromkeys(path for capability in capabilities for path in routes.get(capability, ())))
     more = f" and {len(paths) - _MAX_ROUTES} more" if len(paths) > _MAX_ROUTES else ""
     return f". It is served at {', '.join(paths[:_MAX_ROUTES])}{more}" if paths else ""
-
-
-# The request defaults of an alias: what a request by that name gets where it does not say otherwise. What
-# `ModelInfo.by_alias` has as the model's own default (the prompt, the policy for long inputs) is only put into the
-# request here. An operation that has no use for a default ignores it.
-
-_DIMENSIONS = ("dimensions", "output_dimension", "truncate_dim")
-_DTYPES = ("output_dtype", "embed_dtype", "embedding_type", "encoding_type")
-_RAW_SCORES = ("raw_scores", "use_activation")
-_DENSE_ALONE = (None, "dense", ["dense"])
-"""Values of `output` for which the response has a dense vector alone."""
-_OTHER_TASKS = ("token_embed", "classify", "token_classify")
-"""Values of vLLM's `task` for other rows than a vector for each input."""
-_COHERE_S_TYPES = ("int8", "uint8", "binary", "ubinary")
-_VECTORS = (Output.VECTORS, Output.UNNORMALIZED)
-
-
-def fill_in(body: JsonMapping, operation: Operation, defaults: AliasDefaults) -> JsonMapping:
-    """The fields of the body that the operation has, and the defaults that decide the shape of its response in those
-    that it has for them."""
-    names, dtype = operation.fields.small, defaults.dtype
-    body = {name: value for name, value in body.items() if name in names or name in operation.fields.large}
-    filled: dict[str, Any] = {}
-    if dtype is not None and operation.needs[:1] == ("dense",) and _is_dense_alone(body):
-        if "output_dtype" in names and not _gives(body, _DTYPES):
-            filled["output_dtype"] = dtype
-        elif "embedding_types" in names and dtype in _COHERE_S_TYPES and not _gives(body, ("embedding_types",)):
-            filled["embedding_types"] = [dtype]
-    is_ranking = "rerank" in operation.needs and "raw_scores" in names
-    if defaults.raw_scores is not None and is_ranking and not _gives(body, _RAW_SCORES):
-        filled["raw_scores"] = defaults.raw_scores
-    return {**body, **filled}
-
-
-def parse_with_defaults(parse: Callable[[Call], Work], body: JsonMapping, call: Call) -> Work:
-    """As `parse`, with the defaults of `call.model_info` in the request. `body`: as `fill_in` returns it. Raises what
-    `parse` raises. A form that vectors of the default dimensions cannot have is refused when they are collected."""
-    return _completed(parse(call), body, call.model_info)
-
-
-def _completed(work: Work, body: JsonMapping, model_info: ModelInfo) -> Work:
-    match work:
-        case ParsedEmbed():
-            return work._replace(request=_complete(work.request, body, model_info))
-        case ParsedMessages(payload, proceed):
-
-            def proceed_with_defaults(texts: list[str]) -> Any:
-                return _completed(proceed(texts), body, model_info)
-
-            return ParsedMessages(payload, proceed_with_defaults)
-        case ParsedStay(work=ParsedEmbed() as embed):
-            return work._replace(work=embed._replace(request=_complete(embed.request, body, model_info)))
-        case _:
-            return work
-
-
-def _complete(request: EmbedRequest, body: JsonMapping, model_info: ModelInfo) -> EmbedRequest:
-    """The request, in which None means a default wherever its tokenizing has it."""
-    defaults, how = model_info.defaults, request.tokenizing
-    assert defaults is not None
-    is_ranking = how.num_queries > 0 or isinstance(request.inputs[0], Pair)
-    if how.prompt is None and model_info.model_prompt is not None and not is_ranking:
-        how = how._replace(prompt=model_info.default_prompt)
-    if how.role is None and defaults.role is not None:
-        how = how._replace(role=Role(defaults.role))
-    if how.overflow is None and defaults.overflow is not None:
-        how = how._replace(overflow=Overflow(defaults.overflow))
-    request = request._replace(tokenizing=how)
-    if defaults.dimensions is None or request.output not in _VECTORS or _gives(body, _DIMENSIONS):
-        return request
-    is_default = defaults.dimensions == model_info.card.default_dim
-    return request._replace(dimensions=None if is_default else defaults.dimensions)
-
-
-def _is_dense_alone(body: JsonMapping) -> bool:
-    is_multi_vector = body.get("return_multivector") is True or body.get("task") in _OTHER_TASKS
-    return body.get("output") in _DENSE_ALONE and not is_multi_vector
-
-
-def _gives(body: JsonMapping, names: tuple[str, ...]) -> bool:
-    """Whether the body has one of the fields, or the object in it that text-embeddings-inference has for options."""
-    places = (place for place in (body, body.get("parameters")) if isinstance(place, Mapping))
-    return any(place.get(name) is not None for place in places for name in names)

@@ -27,12 +27,11 @@ from vecd.gateway.api.operation import (
     Work,
     add_others,
     check_model,
-    fill_in,
     is_able,
-    parse_with_defaults,
 )
 from vecd.gateway.api.served import ModelInfo, Models
 from vecd.gateway.app.routes import Route, name_in
+from vecd.gateway.dialects.ask import INPUT, read
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
 from vecd.gateway.pipeline import deadline_of
@@ -118,11 +117,8 @@ def _unknown(service: Service) -> ApiError:
 _INLINE_ITEMS = 4096
 """Responses up to this many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
 
-_INPUT = "input"
 _NAMES_OF_MODEL = ("model", "name")
 """The fields that may name the model, the first that is given; the second is Ollama's."""
-_QUOTED_INPUT = re.compile(r"'input(?=['\[])")
-"""The name of the input field in messages of modules that know no dialect."""
 
 
 class Claim(NamedTuple):
@@ -147,7 +143,6 @@ class OperationsHandler:
         self._routes = routes or {}
         self._path_of_model = path if "*" in path else None
         self._bare_list = next((claim.operation.bare_list for claim in claims if claim.operation.bare_list), "")
-        self._input_fields = {claim.dialect.name: _input_fields(claim.operation) for claim in claims}
         self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
         self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
 
@@ -199,10 +194,7 @@ class OperationsHandler:
             return response
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name
-            if parsed.field is not None and error.param == _INPUT:
-                error.param = parsed.field
-                if parsed.field in parsed.claim.operation.fields.large:  # positions in the message count in it, too
-                    error.message = _QUOTED_INPUT.sub(f"'{parsed.field}", error.message)
+            error.field = parsed.field
             self._add_others(error, parsed.claim.operation, service, models)
             raise
 
@@ -217,12 +209,6 @@ class OperationsHandler:
         """The first claim that the body has a field of."""
         claims = (claim for claim in self.claims for name in claim.operation.claims if body.get(name) is not None)
         return next(claims, None)
-
-    def _field(self, claim: Claim, body: JsonMapping) -> str | None:
-        names = self._input_fields[claim.dialect.name]
-        if len(names) <= 1:
-            return names[0] if names else None
-        return next((name for name in names if body.get(name) is not None), None)
 
     def _described(
         self, service: Service, principal: Principal, operation: Operation, http: HttpRequest
@@ -292,13 +278,9 @@ class OperationsHandler:
                 check_model(operation, service.info.card.capabilities, self._routes)
             parse: Callable[[Call], Work] | None = operation.embed or operation.reply
             assert parse is not None
-            if service.info.defaults is not None:
-                body = fill_in(body, operation, service.info.defaults)
-                parse = partial(parse_with_defaults, parse, body)
-            call = Call(operation.fields.read(body), http.headers, service.info, http.request_id)
+            call = read(operation.fields, body, http.headers, service.info, http.request_id)
             work = parse(call)
-            own = work.field if isinstance(work, ParsedEmbed) else None
-            field = "messages" if isinstance(work, ParsedMessages) else own or self._field(claim, body)
+            field = (isinstance(work, ParsedEmbed) and work.field) or call.wanted.word(INPUT)
             return _Parsed(service, claim, work, _estimate(service, work), field)
         except ApiError as error:
             error.dialect = claim.dialect.name
@@ -317,20 +299,14 @@ def claims_of(route: Route) -> tuple[Claim, ...]:
     return route.handler.claims if isinstance(route.handler, OperationsHandler) else ()
 
 
-def _input_fields(operation: Operation) -> tuple[str, ...]:
-    """The names of the fields that may hold the inputs; none if it is `input`, the name that errors have anyway."""
-    names = tuple(field.name for field in operation.fields if field.is_large or field.is_required)
-    return () if names == (_INPUT,) else names
-
-
 class _Parsed(NamedTuple):
     service: Service
     claim: Claim
     work: Work
     num_estimated: int
     """Tokens of the inputs to embed, guessed from characters."""
-    field: str | None
-    """The field with the inputs, if it is not `input`."""
+    field: str
+    """The client's word for the inputs."""
 
 
 async def respond(

@@ -11,6 +11,7 @@ vectors: parses requests, renders responses. Pure, but for the clock. A body wit
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,71 +19,62 @@ import orjson
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import list_response, list_schema, written
-from vecd.gateway.api.fields import Field, Fields, any_of, contradiction, list_of, record
+from vecd.gateway.api.fields import Field, Fields, any_of, list_of, record
 from vecd.gateway.api.operation import Call, Operation, ParsedEmbed, ParsedMessages
-from vecd.gateway.dialects import labels, options
-from vecd.gateway.dialects.inputs import CONVERSATION_FIELDS, MESSAGES, parse_inputs
-from vecd.gateway.dialects.options import RequestedForm
+from vecd.gateway.dialects import ask, labels
+from vecd.gateway.dialects.ask import ACTIVATION, CONVERSATION_FIELDS, INPUT, MESSAGES, OWN, RAW, parse_inputs, resolve
 from vecd.gateway.encoding.fragments import Matrix, list_pieces, runs_of
 from vecd.gateway.encoding.labels import Scores, ranked, softmax
 from vecd.gateway.errors import BadRequest, TooManyInputs
 from vecd.gateway.request import Embedded, Encoding, Form, Response
 from vecd.shm.output import Output
 
-_TEXTS = list_of(any_of(fields.STRING, record(text=fields.STRING)), at_least=1)
-INPUT = fields.anything(
-    "input",
-    "what is to be classified: a string, a list of strings (or of Jina's objects with a `text`), token ids, or a list "
-    "of lists of them",
-    any_of(fields.STRING, _TEXTS, fields.TOKEN_IDS, list_of(fields.TOKEN_IDS, at_least=1)),
-    is_required=True,
-    is_large=True,
-)
+CLASSIFIED = replace(INPUT, description=INPUT.description.replace("embedded", "classified"))
 LABELS = Field(
     "labels",
     "Jina's: the labels to choose from, of which each is embedded",
     list_of(fields.STRING, at_least=1),
     fields.read_texts,
 )
-RAW_SCORES = fields.flag("raw_scores", "infinity's, and answered in its shape: true: scores are logits")
-USE_ACTIVATION = fields.flag("use_activation", "false: `probs` are logits", default=True)
+RAW_SCORES = Field(
+    "raw_scores",
+    "infinity's, and answered in its shape: true: scores are logits",
+    fields.nullable("boolean"),
+    lambda value, name: RAW if fields.read_flag(value, name) else OWN,
+    key=ACTIVATION.key,
+)
+USE_ACTIVATION = replace(
+    ask.USE_ACTIVATION, description="false: `probs` are logits", schema=fields.nullable("boolean", default=True)
+)
 TEMPERATURE = fields.number(
     "temperature", "of `labels`: cosines are divided by it before the softmax", minimum=0.001, default=1
 )
-_TOKENIZING: tuple[Field[Any], ...] = (
-    options.MODEL,
-    options.PROMPT,
-    options.PROMPT_NAME,
-    options.INPUT_TYPE,
-    *options.OVERFLOW_FIELDS,
-    options.TRUNCATE_PROMPT_TOKENS,
-    options.ADD_SPECIAL_TOKENS,
-    options.PRIORITY,
-    options.USER,
-    options.PADDING,
+_COMMON: tuple[Field[Any], ...] = (
+    CLASSIFIED,
+    ask.MODEL,
+    *ask.PROMPT_WORDS,
+    *ask.OVERFLOW_WORDS,
+    ask.PRIORITY,
+    ask.USER,
+    ask.PADDING,
     fields.REQUEST_ID,
 )
-_PROMPT_FIELDS = (options.PROMPT, options.PROMPT_NAME, options.INPUT_TYPE)
-_NUMBERS = RequestedForm(Form())
 
 # --- models that classify ---------------------------------------------------------------------------------------
 
 
 def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
-    values, model_info = call.values, call.model_info
+    wanted, model_info = call.wanted, call.model_info
     head = labels.head_of(model_info)
-    if values.get(MESSAGES) is not None:
-        return options.read_messages(call, INPUT, parse_classify)
-    is_raw, activates = values.get(RAW_SCORES), values.get(USE_ACTIVATION)
-    if is_raw is not None and is_raw is activates:
-        raise contradiction(RAW_SCORES.name, USE_ACTIVATION.name)
-    activation = "identity" if is_raw or activates is False else None
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
+    if messages := ask.render_conversations(call, parse_classify):
+        return messages
+    activation, is_of_infinity = ask.activation_of(wanted), wanted.has(RAW_SCORES.name)
+    inputs = parse_inputs(wanted.get(INPUT), INPUT.name, model_info.config.max_inputs)
     if labels.classifies_tokens(model_info):
         return _parse_tokens(call, inputs, activation)
 
     def render(embedded: Embedded) -> Response:
-        if is_raw is not None:
+        if is_of_infinity:
             ranking = labels.ranked_labels(embedded, head, activation)
             return _respond(call, "infinity", "classify", written(ranking), embedded)
         logits, scores = labels.logits_of(embedded), labels.scores_of(embedded, head, activation)
@@ -92,10 +84,7 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
         )
         return _respond(call, "classify", "list", written(data), embedded)
 
-    request = options.read_request(
-        call, inputs, _NUMBERS, output=Output.SCORES, prompt_fields=_PROMPT_FIELDS, are_ids_of_model=True
-    )
-    request = request._replace(tokenizing=labels.without_chunks(request.tokenizing, model_info))
+    request = resolve(call, inputs, Output.SCORES, are_ids_of_model=True)
     return ParsedEmbed(request, render, labels.is_large(len(inputs), model_info))
 
 
@@ -108,8 +97,8 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
         data = (chain((head % index,), own, (b"}",)) for index, own in enumerate(found))
         return _respond(call, "classify", "list", data, embedded)
 
-    request = options.read_request(call, inputs, _NUMBERS, output=Output.TOKEN_SCORES, prompt_fields=_PROMPT_FIELDS)
-    return labels.parse_entities(request, call.model_info, call.values, activation, respond)
+    request = resolve(call, inputs, Output.TOKEN_SCORES)
+    return labels.parse_entities(request, call.model_info, call.wanted, activation, respond)
 
 
 def _respond(call: Call, prefix: str, kind: str, data: Iterable[Iterable[bytes]], embedded: Embedded) -> Response:
@@ -125,11 +114,11 @@ _MAX_LABEL_CHARS = 4 * 2**20
 
 
 def parse_zero_shot(call: Call) -> ParsedEmbed:
-    values, model_info = call.values, call.model_info
-    names = values.require(LABELS)
+    wanted, model_info = call.wanted, call.model_info
+    names = wanted.require(LABELS)
     if not names:
         raise BadRequest(f"'{LABELS.name}' is an empty list, at least 1 label is needed", param=LABELS.name)
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
+    inputs = parse_inputs(wanted.get(INPUT), INPUT.name, model_info.config.max_inputs)
     if not isinstance(inputs[0], str):
         raise BadRequest("'input' must be texts, as 'labels' are", param=INPUT.name)
     if len(inputs) * len(names) > _MAX_PREDICTIONS:
@@ -151,7 +140,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
             f"{model_info.config.max_inputs} in one request (--max-inputs)",
             param=INPUT.name,
         )
-    temperature, num_inputs = values.get(TEMPERATURE) or 1.0, len(inputs)
+    temperature, num_inputs = wanted.get(TEMPERATURE) or 1.0, len(inputs)
     texts: list[str] = [*inputs, *names]
 
     def render(embedded: Embedded) -> Response:
@@ -161,13 +150,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
         data = (_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature)))
         return _respond(call, "classify", "list", data, embedded)
 
-    request = options.read_request(
-        call, texts, RequestedForm(Form(Encoding.BYTES)), prompt_fields=(*_PROMPT_FIELDS, options.TASK)
-    )
-    tokenizing = request.tokenizing
-    if tokenizing.prompt is None:
-        tokenizing = tokenizing._replace(prompt=model_info.prompt_for("classification"))
-    request = request._replace(normalize=True, tokenizing=tokenizing)
+    request = resolve(call, texts, forms=(Form(Encoding.BYTES),), normalizes=True, purpose="classification")
     return ParsedEmbed(request, render, num_inputs * len(names) > labels.MANY_SCORES)
 
 
@@ -186,15 +169,7 @@ _SCORES = list_of(fields.NUMBER)
 _KINDS = {"enum": ["list", "classify"]}
 CLASSIFY = Operation(
     summary="Classify texts or token ids",
-    fields=Fields(
-        INPUT,
-        *_TOKENIZING,
-        USE_ACTIVATION,
-        RAW_SCORES,
-        labels.AGGREGATION,
-        labels.IGNORED,
-        *CONVERSATION_FIELDS,
-    ),
+    fields=Fields(*_COMMON, USE_ACTIVATION, RAW_SCORES, labels.AGGREGATION, labels.IGNORED, *CONVERSATION_FIELDS),
     embed=parse_classify,
     response=list_schema(
         _KINDS,
@@ -209,7 +184,7 @@ CLASSIFY = Operation(
 )
 ZERO_SHOT = Operation(
     summary="Choose among labels by the cosines of dense vectors",
-    fields=Fields(INPUT, LABELS, TEMPERATURE, *_TOKENIZING, options.TASK),
+    fields=Fields(LABELS, TEMPERATURE, *_COMMON, ask.TASK),
     embed=parse_zero_shot,
     response=list_schema(
         _KINDS,

@@ -14,19 +14,14 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import (
-    fragments_of,
-    json_list,
-    json_response,
-    priority_numbered,
-    response_headers,
-)
+from vecd.gateway.api.answer import fragments_of, json_list, json_response, priority_numbered, response_headers
 from vecd.gateway.api.fields import (
+    SEVERAL,
     STRING,
     Field,
     Fields,
+    Said,
     Schema,
-    Values,
     any_of,
     described,
     expect,
@@ -38,13 +33,12 @@ from vecd.gateway.api.fields import (
 )
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import options
-from vecd.gateway.dialects.inputs import check_num, parse_texts
+from vecd.gateway.dialects import ask
+from vecd.gateway.dialects.ask import INPUT, INPUT_TYPE, MAX_TOKENS, MODEL, check_num, parse_texts
 from vecd.gateway.dialects.vllm import IDS, Tokens, parse_detokenize
-from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest
-from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Overflow, Priority, Response, Tokenizing
+from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Overflow, Priority, Response
 
 _FORMS = {
     "float": Form(),
@@ -58,13 +52,14 @@ _FORMS = {
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
-def _read_types(value: Any, name: str) -> tuple[str, ...]:
+def _read_types(value: Any, name: str) -> Said:
     """Without repetitions."""
     for index, item in enumerate(expect(list, value, name, "a list")):
         if not isinstance(item, str) or item not in _FORMS:
             known = ", ".join(f"'{known}'" for known in _FORMS)
             raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
-    return tuple(dict.fromkeys(value))
+    names = tuple(dict.fromkeys(value))
+    return Said(embedding_types=names, output_dtype=[_FORMS[name].dtype for name in names])
 
 
 def _read_priority(value: Any, name: str) -> Priority:
@@ -74,12 +69,15 @@ def _read_priority(value: Any, name: str) -> Priority:
 _TEXT = record(type={"const": "text"}, text=STRING)
 _INPUT = record(content={**list_of(_TEXT, at_least=1), "maxItems": 1})
 
-TEXTS = fields.anything("texts", "what is to be embedded", any_of(fields.TEXTS, nullable("string")), is_large=True)
-INPUTS = fields.anything(
-    "inputs",
-    "the same as objects, each with one text",
-    any_of(list_of(_INPUT, at_least=1), {"type": "null"}),
-    is_large=True,
+TEXTS = replace(
+    INPUT, name="texts", description="what is to be embedded", schema=any_of(fields.TEXTS, nullable("string")),
+    is_required=False,
+)  # fmt: skip
+INPUTS = replace(
+    TEXTS,
+    name="inputs",
+    description="the same as objects, each with one text",
+    schema=any_of(list_of(_INPUT, at_least=1), {"type": "null"}),
 )
 IMAGES = fields.anything("images", "refused: only texts are embedded", nullable("array", maxItems=0), is_large=True)
 EMBEDDING_TYPES = Field(
@@ -87,28 +85,38 @@ EMBEDDING_TYPES = Field(
     "forms in which each vector is answered",
     nullable("array", items={"enum": list(_FORMS)}),
     _read_types,
+    key=SEVERAL,
 )
-OUTPUT_DIMENSION = fields.whole_number("output_dimension", "length of the vectors", minimum=1)
-TRUNCATE = fields.choice(
-    "truncate",
-    "what becomes of a text that is longer than the model takes: an error (`NONE`), or its start or end is cut; "
-    "default: as the server is configured",
-    {"NONE": Overflow.ERROR, "START": Overflow.TRUNCATE_LEFT, "END": Overflow.TRUNCATE},
+_TYPES: Field[tuple[str, ...]] = fields.anything(EMBEDDING_TYPES.name, "", {})
+OUTPUT_DIMENSION = replace(
+    fields.whole_number("output_dimension", "length of the vectors", minimum=1), key=ask.DIMENSIONS.key
 )
-MAX_TOKENS = fields.whole_number("max_tokens", "longest text in tokens, if that is less than the model's", minimum=1)
+TRUNCATE = replace(
+    fields.choice(
+        "truncate",
+        "what becomes of a text that is longer than the model takes: an error (`NONE`), or its start or end is cut; "
+        "default: as the server is configured",
+        {
+            "NONE": frozenset((Overflow.ERROR,)),
+            "START": frozenset((Overflow.TRUNCATE_LEFT,)),
+            "END": frozenset((Overflow.TRUNCATE,)),
+        },
+    ),
+    key=ask.OVERFLOW.key,
+)
 PRIORITY = Field(
     "priority",
     "how soon an answer is wanted, beside other requests: lower first, 0 is the default",
     nullable("integer"),
     _read_priority,
 )
-TEXT = replace(fields.text("text", "what is to be tokenized"), schema=STRING, is_required=True, is_large=True)
+TEXT = replace(INPUT, name="text", description="what is to be tokenized", schema=STRING)
 FIELDS = Fields(
     TEXTS,
     INPUTS,
     IMAGES,
-    options.MODEL,
-    options.INPUT_TYPE,
+    MODEL,
+    INPUT_TYPE,
     EMBEDDING_TYPES,
     OUTPUT_DIMENSION,
     TRUNCATE,
@@ -121,27 +129,17 @@ FIELDS = Fields(
 
 def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
     """`version`: 1 responds with a bare list of floats to a request without `embedding_types`."""
-    values, model_info = call.values, call.model_info
-    texts = _read_texts(values, model_info.config.max_inputs)
-    types = values.get(EMBEDDING_TYPES) or ()
+    wanted, model_info = call.wanted, call.model_info
+    if wanted.get(IMAGES):
+        raise BadRequest("'images' cannot be embedded: this server embeds texts", param=IMAGES.name)
+    read_texts = _texts_of if wanted.has(INPUTS.name) else parse_texts
+    texts = read_texts(wanted.get(INPUT), wanted.word(TEXTS), model_info.config.max_inputs)
+    types, of_alias = wanted.get(_TYPES), wanted.get(ask.DTYPE)
+    if types is None and isinstance(of_alias, Dtype) and of_alias.value in _FORMS:
+        types = (of_alias.value,)
     is_bare, names = version == 1 and not types, types or ("float",)
-    dimensions, max_tokens = values.get(OUTPUT_DIMENSION), values.get(MAX_TOKENS)
-    limit = model_info.config.max_tokens
-    if max_tokens is not None:
-        limit = min(limit, model_info.check_max_tokens(max_tokens, MAX_TOKENS.name))
-    request = call.request(
-        texts,
-        forms=tuple(_FORMS[name] for name in names),
-        priority=values.get(PRIORITY),
-        tokenizing=Tokenizing(
-            prompt=_read_prompt(values, model_info),
-            overflow=values.get(TRUNCATE),
-            max_tokens=limit if limit < model_info.config.max_tokens else None,
-        ),
-        dimensions=None if dimensions is None else model_info.check_dimensions(dimensions, OUTPUT_DIMENSION.name),
-    )
-    params = Names(EMBEDDING_TYPES.name, EMBEDDING_TYPES.name, OUTPUT_DIMENSION.name)
-    check_forms(request, model_info.card, params, has_ranges=model_info.config.quantization_ranges is not None)
+    request = ask.resolve(call, texts, forms=tuple(_FORMS[name] for name in names))
+    limit = request.tokenizing.max_tokens or model_info.config.max_tokens
     # Written here because a large body is parsed in a thread, while responses are rendered on the event loop, and so
     # that no reference to the texts is kept, nor to the call.
     request_id = orjson.dumps(call.request_id)
@@ -166,17 +164,6 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
     return ParsedEmbed(request, render)
 
 
-def _read_texts(values: Values, max_inputs: int) -> list[str]:
-    if values.get(IMAGES):
-        raise BadRequest("'images' cannot be embedded: this server embeds texts", param=IMAGES.name)
-    texts, inputs = values.get(TEXTS), values.get(INPUTS)
-    if inputs is None:
-        return parse_texts(texts, TEXTS.name, max_inputs)
-    if texts is not None:
-        raise BadRequest("'texts' and 'inputs' are both given: send one of them", param=INPUTS.name)
-    return _texts_of(inputs, INPUTS.name, max_inputs)
-
-
 def _texts_of(inputs: Any, name: str, max_inputs: int) -> list[str]:
     if not isinstance(inputs, list):
         what = "a list of whole numbers" if isinstance(inputs, array) else json_type(inputs)
@@ -197,19 +184,10 @@ def _text_of(item: Any, where: str, name: str) -> str:
     return expect(str, part.get("text"), f"{where}[0].text", "a string", param=name)
 
 
-def _read_prompt(values: Values, model_info: ModelInfo) -> str | None:
-    """The prompt by `input_type`, or by the model's name. Raises BadRequest if they contradict each other, because
-    clients that always send an `input_type` would silently override what their user wrote into the name."""
-    name = options.INPUT_TYPE.name
-    if values.get(options.INPUT_TYPE) == "image" and "image" not in model_info.prompts:
-        raise BadRequest(f"'{name}' 'image' is not supported: this server embeds texts", param=name)
-    return options.read_prompt(values, model_info, (options.INPUT_TYPE,))
-
-
 def parse_tokenize(call: Call) -> ParsedTokenize:
     """The tokens of a text alone, without special tokens and without a prompt."""
-    text = fields.read_text(call.values.require(TEXT), TEXT.name)
-    call.model_info.prompt_of_model_name(call.values.get(options.MODEL))  # raises ModelNotFound if names are strict
+    text = fields.read_text(call.wanted.require(TEXT), TEXT.name)
+    call.model_info.prompt_of_model_name(call.wanted.get(MODEL))  # raises ModelNotFound if names are strict
     tokens = Tokens(wants_texts=True)
     return ParsedTokenize([text], False, "", tokens, partial(render_tokenize, tokens))
 
@@ -305,13 +283,13 @@ DIALECT = Dialect(
         "POST /embed": replace(_V1_EMBED, claims=(TEXTS.name,)),
         "POST /v1/tokenize": Operation(
             summary="Tokenize a text, without embedding it",
-            fields=Fields(TEXT, options.MODEL),
+            fields=Fields(TEXT, MODEL),
             reply=parse_tokenize,
             response=_TOKENIZED,
         ),
         "POST /v1/detokenize": Operation(
             summary="The text of token ids",
-            fields=Fields(IDS, options.MODEL),
+            fields=Fields(IDS, MODEL),
             reply=partial(parse_detokenize, key="text"),
             response=record(text=STRING),
         ),

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.fields import Field, Given, nullable, record
+from vecd.gateway.api.fields import Field, Wanted, nullable, record
 from vecd.gateway.api.operation import ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.encoding.fragments import list_pieces, runs_of
 from vecd.gateway.encoding.labels import ACTIVATIONS, AGGREGATIONS, OUTSIDE, Entity, Scores, find_entities, ranked
 from vecd.gateway.encoding.result import FloatRows, ScoreRows, TokenRows
 from vecd.gateway.errors import WrongModel
-from vecd.gateway.request import Embedded, EmbedRequest, Overflow, Response, Tokenizing
+from vecd.gateway.request import Embedded, EmbedRequest, Response
 from vecd.model.steps import ScoreHead
 from vecd.shm.output import Output
 
@@ -77,13 +77,6 @@ def is_large(num_inputs: int, model_info: ModelInfo) -> bool:
     return classifies_tokens(model_info) or num_inputs * model_info.card.num_labels > MANY_SCORES
 
 
-def without_chunks(tokenizing: Tokenizing, model_info: ModelInfo) -> Tokenizing:
-    """A text in chunks has no scores of its own, nor a single row for each of its tokens. Where the server would split
-    a long text, it is refused, because the request did not allow to cut it."""
-    overflow = tokenizing.overflow or model_info.overflow
-    return tokenizing._replace(overflow=Overflow.ERROR if overflow is Overflow.CHUNK else tokenizing.overflow)
-
-
 def scores_of(embedded: Embedded, head: ScoreHead, activation: str | None) -> Scores:
     """float64 [N, k]. `activation`: one of SCORE_ACTIVATIONS; None: the model's own."""
     return activated(logits_of(embedded), head, activation)
@@ -119,15 +112,15 @@ def matrices_of(embedded: Embedded) -> list[FloatRows]:
 def parse_entities(
     request: EmbedRequest,
     model_info: ModelInfo,
-    given: Given,
+    wanted: Wanted,
     activation: str | None,
     respond: Callable[[Iterator[Iterator[bytes]], Embedded], Response],
 ) -> ParsedEmbed:
-    """The call for the entities of a request's texts. `given`: the request's fields. `activation`: as in `scores_of`.
+    """The call for the entities of a request's texts. `activation`: as in `scores_of`.
     `respond` takes the JSON of each text's entities, with the keys that Hugging Face's pipeline gives them, in pieces:
     there may be one for each token."""
-    head, vocabulary, ignored = head_of(model_info), model_info.vocabulary, given.get(IGNORED)
-    aggregation, left_out = given.get(AGGREGATION) or "simple", frozenset((OUTSIDE,) if ignored is None else ignored)
+    head, vocabulary, ignored = head_of(model_info), model_info.vocabulary, wanted.get(IGNORED)
+    aggregation, left_out = wanted.get(AGGREGATION) or "simple", frozenset((OUTSIDE,) if ignored is None else ignored)
     # The inputs of the request are removed when they have been tokenized.
     texts = [text for text in request.inputs if isinstance(text, str)]
 
@@ -144,8 +137,7 @@ def parse_entities(
             found = find_entities(steps, text, head.labels, aggregation, subword_prefix=prefix, ignored=left_out)
             yield list_pieces(list(map(_entity, entities)) for entities in found)
 
-    tokenizing = without_chunks(request.tokenizing, model_info)._replace(wants_offsets=True)
-    request = request._replace(tokenizing=tokenizing)
+    request = request._replace(tokenizing=request.tokenizing._replace(wants_offsets=True))
     return ParsedEmbed(request, lambda embedded: respond(find(embedded), embedded), is_large=True)
 
 

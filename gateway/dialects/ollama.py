@@ -25,9 +25,10 @@ from vecd.gateway.api.fields import (
     Field,
     Fields,
     Schema,
-    Values,
+    Wanted,
     any_of,
     described,
+    inside,
     json_type,
     list_of,
     nullable,
@@ -35,11 +36,12 @@ from vecd.gateway.api.fields import (
 )
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedStay
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects.inputs import parse_texts
+from vecd.gateway.dialects import ask
+from vecd.gateway.dialects.ask import parse_texts, resolve
 from vecd.gateway.dialects.vllm import version
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
-from vecd.gateway.request import Embedded, Overflow, Response, Tokenizing
+from vecd.gateway.request import Embedded, Overflow, Response
 from vecd.shm.control import parse_keep_alive
 
 _TAG = "latest"
@@ -49,29 +51,31 @@ _FOR_EVER = 9_223_372_036
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
-def _read_num_ctx(value: Any, name: str) -> int | None:
-    """The `num_ctx` of the options."""
-    num_ctx = fields.expect(dict, value, name, "an object").get(_NUM_CTX.name)
-    return None if num_ctx is None else _NUM_CTX.read(num_ctx, f"{name}.{_NUM_CTX.name}")
-
-
-_NUM_CTX = fields.whole_number("num_ctx", "longest text in tokens, if that is less than the model's", minimum=1)
-MODEL = fields.text(
-    "model", "name of the model, with or without `:latest`; another tag may name a prompt: `name:query`"
+NUM_CTX = replace(ask.MAX_TOKENS, name="num_ctx")
+OPTIONS = inside("options", "all others are ignored", NUM_CTX)
+MODEL = replace(
+    ask.MODEL, description="name of the model, with or without `:latest`; another tag may name a prompt: `name:query`"
 )
-NAME = fields.text("name", "the same")
-INPUT = fields.anything("input", "what is to be embedded", any_of(nullable("string"), list_of(STRING)), is_large=True)
-PROMPT = replace(fields.text("prompt", "what is to be embedded"), is_large=True)
-TRUNCATE = fields.flag(
-    "truncate",
-    "cut a text that is longer than the model takes; false: refuse it; default: as the server is configured",
+NAME = Field(
+    "name",
+    "the same as `model`, by its older name",
+    nullable("string"),
+    lambda value, name: fields.read_text(value, name) or None,
+    key=MODEL.key,
 )
-DIMENSIONS = fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0)
-OPTIONS: Field[int | None] = Field(
-    "options",
-    f"`{_NUM_CTX.name}`: {_NUM_CTX.description}; all others are ignored",
-    nullable("object", properties={_NUM_CTX.name: _NUM_CTX.schema}),
-    _read_num_ctx,
+"""Ollama's own client always sends it, as "" beside `model`."""
+INPUT = replace(ask.INPUT, schema=any_of(nullable("string"), list_of(STRING)), is_required=False)
+PROMPT = replace(INPUT, name="prompt", schema=nullable("string"), read=fields.read_text)
+TRUNCATE = replace(
+    ask.OVERFLOW,
+    name="truncate",
+    description="cut a text that is longer than the model takes; false: refuse it; default: as the server is "
+    "configured",
+    schema=nullable("boolean"),
+    read=lambda value, name: frozenset((Overflow.TRUNCATE if fields.read_flag(value, name) else Overflow.ERROR,)),
+)
+DIMENSIONS = replace(
+    fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0), key=ask.DIMENSIONS.key
 )
 KEEP_ALIVE = fields.anything(
     "keep_alive",
@@ -86,13 +90,9 @@ VERBOSE = fields.anything("verbose", "ignored", {})
 
 
 def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
-    values, model_info = call.values, call.model_info
-    texts = _read_texts(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
-    truncate = values.get(TRUNCATE)
-    overflow = None if truncate is None else Overflow.TRUNCATE if truncate else Overflow.ERROR
-    requested = values.get(DIMENSIONS)
-    dimensions = model_info.check_dimensions(requested, DIMENSIONS.name) if requested else None
-    tokenizing = _read_tokenizing(values, model_info, overflow)
+    model_info = call.model_info
+    texts = _read_texts(call.wanted.get(INPUT), INPUT.name, model_info.config.max_inputs)
+    request = resolve(call, texts, normalizes=True)
 
     def render(fragments: Pieces, total_ns: int, num_tokens: int, load_ns: int = 0) -> Response:
         """In pieces, so that megabytes are never copied. `load_ns`: for so long a request without a text has waited for
@@ -106,7 +106,6 @@ def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
 
     if not texts:
         return _stay(call, None, lambda load_ns: render([], load_ns, 0, load_ns))
-    request = call.request(texts, tokenizing=tokenizing, normalize=True, dimensions=dimensions)
 
     def render_embed(embedded: Embedded) -> Response:
         response = render(fragments_of(embedded), round(embedded.stages.total_s * 1e9), embedded.num_tokens)
@@ -118,12 +117,11 @@ def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
 
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedStay:
     """The older operation: one text. Its vector is the model's own, and not brought to length 1."""
-    values, model_info = call.values, call.model_info
-    tokenizing = _read_tokenizing(values, model_info, None)
-    prompt = values.get(PROMPT)
+    prompt = call.wanted.get(PROMPT)
+    request = resolve(call, [prompt or ""])
     if not prompt:
         return _stay(call, None, lambda load_ns: Response(200, b'{"embedding":[]}'))
-    return _stay(call, ParsedEmbed(call.request([prompt], tokenizing=tokenizing), render_embedding))
+    return _stay(call, ParsedEmbed(request, render_embedding))
 
 
 def render_embedding(embedded: Embedded) -> Response:
@@ -136,7 +134,7 @@ def _stay(
 ) -> ParsedEmbed | ParsedStay:
     """`work`, and how long the model stays if the client says that and may. `render`: as in `ParsedStay`. Raises
     BadRequest for a time that cannot be read, where it counts."""
-    given, allows = call.values.get(KEEP_ALIVE), call.model_info.config.allows_keep_alive
+    given, allows = call.wanted.get(KEEP_ALIVE), call.model_info.config.allows_keep_alive
     if work is not None and (given is None or not allows):
         return work
     if given is None:
@@ -166,18 +164,6 @@ def _type_of(value: Any) -> str:
     return "a list of token ids" if isinstance(value, array) else json_type(value)
 
 
-def _read_tokenizing(values: Values, model_info: ModelInfo, overflow: Overflow | None) -> Tokenizing:
-    num_ctx = values.get(OPTIONS)
-    is_less = (
-        num_ctx is not None and model_info.check_max_tokens(num_ctx, "options.num_ctx") < model_info.config.max_tokens
-    )
-    return Tokenizing(
-        prompt=model_info.prompt_of_model_name(values.get(MODEL)),
-        overflow=overflow,
-        max_tokens=num_ctx if is_less else None,
-    )
-
-
 # --- what there is ----------------------------------------------------------------------------------------------
 
 
@@ -202,7 +188,7 @@ def list_running(model_infos: Sequence[ModelInfo], path: str) -> Response:
 
 def show(call: Call) -> Response:
     model_info = call.model_info
-    model_info.prompt_of_model_name(_required_name(call.values))  # raises ModelNotFound for a name no embedding may use
+    model_info.prompt_of_model_name(_required_name(call.wanted))  # raises ModelNotFound for a name no embedding may use
     family = model_info.card.model_type
     return json_response(
         200,
@@ -225,7 +211,7 @@ def show(call: Call) -> Response:
 
 def pull(call: Call) -> Response:
     """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
-    model_info, name = call.model_info, _required_name(call.values)
+    model_info, name = call.model_info, _required_name(call.wanted)
     try:
         model_info.prompt_of_model_name(name)
     except ModelNotFound as error:
@@ -235,13 +221,13 @@ def pull(call: Call) -> Response:
             code="model_not_found",
         ) from None
     line = orjson.dumps({"status": "success"})
-    if call.values.get(STREAM) is False:
+    if call.wanted.get(STREAM) is False:
         return Response(200, line)
     return Response(200, line + b"\n", content_type="application/x-ndjson")
 
 
-def _required_name(values: Values) -> str:
-    name = values.get(MODEL) or values.get(NAME)
+def _required_name(wanted: Wanted) -> str:
+    name = wanted.get(MODEL)
     if not name:
         raise BadRequest("model is required", param=MODEL.name)
     return name
@@ -345,14 +331,14 @@ DIALECT = Dialect(
     operations={
         "POST /api/embed": Operation(
             summary="Embed texts",
-            fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, OPTIONS, KEEP_ALIVE),
+            fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, *OPTIONS, KEEP_ALIVE),
             embed=parse_embed,
             needs=("dense",),
             response=_EMBED_RESPONSE,
         ),
         "POST /api/embeddings": Operation(
             summary="Embed a text (older)",
-            fields=Fields(MODEL, PROMPT, OPTIONS, KEEP_ALIVE),
+            fields=Fields(MODEL, PROMPT, *OPTIONS, KEEP_ALIVE),
             embed=parse_embeddings,
             needs=("dense",),
             response=record(embedding=fields.VECTOR),

@@ -1,7 +1,7 @@
 """OpenAI's embeddings API, with Jina's paths: parses requests, renders responses. Pure, but for the clock.
 
 Source of the shapes: OpenAI's published OpenAPI document. Responses also have `id` and `created`, as vLLM's and
-infinity's do; clients ignore them. Options beyond OpenAI's fields are in `vecd.gateway.dialects.options`.
+infinity's do; clients ignore them. Options beyond OpenAI's fields are in `vecd.gateway.dialects.ask`.
 """
 
 import json
@@ -19,61 +19,51 @@ from vecd.gateway.api.answer import (
     BINARY_MEDIA_TYPES,
     json_response,
     list_schema,
-    parse_priority,
-    parse_timeout_s,
     render_rows,
     report_json,
     response_headers,
     usage,
 )
-from vecd.gateway.api.fields import Fields, Schema, any_of, described, list_of, nullable, record
+from vecd.gateway.api.fields import Fields, Schema, Wanted, agreed, any_of, described, list_of, nullable, record
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import options, outputs
-from vecd.gateway.dialects.classify import INPUT as CLASSIFIED
+from vecd.gateway.dialects import ask, outputs
+from vecd.gateway.dialects.ask import COMMON, ENCODING, INPUT, METADATA, forms_of, parse_inputs, resolve
 from vecd.gateway.dialects.classify import ZERO_SHOT
-from vecd.gateway.dialects.inputs import MESSAGES, parse_inputs
-from vecd.gateway.dialects.options import RequestedForm
-from vecd.gateway.dialects.outputs import LATE_CHUNKING
+from vecd.gateway.dialects.outputs import LATE_CHUNKING, OUTPUT
 from vecd.gateway.encoding.fragments import JsonRows, Matrix, Pieces
 from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Embedded, EmbedRequest, Form, InputReport, Response, Tokenizing
+from vecd.gateway.request import Embedded, InputReport, Response
 from vecd.model.steps import CAPABILITIES
 from vecd.shm.control import ModelState
 
-INPUT = replace(CLASSIFIED, description=CLASSIFIED.description.replace("classified", "embedded"))
-FIELDS = Fields(INPUT, *options.COMMON, options.TASK, LATE_CHUNKING, options.RETURN_MULTIVECTOR, *outputs.FIELDS)
-_RARE_NAMES = options.RARE_NAMES | outputs.NAMES | {LATE_CHUNKING.name}
+FIELDS = Fields(INPUT, *COMMON, ask.TASK, LATE_CHUNKING, *outputs.FIELDS)
 
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
-    values, headers, model_info = call.values, call.headers, call.model_info
-    has_rare_names = values.has_any(_RARE_NAMES) or not model_info.is_dense
-    if has_rare_names and values.get(MESSAGES) is not None:
-        outputs.check_messages(values)
-        return options.read_messages(call, INPUT, parse_embeddings)
-    inputs = parse_inputs(values.get(INPUT), INPUT.name, model_info.config.max_inputs)
-    if has_rare_names:
-        requested, kinds = options.read_form(values, headers), outputs.requested_kinds(values, model_info)
-        if values.get(LATE_CHUNKING) is not None:
-            return outputs.parse_late(call, inputs, kinds, requested, is_one=isinstance(values.get(INPUT), str))
-        if kinds != outputs.DENSE_ALONE:
-            return outputs.parse_outputs(call, inputs, kinds, requested)
-        request = options.read_request(call, inputs, requested)
-    else:  # most requests, 2 µs sooner
-        requested = options.read_encoding(values, headers)
-        prompt = model_info.prompt_of_model_name(values.get(options.MODEL))
-        tokenizing = options.USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
-        request = EmbedRequest(inputs, (requested.form,), parse_priority(headers), parse_timeout_s(headers), tokenizing)
-    return ParsedEmbed(request, partial(render_response, EMBEDDING, requested, model_info.model, call.request_id))
+    wanted, model_info = call.wanted, call.model_info
+    if messages := ask.render_conversations(call, parse_embeddings):
+        return messages
+    value = wanted.get(INPUT)
+    inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
+    kinds = outputs.requested_kinds(wanted, model_info)
+    if wanted.get(LATE_CHUNKING) is not None:
+        return outputs.parse_late(call, inputs, kinds, is_one=isinstance(value, str))
+    if kinds != outputs.DENSE_ALONE:
+        return outputs.parse_outputs(call, inputs, kinds)
+    request = resolve(call, inputs, forms=forms_of(call))
+    has_metadata = wanted.get(ENCODING) == METADATA
+    return ParsedEmbed(request, partial(render_response, EMBEDDING, model_info.model, call.request_id, has_metadata))
 
 
 def parse_multi_vector(call: Call) -> ParsedEmbed | ParsedMessages:
     """Jina's path for vectors of tokens."""
-    values = call.values.changed({options.RETURN_MULTIVECTOR.name: True})
-    return parse_embeddings(call._replace(values=values))
+    path, said = outputs.WITH_MULTI_VECTOR, call.wanted.get(OUTPUT)
+    if said is not None:
+        path = agreed([("/v1/multi-vector", path), (call.wanted.word(OUTPUT), said)])
+    return parse_embeddings(call._replace(wanted=call.wanted | Wanted({OUTPUT.key: path})))
 
 
 class Item(NamedTuple):
@@ -86,13 +76,13 @@ class Item(NamedTuple):
 EMBEDDING = Item(b"embedding", b"embedding")
 
 
-def render_response(item: Item, requested: RequestedForm, model: str, request_id: str, embedded: Embedded) -> Response:
-    """Holds the collected rows without a copy."""
+def render_response(item: Item, model: str, request_id: str, has_metadata: bool, embedded: Embedded) -> Response:
+    """Holds the collected rows without a copy. `has_metadata`: bytes are described in vLLM's header, too."""
     [collector] = embedded.collectors
     if isinstance(collector, Matrix):
         response = render_rows(collector, model=model, num_tokens=embedded.num_tokens)
-        if requested.has_metadata:
-            response.headers["metadata"] = _metadata(collector, requested.form, model, request_id, embedded)
+        if has_metadata:
+            response.headers["metadata"] = _metadata(collector, model, request_id, embedded)
         response.headers.update(response_headers(embedded))
         return response
     assert isinstance(collector, JsonRows)
@@ -125,12 +115,12 @@ _LEAST_SPAN_BYTES = 64
 """The least size of an input's entry. Saves writing entries of thousands of inputs, only to find them too long."""
 
 
-def _metadata(matrix: Matrix, form: Form, model: str, request_id: str, embedded: Embedded) -> str:
+def _metadata(matrix: Matrix, model: str, request_id: str, embedded: Embedded) -> str:
     """The JSON of vLLM's header `metadata`. `data`, with an entry for each input, is left out if it is too long for a
     header: rows are in the order of the inputs, and all have the same length."""
     described: JsonObject = {"id": f"embd-{request_id}", "created": int(time.time()), "model": model}
     if len(matrix.rows) <= _MAX_METADATA_BYTES // _LEAST_SPAN_BYTES:
-        header = _in_ascii({**described, "data": list(_spans(matrix, form)), "usage": usage(embedded)})
+        header = _in_ascii({**described, "data": list(_spans(matrix)), "usage": usage(embedded)})
         if len(header) <= _MAX_METADATA_BYTES:
             return header
     return _in_ascii({**described, "usage": usage(embedded)})
@@ -140,13 +130,13 @@ def _in_ascii(value: JsonObject) -> str:
     return json.dumps(value, separators=(",", ":"))  # orjson would write UTF-8, which no header holds
 
 
-def _spans(matrix: Matrix, form: Form) -> Iterator[JsonObject]:
+def _spans(matrix: Matrix) -> Iterator[JsonObject]:
     for index, row in enumerate(matrix.rows):
         start = index * matrix.row_bytes
         yield {
             "index": index,
-            "embed_dtype": form.dtype.value,
-            "endianness": "big" if form.is_big_endian else "little",
+            "embed_dtype": matrix.form.dtype.value,
+            "endianness": "big" if matrix.form.is_big_endian else "little",
             "start": start,
             "end": start + matrix.row_bytes,
             "shape": [len(row)],

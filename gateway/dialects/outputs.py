@@ -10,41 +10,72 @@ clients read them.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, combinations, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import item_pieces, list_response, report_json
 from vecd.gateway.api.fields import (
+    NUMBER,
     Field,
     Schema,
-    Values,
+    Wanted,
     any_of,
-    contradiction,
     described,
     given,
     json_type,
     list_of,
+    nullable,
+    record,
 )
 from vecd.gateway.api.operation import Call, ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import options, sparse
-from vecd.gateway.dialects.inputs import TextsOrIds
-from vecd.gateway.dialects.labels import matrices_of, without_chunks
-from vecd.gateway.dialects.options import RETURN_MULTIVECTOR, RequestedForm
+from vecd.gateway.dialects.ask import (
+    DIMENSIONS,
+    DTYPE,
+    ENCODING,
+    MAX_ACTIVE_DIMS,
+    MESSAGES,
+    MIN_WEIGHT,
+    NORMALIZE,
+    TOP_K,
+    TextsOrIds,
+    forms_of,
+    resolve,
+)
+from vecd.gateway.dialects.labels import matrices_of
 from vecd.gateway.encoding.forms import WHOLE, HybridRows, normalize
-from vecd.gateway.encoding.fragments import matrix_pieces, vector_json
+from vecd.gateway.encoding.fragments import list_pieces, matrix_pieces, runs_of, vector_json
 from vecd.gateway.encoding.result import LateChunkRows
-from vecd.gateway.errors import BadRequest
-from vecd.gateway.request import Dtype, Embedded, Encoding, InputReport, LateChunking, Overflow, Response
+from vecd.gateway.encoding.sparse import SparseRows, SparseVector
+from vecd.gateway.errors import BadRequest, WrongModel
+from vecd.gateway.request import (
+    Dtype,
+    Embedded,
+    Encoding,
+    Form,
+    InputReport,
+    Inputs,
+    LateChunking,
+    Overflow,
+    Response,
+)
+from vecd.gateway.tokenization.tokenizer import TokenVocabulary
 from vecd.shm.output import Output
 
 _DENSE, _SPARSE, _MULTI_VECTOR = _KINDS = ("dense", "sparse", "multi-vector")
 """As in `vecd.model.steps.CAPABILITIES`."""
+NEEDS = _KINDS
+"""As in `Operation.needs`."""
+Kinds: TypeAlias = frozenset[str]
+DENSE_ALONE: Kinds = frozenset((_DENSE,))
+_ALL_KINDS = frozenset(frozenset(some) for n in (1, 2, 3) for some in combinations(_KINDS, n))
+WITH_MULTI_VECTOR = frozenset(kinds for kinds in _ALL_KINDS if _MULTI_VECTOR in kinds)
 
 
-def _read_output(value: Any, name: str) -> frozenset[str]:
+def _read_output(value: Any, name: str) -> frozenset[Kinds]:
     items = value if isinstance(value, list) else [value]
     if not items:
         raise BadRequest(f"'{name}' must have one kind of vectors at least, is an empty list", param=name)
@@ -53,7 +84,7 @@ def _read_output(value: Any, name: str) -> frozenset[str]:
             where = f"{name}[{index}]" if isinstance(value, list) else name
             known = ", ".join(f"'{kind}'" for kind in _KINDS)
             raise BadRequest(f"'{where}' must be one of {known}, is {given(item)}", param=name)
-    return frozenset(items)
+    return frozenset((frozenset(items),))
 
 
 OUTPUT = Field(
@@ -63,11 +94,28 @@ OUTPUT = Field(
     any_of({"enum": [*_KINDS, None]}, list_of({"enum": [*_KINDS]}, at_least=1)),
     _read_output,
 )
-FIELDS: tuple[Field[Any], ...] = (OUTPUT, *sparse.FIELDS)
-NAMES = frozenset(field.name for field in (*FIELDS, RETURN_MULTIVECTOR))
-NEEDS = _KINDS
-"""As in `Operation.needs`."""
-DENSE_ALONE = frozenset((_DENSE,))
+"""Its value is the set of what is allowed, each of them a set of kinds."""
+RETURN_MULTIVECTOR = replace(
+    OUTPUT,
+    name="return_multivector",
+    description="Jina's: true: a vector for each token (`embeddings`) in place of one for each input, of a model made "
+    "for it",
+    schema=nullable("boolean", default=False),
+    read=lambda value, name: WITH_MULTI_VECTOR if fields.read_flag(value, name) else _ALL_KINDS - WITH_MULTI_VECTOR,
+)
+RETURN_TOKENS = fields.flag(
+    "return_tokens", "true: a sparse vector has the strings of its tokens, too, as in the vocabulary", default=False
+)
+FORMAT = fields.choice(
+    "sparse_format",
+    "how a sparse vector is written: lists of indices and of values, or an object with the weight of each token, by "
+    "its string, as Elasticsearch and OpenSearch take it (`map`)",
+    {"lists": "lists", "map": "map"},
+    default="lists",
+)
+FIELDS: tuple[Field[Any], ...] = (
+    RETURN_MULTIVECTOR, OUTPUT, TOP_K, MAX_ACTIVE_DIMS, MIN_WEIGHT, RETURN_TOKENS, FORMAT,
+)  # fmt: skip
 
 
 def asks_for(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -76,17 +124,17 @@ def asks_for(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(kind for kind in _KINDS if kind == kinds or (isinstance(kinds, list) and kind in kinds))
 
 
-def requested_kinds(values: Values, model_info: ModelInfo) -> frozenset[str]:
+def requested_kinds(wanted: Wanted, model_info: ModelInfo) -> Kinds:
     """The kinds of vectors that a request is for. Raises BadRequest for those that the model has not, and for no kind
     if the model has no dense vectors."""
-    kinds, multi = values.get(OUTPUT), values.get(RETURN_MULTIVECTOR)
-    if kinds is not None and multi is not None and multi is not (_MULTI_VECTOR in kinds):
-        raise contradiction(OUTPUT.name, RETURN_MULTIVECTOR.name)
-    if kinds is None:
-        kinds = frozenset((_MULTI_VECTOR if multi else _DENSE,))
+    allowed = wanted.get(OUTPUT)
+    if allowed is None and model_info.is_dense:  # most requests
+        return DENSE_ALONE
+    allowed = allowed or frozenset((DENSE_ALONE,))
+    kinds = next(kinds for kinds in (DENSE_ALONE, frozenset((_MULTI_VECTOR,)), *allowed) if kinds in allowed)
     missing = [kind for kind in _KINDS if kind in kinds and kind not in model_info.card.capabilities]
     if missing:
-        name = RETURN_MULTIVECTOR.name if multi and values.get(OUTPUT) is None else OUTPUT.name
+        name = wanted.word(OUTPUT)
         own = [kind for kind in _KINDS if kind in model_info.card.capabilities]
         raise BadRequest(
             f"'{name}': the model served here makes no {missing[0]} vectors; set '{OUTPUT.name}' to one of its own: "
@@ -97,33 +145,31 @@ def requested_kinds(values: Values, model_info: ModelInfo) -> frozenset[str]:
     return kinds
 
 
-def parse_outputs(call: Call, inputs: TextsOrIds, kinds: frozenset[str], requested: RequestedForm) -> ParsedEmbed:
+def parse_outputs(call: Call, inputs: TextsOrIds, kinds: Kinds) -> ParsedEmbed:
     """The call for vectors of those kinds, which the model has, and which are not the dense alone."""
-    values, model_info = call.values, call.model_info
-    _check_fields(values, kinds, requested, model_info)
+    wanted, model_info = call.wanted, call.model_info
     if len(kinds) > 1:
         output = Output.HYBRID
     else:
-        output = Output.TOKEN_VECTORS if _MULTI_VECTOR in kinds else sparse.output_of(model_info)
-    request = options.read_request(call, inputs, requested, output=output)
-    request = request._replace(
-        sparse=sparse.read_options(values), tokenizing=without_chunks(request.tokenizing, model_info)
-    )
-    normalizes_dense = not model_info.card.is_normalized and options.read_normalize(values) is True
+        output = Output.TOKEN_VECTORS if _MULTI_VECTOR in kinds else sparse_output(model_info)
+    [form] = forms = forms_of(call, output)
+    _check_fields(wanted, kinds, form, model_info)
+    request = resolve(call, inputs, output, forms=forms)
+    normalizes_dense = not model_info.card.is_normalized and wanted.get(NORMALIZE) is True
     write_sparse = partial(
-        sparse.vector_pieces,
+        _sparse_pieces,
         vocabulary=model_info.vocabulary,
-        as_map=values.get(sparse.FORMAT) == "map",
-        has_tokens=values.get(sparse.RETURN_TOKENS) is True,
+        as_map=wanted.get(FORMAT) == "map",
+        has_tokens=wanted.get(RETURN_TOKENS) is True,
     )
-    form, num_inputs, normalizes, request_id = requested.form, len(inputs), request.normalize, call.request_id
+    num_inputs, normalizes, request_id = len(inputs), request.normalize, call.request_id
 
     def writers(embedded: Embedded) -> Iterator[_Writer]:
         [collector] = embedded.collectors
         if isinstance(collector, HybridRows):
             vectors, matrices = collector.sparse.vectors, collector.tokens.matrices
         elif _SPARSE in kinds:
-            vectors, matrices = sparse.vectors_of(embedded), []
+            vectors, matrices = sparse_vectors(embedded), []
         else:
             vectors, matrices = [], matrices_of(embedded)
         if _DENSE in kinds:
@@ -144,46 +190,43 @@ def parse_outputs(call: Call, inputs: TextsOrIds, kinds: frozenset[str], request
         )
         return list_response("embd", "list", model_info.model, request_id, items, embedded)
 
-    return ParsedEmbed(request, render, _MULTI_VECTOR in kinds or sparse.is_large(inputs))
+    return ParsedEmbed(request, render, _MULTI_VECTOR in kinds or are_many_weights(inputs))
 
 
 _Writer = tuple[bytes, Callable[[int], Iterable[bytes]]]
 """The key of a vector in an item, and what makes the JSON of input i, in pieces."""
 
 
-def _check_fields(values: Values, kinds: frozenset[str], requested: RequestedForm, model_info: ModelInfo) -> None:
+def _check_fields(wanted: Wanted, kinds: Kinds, form: Form, model_info: ModelInfo) -> None:
     """Refuse the options that only a dense vector has, or one that is asked for alone."""
-    normalizes = options.read_normalize(values)
+    normalizes, dimensions = wanted.get(NORMALIZE), wanted.said(DIMENSIONS)
     if _DENSE in kinds and model_info.card.is_normalized and normalizes is False:
-        name = next(field.name for field in options.NORMALIZE_FIELDS if values.get(field) is not None)
-        raise BadRequest(
-            f"'{name}': beside vectors of other kinds a dense vector has length 1, as the model gives it", param=name
+        raise _refusal(
+            wanted, NORMALIZE, ": beside vectors of other kinds a dense vector has length 1, as the model gives it"
         )
-    if _DENSE in kinds and not (model_info.card.is_normalized or normalizes) and requested.form.dtype in WHOLE:
-        raise BadRequest(
-            f"'{options.OUTPUT_DTYPE.name}': {requested.form.dtype.value} is for vectors of length 1, which the dense "
-            f"one is not, unless the request has '{options.NORMALIZE.name}' true",
-            param=options.OUTPUT_DTYPE.name,
+    if _DENSE in kinds and not (model_info.card.is_normalized or normalizes) and form.dtype in WHOLE:
+        raise _refusal(
+            wanted,
+            DTYPE,
+            f": {form.dtype.value} is for vectors of length 1, which the dense one is not, unless the request has "
+            f"'{NORMALIZE.name}' true",
         )
-    for field in options.DIMENSION_FIELDS:
-        dimensions = values.get(field)
-        if dimensions is not None and (kinds != {_MULTI_VECTOR} or dimensions != model_info.card.token_dim):
-            raise BadRequest(
-                f"'{field.name}' is for dense vectors; each vector of a token has {model_info.card.token_dim} "
-                "dimensions",
-                param=field.name,
-            )
-    if _MULTI_VECTOR not in kinds and _DENSE not in kinds and requested.form.dtype is not Dtype.FLOAT32:
-        raise BadRequest(
-            f"'{options.OUTPUT_DTYPE.name}': the weights of sparse vectors are float32 alone",
-            param=options.OUTPUT_DTYPE.name,
+    if dimensions and (kinds != {_MULTI_VECTOR} or dimensions != model_info.card.token_dim):
+        raise _refusal(
+            wanted,
+            DIMENSIONS,
+            f" is for dense vectors; each vector of a token has {model_info.card.token_dim} dimensions",
         )
-    if requested.form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
-        name = options.ENCODING.name
-        what = requested.form.encoding.value
-        raise BadRequest(
-            f"'{name}' must be 'float' or 'base64' for {' and '.join(sorted(kinds))} vectors, is '{what}'", param=name
-        )
+    if _MULTI_VECTOR not in kinds and _DENSE not in kinds and form.dtype is not Dtype.FLOAT32:
+        raise _refusal(wanted, DTYPE, ": the weights of sparse vectors are float32 alone")
+    if form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
+        what = f"{' and '.join(sorted(kinds))} vectors, is '{form.encoding.value}'"
+        raise _refusal(wanted, ENCODING, f" must be 'float' or 'base64' for {what}")
+
+
+def _refusal(wanted: Wanted, attribute: Field[Any], why: str) -> BadRequest:
+    word = wanted.word(attribute)
+    return BadRequest(f"'{word}'{why}", param=word)
 
 
 def response_schema(dense: Schema) -> Schema:
@@ -191,9 +234,65 @@ def response_schema(dense: Schema) -> Schema:
     schema = copy.deepcopy(dense)
     item = schema["properties"]["data"]["items"]
     rows = any_of(list_of(fields.VECTOR), {"type": "string", "contentEncoding": "base64"})
-    item["properties"] |= {"sparse": sparse.VECTOR, "embeddings": described(rows, "a vector for each token")}
+    item["properties"] |= {"sparse": _SPARSE_VECTOR, "embeddings": described(rows, "a vector for each token")}
     item["required"] = [name for name in item["required"] if name != "embedding"]
     return schema
+
+
+# --- sparse vectors ---------------------------------------------------------------------------------------------
+#
+# A vector has the weights that are greater than `min_weight`, at most `top_k` of them, in the order of their indices,
+# which are the ids of the model's vocabulary. It may be empty.
+
+_MANY_VECTORS = 8
+"""More vectors than this are rendered in a thread: 400 weights take 0.1 ms, with their tokens 0.3 ms."""
+_MANY_CHARS = 4096
+"""So are those of more characters or token ids, which may have as many weights."""
+_SPARSE_VECTOR = any_of(
+    record("tokens", indices=list_of(fields.COUNT), values=fields.VECTOR, tokens=list_of(fields.STRING)),
+    {"type": "object", "additionalProperties": NUMBER},
+)
+
+
+def sparse_output(model_info: ModelInfo) -> Output:
+    """Raises WrongModel for a model without sparse vectors."""
+    if model_info.card.sparse is None:
+        raise WrongModel(
+            f"{model_info.what_it_is()}: it cannot make sparse vectors", can=lambda info: info.card.sparse is not None
+        )
+    return Output.LEXICAL if model_info.card.sparse.is_lexical else Output.SPARSE
+
+
+def are_many_weights(inputs: Inputs) -> bool:
+    """Whether a response is rendered in a thread."""
+    return len(inputs) > _MANY_VECTORS or sum(map(len, inputs)) > _MANY_CHARS
+
+
+def sparse_vectors(embedded: Embedded) -> list[SparseVector]:
+    [collector] = embedded.collectors
+    assert isinstance(collector, SparseRows)
+    return collector.vectors
+
+
+def indexed_pieces(vector: SparseVector) -> Iterator[bytes]:
+    """The JSON of a list of objects, as text-embeddings-inference has it, some weights at a time."""
+    runs = zip(runs_of(vector[0].tolist()), runs_of(vector[1]), strict=True)
+    return list_pieces([{"index": index, "value": value} for index, value in zip(*run, strict=True)] for run in runs)
+
+
+def _sparse_pieces(
+    vector: SparseVector, vocabulary: TokenVocabulary, *, as_map: bool, has_tokens: bool
+) -> Iterator[bytes]:
+    """The JSON of a sparse vector, some weights at a time. A map has no entries for ids that the vocabulary has no
+    string for: Elasticsearch refuses empty keys. Weights are the shortest numbers that are read as the same float32."""
+    indices, values = map(runs_of, vector)
+    texts = (vocabulary.texts_of(some.tolist()) for some in runs_of(vector[0]))
+    if as_map:
+        runs = zip(texts, values, strict=True)
+        maps = ({text: value for text, value in zip(*run, strict=True) if text} for run in runs)
+        return list_pieces(maps, b"{}")
+    tokens = ((b',"tokens":',), list_pieces(texts)) if has_tokens else ()
+    return chain((b'{"indices":',), list_pieces(indices), (b',"values":',), list_pieces(values), *tokens, (b"}",))
 
 
 # --- late chunks ------------------------------------------------------------------------------------------------
@@ -258,50 +357,34 @@ LATE_CHUNKING = Field(
 )
 
 
-def check_messages(values: Values) -> None:
-    """Refuse the field for conversations, of whose texts the client knows no characters."""
-    if values.get(LATE_CHUNKING) is not None:
-        raise BadRequest(f"'{_NAME}' is for texts in 'input', not for 'messages'", param=_NAME)
-
-
-def parse_late(
-    call: Call,
-    inputs: TextsOrIds,
-    kinds: frozenset[str],
-    requested: RequestedForm,
-    *,
-    is_one: bool,
-) -> ParsedEmbed:
+def parse_late(call: Call, inputs: TextsOrIds, kinds: Kinds, *, is_one: bool) -> ParsedEmbed:
     """The call for vectors of chunks. `is_one`: the field `input` is one text, and not a list."""
-    model_info = call.model_info
+    wanted, model_info = call.wanted, call.model_info
+    if wanted.has(MESSAGES.name):  # the client knows no characters of the text
+        raise BadRequest(f"'{_NAME}' is for texts in 'input', not for 'messages'", param=_NAME)
     if kinds != DENSE_ALONE:
         raise BadRequest(f"'{_NAME}' is for dense vectors, not for {' and '.join(sorted(kinds))}", param=_NAME)
     _check_pooling(model_info)
     texts = [text for text in inputs if isinstance(text, str)]
     if len(texts) < len(inputs):
         raise BadRequest(f"'{_NAME}' is for texts; token ids have no ranges of characters", param=_NAME)
-    if requested.form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
-        raise BadRequest(
-            f"'{options.ENCODING.name}' must be 'float' or 'base64' with '{_NAME}', is "
-            f"'{requested.form.encoding.value}'",
-            param=options.ENCODING.name,
-        )
-    late = call.values.get(LATE_CHUNKING)
+    [form] = forms = forms_of(call)
+    if form.encoding not in (Encoding.FLOAT, Encoding.BASE64):
+        raise _refusal(wanted, ENCODING, f" must be 'float' or 'base64' with '{_NAME}', is '{form.encoding.value}'")
+    late = wanted.get(LATE_CHUNKING)
     assert late is not None
     chunking = _chunking(late, texts, is_one=is_one, most=model_info.config.max_inputs)
     if chunking.are_inputs:
         texts = ["".join(texts)]
-    # What is preferred where a request leaves it open: no chunk is cut off unless the client says so.
-    preferring = copy.copy(model_info)
-    preferring.overflow = Overflow.ERROR
-    request = options.read_request(call._replace(model_info=preferring), texts, requested)
-    overflow = request.tokenizing.overflow or Overflow.ERROR
+    # No chunk is cut off unless the client says so.
+    request = resolve(call, texts, forms=forms, preferred=Overflow.ERROR)
+    overflow = request.tokenizing.overflow
+    assert overflow is not None
     if overflow not in (Overflow.ERROR, Overflow.TRUNCATE):
         raise BadRequest(
             f"'{_NAME}': 'overflow' must be 'error' or 'truncate' with it, is '{overflow.value}'", param=_NAME
         )
-    tokenizing = request.tokenizing._replace(overflow=overflow, wants_offsets=True)
-    request = request._replace(tokenizing=tokenizing, late=chunking)
+    request = request._replace(tokenizing=request.tokenizing._replace(wants_offsets=True), late=chunking)
     render = partial(_render_chunks, len(texts), model_info.model, call.request_id, are_inputs=chunking.are_inputs)
     return ParsedEmbed(request, render, is_large=True)
 

@@ -1,4 +1,14 @@
-"""Rerank routes with `documents`: those of Cohere, Jina, Voyage, vLLM, infinity, Weaviate and NVIDIA. Pure.
+"""Routes that rank or score documents: those of Cohere, Jina, Voyage, vLLM, infinity, Weaviate and NVIDIA, and what
+text-embeddings-inference's have in common with them. Pure, but for the clock.
+
+- A model with scores (Output.SCORES) gets a pair of a query and a document for each document.
+- A multi-vector model gets the queries, and behind them the documents (`Tokenizing.num_queries`). The score of a
+  document is MaxSim (`vecd.gateway.encoding.result`), which no activation is applied to.
+
+A document that is too long is cut, and its query is kept: one long document of fifty is no reason to rank none. The
+server (`--overflow error`) or the request may say that it is an error instead. Documents are ranked by their logits,
+equal ones in their own order. Scores are JSON numbers with all digits of a float64, and always with a point or an
+exponent, because some clients read nothing else as a floating-point number.
 
 Bodies with `texts` at `/rerank` and `/invocations`, and with a `query` at `/`, are text-embeddings-inference's. Sources
 of the shapes: the clients of each, because these APIs share paths, and clients choose a path by their own name for it.
@@ -16,51 +26,141 @@ unless `raw_scores` or `use_activation` say otherwise: clients compare them with
 of a multi-vector model are sums or means of cosines.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import json_response, object_with_list, response_headers, usage, written
+from vecd.gateway.api.answer import (
+    json_response,
+    list_response,
+    list_schema,
+    object_with_list,
+    response_headers,
+    usage,
+    written,
+)
 from vecd.gateway.api.fields import (
     STRING,
     Field,
     Fields,
-    agreed,
     any_of,
     described,
+    given,
     json_type,
     list_of,
     nullable,
     record,
 )
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed
-from vecd.gateway.dialects import ranking
-from vecd.gateway.dialects.options import MODEL
-from vecd.gateway.dialects.ranking import NEEDS, QUERY, TOP_N, TRUNCATION, Relevance, read_documents
-from vecd.gateway.dialects.vllm import QUERIES, SCORE, SCORED, parse_score
-from vecd.gateway.errors import ApiError, BadRequest
-from vecd.gateway.request import Embedded, Response
+from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.dialects import ask
+from vecd.gateway.dialects.ask import ACTIVATION, MODEL, OWN, RAW, check_num, parse_texts
+from vecd.gateway.encoding.labels import Scores, ranked, relevance_logits, relevance_of
+from vecd.gateway.encoding.result import MaxSimRows, ScoreRows
+from vecd.gateway.errors import ApiError, BadRequest, WrongModel
+from vecd.gateway.request import Embedded, Overflow, Pair, Response, Role
+from vecd.shm.output import Output
 
+NEEDS = ("rerank", "multi-vector")
+"""As in `Operation.needs`."""
+
+_LARGE_RESPONSE_CHARS = 256 * 1024
+"""A response that repeats more of the documents is written in a thread: 0.3 ms."""
+_CUTS = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
 _DOCUMENTS_IN_A_UNIT = 100
 """Cohere bills a search for up to this many documents as one unit."""
 
 # --- fields -----------------------------------------------------------------------------------------------------
 
+_TEXT = any_of(fields.STRING, record(text=fields.STRING))
+TEXTS_SCHEMA = any_of(list_of(_TEXT, at_least=1), fields.STRING)
 
+
+def flag(name: str, description: str, **schema: Any) -> Field[bool]:
+    """A boolean that may also be written as a string, because Xinference's clients do."""
+    return Field(name, description, any_of(nullable("boolean", **schema), {"enum": [*_FLAGS]}), _read_flag)
+
+
+_FLAGS = {"true": True, "false": False, "True": True, "False": False}
+
+
+def _read_flag(value: Any, name: str) -> bool:
+    if isinstance(value, str) and value in _FLAGS:
+        return _FLAGS[value]
+    if not isinstance(value, bool):
+        raise BadRequest(f"'{name}' must be true or false, is {given(value)}", param=name)
+    return value
+
+
+def _read_query(value: Any, name: str) -> str:
+    if isinstance(value, dict):
+        return fields.expect(str, value.get("text"), f"{name}.text", "a string", none="missing")
+    return fields.expect(str, value, name, "a string, or an object with a string as its 'text'")
+
+
+QUERY = Field("query", "what the documents are ranked for", _TEXT, _read_query, is_required=True, is_large=True)
+TOP_N = fields.whole_number("top_n", "most documents in the response; 0: all", minimum=0)
+RAW_SCORES = Field(
+    "raw_scores",
+    "true: scores are the model's own numbers, without a sigmoid",
+    flag("", "", default=False).schema,
+    lambda value, name: RAW if _read_flag(value, name) else OWN,
+    key=ACTIVATION.key,
+)
+USE_ACTIVATION = replace(
+    RAW_SCORES,
+    name="use_activation",
+    description="false: the same, by vLLM's name",
+    schema=flag("", "").schema,
+    read=lambda value, name: OWN if _read_flag(value, name) else RAW,
+)
+INSTRUCTION = fields.text("instruction", "what to rank by, for models whose template has a place for it")
+MAX_TOKENS_PER_DOC = fields.whole_number(
+    "max_tokens_per_doc", "most tokens of a document, the rest is cut off; 0: as many as the model takes", minimum=0
+)
+MAX_TOKENS_PER_QUERY = fields.whole_number("max_tokens_per_query", "the same for the query", minimum=0)
+TRUNCATION = replace(
+    ask.TRUNCATION,
+    schema=flag("", "").schema,
+    read=lambda value, name: ask.read_truncation(_read_flag(value, name), name),
+)
+OVERFLOW = replace(
+    fields.choice(
+        "overflow",
+        "what becomes of a document that is too long: an error, its beginning (`truncate`), or its end "
+        "(`truncate_left`); default: the server's --overflow, or its beginning where that is `chunk`",
+        {overflow.value: frozenset((overflow,)) for overflow in (Overflow.ERROR, *_CUTS)},
+    ),
+    key=ask.OVERFLOW.key,
+)
+TOKENIZING_FIELDS: tuple[Field[Any], ...] = (
+    OVERFLOW,
+    ask.TRUNCATE,
+    TRUNCATION,
+    ask.TRUNCATE_PROMPT_TOKENS,
+    ask.TRUNCATION_SIDE,
+    ask.TRUNCATION_DIRECTION,
+    MAX_TOKENS_PER_DOC,
+    MAX_TOKENS_PER_QUERY,
+    INSTRUCTION,
+)
+COMMON: tuple[Field[Any], ...] = (MODEL, *TOKENIZING_FIELDS, ask.PRIORITY, ask.USER, fields.REQUEST_ID)
 DOCUMENTS = fields.anything(
     "documents",
     "what is ranked: texts, or objects with a `text`",
-    ranking.TEXTS_SCHEMA,
+    TEXTS_SCHEMA,
     is_required=True,
     is_large=True,
 )
-TEXTS = fields.anything(
-    "texts", "the same, by text-embeddings-inference's name; both may be sent if they are equal", {}, is_large=True
+TEXTS = replace(
+    DOCUMENTS.called("texts", "text-embeddings-inference's"),
+    schema={},
 )
-TOP_K = fields.whole_number("top_k", "the same as `top_n`, by Voyage's name", minimum=0)
-RETURN_DOCUMENTS = ranking.flag("return_documents", "true: the response repeats the documents", default=False)
+TOP_K = TOP_N.called("top_k", "Voyage's")
+RETURN_DOCUMENTS = flag("return_documents", "true: the response repeats the documents", default=False)
 _MAX_RANK_FIELDS = 32
 
 
@@ -80,7 +180,7 @@ RANK_FIELDS = Field(
     _read_rank_fields,
 )
 PROPERTY = fields.anything("property", "Weaviate's: selects the shape of its response", {})
-_FIELDS = Fields(
+_FIELDS: tuple[Field[Any], ...] = (
     DOCUMENTS,
     TEXTS,
     QUERY,
@@ -88,31 +188,149 @@ _FIELDS = Fields(
     TOP_K,
     RETURN_DOCUMENTS,
     RANK_FIELDS,
-    ranking.RAW_SCORES,
-    ranking.USE_ACTIVATION,
+    RAW_SCORES,
+    USE_ACTIVATION,
     PROPERTY,
-    *ranking.COMMON,
+    *COMMON,
 )
 
-# --- parse ------------------------------------------------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------
+
+_TEXT_FIELD = ("text",)
+
+
+def read_documents(call: Call, value: Any, name: str = "", rank_fields: tuple[str, ...] = _TEXT_FIELD) -> list[str]:
+    """A text, or a list of texts and of objects, of which the `rank_fields` become lines of one text. `name`: of their
+    field; "" for the documents'. Raises BadRequest, which has the index of the wrong one."""
+    name, max_inputs = name or call.wanted.word(DOCUMENTS), call.model_info.config.max_inputs
+    if isinstance(value, list):
+        check_num(value, name, max_inputs)
+    if isinstance(value, list) and set(map(type, value)) != {str}:
+        value = [_text_of(item, f"{name}[{index}]", name, rank_fields) for index, item in enumerate(value)]
+    return parse_texts(value, name, max_inputs)
+
+
+def _text_of(item: Any, where: str, name: str, rank_fields: tuple[str, ...]) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, dict):
+        values = [item.get(field) for field in rank_fields if item.get(field) is not None]
+        texts = [value for value in values if isinstance(value, str)]
+        if texts and len(texts) == len(values):
+            return "\n".join(texts)
+    what = "as its 'text'" if rank_fields == _TEXT_FIELD else "in its 'rank_fields'"
+    is_now = "another object" if isinstance(item, dict) else json_type(item)
+    raise BadRequest(f"'{where}' must be a string, or an object with a string {what}, is {is_now}", param=name)
+
+
+def default_overflow(model_info: ModelInfo) -> Overflow:
+    """The server's own policy. What is ranked has no chunks, and is cut instead."""
+    return Overflow.TRUNCATE if model_info.overflow is Overflow.CHUNK else model_info.overflow
+
+
+# --- the request and its result ---------------------------------------------------------------------------------
+
+
+class Relevance(NamedTuple):
+    """How well each document answers its query, in the order of the request."""
+
+    logits: Scores
+    """What documents are ranked by."""
+    scores: list[float]
+    """What the response has."""
+
+    def ranked(self, num: int | None) -> list[tuple[int, float]]:
+        """The index and the score of the `num` best documents, the best first; 0 and None: of all."""
+        return [(index, self.scores[index]) for index in ranked(self.logits, num or None)]
+
+
+def parse(
+    call: Call,
+    queries: list[str],
+    documents: list[str],
+    render: Callable[[Embedded, Relevance], Response],
+    *,
+    is_raw: bool = False,
+    activation: str = "sigmoid",
+    repeated: Sequence[str] = (),
+    field: str = "",
+) -> ParsedEmbed:
+    """The call for the scores of `documents`, each for the query of its index, or all for the only one. `is_raw`:
+    scores are what the model computes, whatever the client says. `activation`: of scores that are not raw. `repeated`:
+    the texts that the response has, too. `field`: with the documents; "": that of the attribute. Raises WrongModel and
+    BadRequest."""
+    wanted, model_info = call.wanted, call.model_info
+    is_raw, is_scored = is_raw or wanted.get(ACTIVATION) == RAW, _check(model_info)
+    of_each = queries * len(documents) if len(queries) == 1 else queries
+    request = ask.resolve(
+        call,
+        list(map(Pair, of_each, documents)) if is_scored else [*queries, *documents],
+        Output.SCORES if is_scored else Output.TOKEN_VECTORS,
+        preferred=default_overflow(model_info),
+        has_prompt=False,
+    )
+    tokenizing = request.tokenizing._replace(
+        max_document_tokens=wanted.get(MAX_TOKENS_PER_DOC) or None,
+        max_query_tokens=wanted.get(MAX_TOKENS_PER_QUERY) or None,
+        instruction=_instruction(call),
+    )
+    if not is_scored:
+        tokenizing = tokenizing._replace(role=Role.DOCUMENT, num_queries=len(queries))
+    request = request._replace(tokenizing=tokenizing, normalize=False, is_max_sim=not is_scored)
+
+    def render_scores(embedded: Embedded) -> Response:
+        [collector] = embedded.collectors
+        if isinstance(collector, ScoreRows):
+            logits = relevance_logits(collector.logits)
+            scores = relevance_of(logits, "identity" if is_raw else activation)
+        else:
+            assert isinstance(collector, MaxSimRows)
+            logits = scores = collector.scores()
+        return render(embedded, Relevance(logits, scores.tolist()))
+
+    is_large = not is_scored or sum(map(len, repeated)) > _LARGE_RESPONSE_CHARS
+    return ParsedEmbed(request, render_scores, is_large, field or wanted.word(DOCUMENTS))
+
+
+def _instruction(call: Call) -> str | None:
+    instruction, score = call.wanted.get(INSTRUCTION), call.model_info.card.score
+    template = None if score is None else score.pair_template
+    has_place = template is not None and "{instruction}" in template.before + template.between + template.after
+    if instruction is not None and not has_place:
+        raise BadRequest(f"'{INSTRUCTION.name}': this model has no place for one", param=INSTRUCTION.name)
+    return instruction
+
+
+def _check(model_info: ModelInfo) -> bool:
+    """Whether the model ranks by scores, not by MaxSim. Raises WrongModel if it does neither."""
+    if _ranks(model_info):
+        return "rerank" in model_info.card.capabilities
+    what = "makes embeddings" if model_info.card.score is None else "classifies texts"
+    raise WrongModel(f"The model served here {what}: it cannot rank texts", can=_ranks)
+
+
+def _ranks(model_info: ModelInfo) -> bool:
+    return not set(NEEDS).isdisjoint(model_info.card.capabilities)
+
+
+# --- rerank -----------------------------------------------------------------------------------------------------
 
 
 def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
     """`is_voyage`: the results are `data`, whatever fields the body has."""
-    values, model_info = call.values, call.model_info
-    documents, name = agreed(values, DOCUMENTS, TEXTS) or (values.require(DOCUMENTS), DOCUMENTS.name)
-    documents = read_documents(documents, name, model_info.config.max_inputs, values.get(RANK_FIELDS) or ("text",))
-    is_of_weaviate = values.get(PROPERTY) is not None
-    returns_documents = values.get(RETURN_DOCUMENTS) is True or is_of_weaviate
-    num = agreed(values, TOP_N, TOP_K)
-    is_voyage = is_voyage or (num[1] == TOP_K.name if num is not None else values.get(TRUNCATION) is not None)
-    query, texts = values.require(QUERY), tuple(documents) if returns_documents else ()
+    wanted, model_info = call.wanted, call.model_info
+    documents = read_documents(call, wanted.require(DOCUMENTS), rank_fields=wanted.get(RANK_FIELDS) or _TEXT_FIELD)
+    is_of_weaviate = wanted.has(PROPERTY.name)
+    returns_documents = wanted.get(RETURN_DOCUMENTS) is True or is_of_weaviate
+    num, words_of_voyage = wanted.get(TOP_N), (TOP_K.name, TRUNCATION.name)
+    is_voyage = is_voyage or (not wanted.has(TOP_N.name) and wanted.has(words_of_voyage[num is None]))
+    query, texts = wanted.require(QUERY), tuple(documents) if returns_documents else ()
     # No renderer keeps a reference to the call, which has all documents.
     request_id, num_units = call.request_id, -(-len(documents) // _DOCUMENTS_IN_A_UNIT)
 
     def render(embedded: Embedded, relevance: Relevance) -> Response:
         results: list[JsonObject] = []
-        for index, score in relevance.ranked(num and num[0]):
+        for index, score in relevance.ranked(num):
             result: JsonObject = {"index": index, "relevance_score": score}
             if texts:
                 result["document"] = texts[index] if is_voyage else {"text": texts[index]}
@@ -129,26 +347,73 @@ def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
         return json_response(200, {"query": query, "scores": scores}, response_headers(embedded))
 
     how = render_weaviate if is_of_weaviate else render
-    return ranking.parse(call, [query], documents, name, how, repeated=texts)
+    return parse(call, [query], documents, how, repeated=texts)
 
 
 # --- NVIDIA -----------------------------------------------------------------------------------------------------
 
-PASSAGES = fields.anything(
-    "passages", "what is ranked: objects with a `text`", ranking.TEXTS_SCHEMA, is_required=True, is_large=True
-)
+PASSAGES = replace(DOCUMENTS, name="passages", description="what is ranked: objects with a `text`")
 
 
 def parse_ranking(call: Call) -> ParsedEmbed:
-    values, model_info = call.values, call.model_info
-    passages = read_documents(values.require(PASSAGES), PASSAGES.name, model_info.config.max_inputs)
-    return ranking.parse(call, [values.require(QUERY)], passages, PASSAGES.name, render_rankings, is_raw=True)
+    passages = read_documents(call, call.wanted.require(PASSAGES))
+    return parse(call, [call.wanted.require(QUERY)], passages, render_rankings, is_raw=True)
 
 
 def render_rankings(embedded: Embedded, relevance: Relevance) -> Response:
     rankings = [{"index": index, "logit": logit} for index, logit in relevance.ranked(None)]
     return json_response(200, {"rankings": rankings, "usage": usage(embedded)}, response_headers(embedded))
 
+
+# --- scores -----------------------------------------------------------------------------------------------------
+
+QUERIES = fields.anything("queries", "a text, or a list of texts", TEXTS_SCHEMA, is_large=True)
+_SCORED_DOCUMENTS = replace(DOCUMENTS, description="as many texts, or any number for a single query", is_required=False)
+_SCORED: tuple[Field[Any], ...] = (
+    QUERIES,
+    _SCORED_DOCUMENTS,
+    *(replace(QUERIES, name=name, description="the same as `queries`") for name in ("data_1", "text_1")),
+    *(
+        replace(_SCORED_DOCUMENTS, name=name, description="the same as `documents`")
+        for name in ("items", "data_2", "text_2")
+    ),
+)
+
+
+def parse_score(call: Call) -> ParsedEmbed:
+    """Scores have the model's own activation, as with vLLM."""
+    wanted, model_info = call.wanted, call.model_info
+    given = [(wanted.word(attribute), wanted.get(attribute)) for attribute in (QUERIES, DOCUMENTS)]
+    (first, queries), (second, documents) = given
+    if queries is None or documents is None:
+        has = next((f"'{word}'" for word, value in given if value is not None), "none of them")
+        raise BadRequest(
+            "A request must have 'queries' and 'documents' or 'queries' and 'items' or 'data_1' and 'data_2' or "
+            f"'text_1' and 'text_2', has {has}",
+            param=second if queries is None and documents is not None else first,
+        )
+    queries, documents = read_documents(call, queries, first), read_documents(call, documents)
+    if len(queries) not in (1, len(documents)):
+        raise BadRequest(
+            f"'{first}' and '{second}' must be 1:1, 1:N or N:N texts, are {len(queries)}:{len(documents)}", param=second
+        )
+    render = partial(render_score, model=model_info.model, request_id=call.request_id)
+    activation = "identity" if model_info.card.score is None else model_info.card.score.activation
+    return parse(call, queries, documents, render, activation=activation)
+
+
+def render_score(embedded: Embedded, relevance: Relevance, *, model: str, request_id: str) -> Response:
+    data = ({"index": index, "object": "score", "score": score} for index, score in enumerate(relevance.scores))
+    return list_response("score", "list", model, request_id, written(data), embedded)
+
+
+SCORE = Operation(
+    summary="Score how well documents answer queries",
+    fields=Fields(*_SCORED, RAW_SCORES, USE_ACTIVATION, *COMMON),
+    embed=parse_score,
+    response=list_schema({"const": "list"}, record(index=fields.COUNT, object={"const": "score"}, score=fields.NUMBER)),
+    needs=NEEDS,
+)
 
 # --- SageMaker --------------------------------------------------------------------------------------------------
 
@@ -168,17 +433,18 @@ TEXT_PAIRS = Field(
     _read_pairs,
     is_required=True,
     is_large=True,
+    key=DOCUMENTS.key,
 )
 
 
 def parse_invocation(call: Call) -> ParsedEmbed:
     """As vLLM has it for `documents` and for queries in its request for scores; or pairs."""
-    pairs = call.values.get(TEXT_PAIRS)
-    if pairs is None:
-        is_scored = any(call.values.get(SCORED[name]) is not None for name in QUERIES)
-        return parse_score(call) if is_scored else parse_rerank(call)
-    documents = read_documents([document for _, document in pairs], TEXT_PAIRS.name, call.model_info.config.max_inputs)
-    return ranking.parse(call, [query for query, _ in pairs], documents, TEXT_PAIRS.name, render_scores)
+    wanted = call.wanted
+    if not wanted.has(TEXT_PAIRS.name):
+        return parse_rerank(call) if wanted.get(QUERIES) is None else parse_score(call)
+    pairs = wanted.require(TEXT_PAIRS)
+    documents = read_documents(call, [document for _, document in pairs])
+    return parse(call, [query for query, _ in pairs], documents, render_scores)
 
 
 def render_scores(embedded: Embedded, relevance: Relevance) -> Response:
@@ -209,12 +475,12 @@ _RERANKED = record(
     usage=fields.USAGE,
     meta=record(billed_units=record(search_units=fields.POSITIVE)),
 )
-_SCORED = record(query=STRING, scores=list_of(record(document=STRING, score=_SCORE)))
+_OF_WEAVIATE = record(query=STRING, scores=list_of(record(document=STRING, score=_SCORE)))
 _RERANK = Operation(
     summary="Rank documents by how well they answer a query",
-    fields=_FIELDS,
+    fields=Fields(*_FIELDS),
     embed=parse_rerank,
-    response=any_of(_RERANKED, _SCORED),
+    response=any_of(_RERANKED, _OF_WEAVIATE),
     claims=(DOCUMENTS.name,),
     needs=NEEDS,
 )
@@ -230,24 +496,24 @@ DIALECT = Dialect(
         "POST /api/rerank": _RERANK,
         "POST /voyage/v1/rerank": Operation(
             summary="Rank documents, for clients of Voyage that are recognized by no field",
-            fields=_FIELDS,
+            fields=Fields(*_FIELDS),
             embed=partial(parse_rerank, is_voyage=True),
             response=_RERANKED,
             needs=NEEDS,
         ),
         "POST /v1/ranking": Operation(
             summary="Rank passages by how well they answer a query",
-            fields=Fields(PASSAGES, QUERY, MODEL, *ranking.TOKENIZING_FIELDS),
+            fields=Fields(PASSAGES, QUERY, MODEL, *TOKENIZING_FIELDS),
             embed=parse_ranking,
             response=record(rankings=list_of(record(index=fields.COUNT, logit=fields.NUMBER)), usage=fields.USAGE),
             needs=NEEDS,
         ),
         "POST /invocations": Operation(
             summary="Rank documents, or score pairs of texts, where SageMaker looks for it",
-            fields=Fields(*(replace(field, is_required=False) for field in (TEXT_PAIRS, *SCORED.values(), *_FIELDS))),
+            fields=Fields(*(replace(field, is_required=False) for field in (TEXT_PAIRS, *_SCORED, *_FIELDS))),
             embed=parse_invocation,
-            response=any_of(record(scores=list_of(_SCORE)), SCORE.response, _RERANKED, _SCORED),
-            claims=(TEXT_PAIRS.name, DOCUMENTS.name, QUERY.name, *QUERIES),
+            response=any_of(record(scores=list_of(_SCORE)), SCORE.response, _RERANKED, _OF_WEAVIATE),
+            claims=(TEXT_PAIRS.name, DOCUMENTS.name, QUERY.name, "queries", "data_1", "text_1"),
             needs=NEEDS,
         ),
     },

@@ -12,11 +12,10 @@ there. Source of the shapes: its router's types, version 1.9. Differences from i
 - of a model that classifies tokens, a flat list is one of texts, and labels are of tokens or spans of the text.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -27,34 +26,47 @@ from vecd.gateway.api.answer import (
     json_list,
     json_response,
     list_of_pieces,
-    parse_accept,
     render_rows,
     response_headers,
     written,
 )
 from vecd.gateway.api.fields import (
     NUMBER,
+    SEVERAL,
     STRING,
     VECTOR,
     Field,
     Fields,
-    Values,
-    agreed,
+    Said,
     any_of,
-    contradiction,
     described,
     expect,
+    inside,
     list_of,
     nullable,
     record,
 )
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import labels, ranking, sparse
-from vecd.gateway.dialects.inputs import TextsOrIds, check_id_lists, parse_inputs, parse_texts
-from vecd.gateway.dialects.options import INPUT_TYPE, MODEL, refused
-from vecd.gateway.dialects.ranking import QUERY, TOP_N, Relevance, read_documents
-from vecd.gateway.encoding.forms import Names, check_forms
+from vecd.gateway.dialects import ask, labels, outputs, rerank
+from vecd.gateway.dialects.ask import (
+    ACTIVATION,
+    ANY_ACTIVATION,
+    INPUT,
+    INPUT_TYPE,
+    MODEL,
+    PROMPT_NAME,
+    RAW,
+    TextsOrIds,
+    activation_of,
+    check_id_lists,
+    encoding_of,
+    parse_inputs,
+    parse_texts,
+    refused,
+    resolve,
+)
+from vecd.gateway.dialects.rerank import QUERY, RAW_SCORES, TOP_N, Relevance, read_documents
 from vecd.gateway.encoding.fragments import Matrix, Pieces
 from vecd.gateway.errors import (
     ApiError,
@@ -67,79 +79,32 @@ from vecd.gateway.errors import (
     Unavailable,
     WrongModel,
 )
-from vecd.gateway.request import (
-    Embedded,
-    EmbedRequest,
-    Encoding,
-    Form,
-    Overflow,
-    Pair,
-    Response,
-    Token,
-    Tokenizing,
-)
+from vecd.gateway.request import Embedded, EmbedRequest, Encoding, Form, Pair, Response, Token
 from vecd.shm.output import Output
-
-T = TypeVar("T")
 
 # --- options ----------------------------------------------------------------------------------------------------
 
 TEXT_OR_TEXTS = (fields.STRING, fields.TEXTS)
 IDS_OR_LISTS = (fields.TOKEN_IDS, list_of(fields.TOKEN_IDS, at_least=1))
-_CUTS = {"left": Overflow.TRUNCATE_LEFT, "right": Overflow.TRUNCATE}
 WHAT = "what is to be embedded: a text, a list of texts, token ids, or a list of lists of them"
-INPUTS = fields.anything("inputs", WHAT, any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS), is_required=True, is_large=True)
-TRUNCATE = fields.flag(
-    "truncate", "whether a text that is longer than the model takes is cut, or refused; null: the server's default"
+INPUTS = replace(INPUT, name="inputs", description=WHAT, schema=any_of(*TEXT_OR_TEXTS, *IDS_OR_LISTS))
+TRUNCATE = replace(
+    ask.TRUNCATION,
+    name="truncate",
+    description="whether a text that is longer than the model takes is cut, or refused; null: the server's default",
 )
-DIRECTION = fields.choice(
-    "truncation_direction",
-    "which end of a text that is cut is left out; null: the server's default",
-    {name: cut for side, cut in _CUTS.items() for name in (side, side.capitalize())},
+DIRECTION = replace(
+    ask.TRUNCATION_DIRECTION,
+    description="which end of a text that is cut is left out; null: the server's default",
 )
-PROMPT_NAME = fields.text("prompt_name", "name of one of the model's prompts, put before every text")
-TOKENIZING_FIELDS = (TRUNCATE, DIRECTION, PROMPT_NAME)
+TOKENIZING_FIELDS: tuple[Field[Any], ...] = (TRUNCATE, DIRECTION, PROMPT_NAME)
 
 
-def parameters(declared: Fields) -> Field[Values]:
-    """The field `parameters` of an operation that has these options."""
-
-    def read(body: Any, name: str) -> Values:
-        given = fields.expect(dict, body, name, "an object")
-        found = [(field, value) for field in declared if (value := given.get(field.name)) is not None]
-        return Values({field.name: field.read(value, f"{name}.{field.name}") for field, value in found})
-
-    schema = {**declared.schema(), "type": ["object", "null"]}
-    return Field(_PARAMETERS, "the other fields may be in here as well, and mean the same", schema, read)
-
-
-_PARAMETERS = "parameters"
-_ANY_PARAMETERS = parameters(Fields())
-"""The key to the value of every such field."""
-
-
-class Options:
-    """The options of a request, in its own fields or in its `parameters`, which clients use with texts to compare, and
-    for Hugging Face's endpoints with every model."""
-
-    def __init__(self, values: Values) -> None:
-        self._own = values
-        self._parameters = values.get(_ANY_PARAMETERS)
-
-    def get(self, field: Field[T]) -> T | None:
-        """The value of an option. Raises BadRequest if both places have it with different values."""
-        own = self._own.get(field)
-        if self._parameters is None:  # as most have none
-            return own
-        parameter = self._parameters.get(field)
-        if own is not None and parameter is not None and own != parameter:
-            raise contradiction(field.name, f"{_PARAMETERS}.{field.name}")
-        return parameter if own is None else own
-
-    def name_of(self, field: Field[Any]) -> str:
-        """The name of the field in an error, with the place where it was found."""
-        is_parameter = self._own.get(field) is None and self._parameters is not None
-        return f"{_PARAMETERS}.{field.name}" if is_parameter else field.name
+def _with_parameters(*own: Field[Any], options: Iterable[Field[Any]]) -> Fields:
+    """Options may be in an object as well: clients use it with texts to compare, and for Hugging Face's endpoints with
+    every model."""
+    about = "the other fields may be in here as well, and mean the same"
+    return Fields(*own, *inside("parameters", about, *options))
 
 
 def _check_not_empty(value: Any, name: str) -> None:
@@ -147,25 +112,10 @@ def _check_not_empty(value: Any, name: str) -> None:
         raise EmptyInput(f"'{name}' cannot be empty", param=name)
 
 
-def checked_inputs(inputs: Any, name: str, model_info: ModelInfo) -> TextsOrIds:
-    _check_not_empty(inputs, name)
-    return parse_inputs(inputs, name, model_info.config.max_inputs)
-
-
-def read_tokenizing(options: Options, model_info: ModelInfo) -> Tokenizing:
-    name = options.get(PROMPT_NAME)
-    prompt = None if name is None else model_info.prompt_named(name, options.name_of(PROMPT_NAME))
-    return Tokenizing(prompt=prompt, overflow=read_overflow(options, model_info.overflow), are_ids_of_model=True)
-
-
-def read_overflow(options: Options, default: Overflow) -> Overflow:
-    """A direction alone does not decide whether inputs are cut; the server's `default` decides what is left open."""
-    truncates, cut = options.get(TRUNCATE), options.get(DIRECTION)
-    if truncates is False:
-        return Overflow.ERROR
-    if default in _CUTS.values():
-        return cut or default
-    return default if truncates is None else cut or Overflow.TRUNCATE
+def inputs_of(call: Call) -> TextsOrIds:
+    value, name = call.wanted.get(INPUT), call.wanted.word(INPUTS)
+    _check_not_empty(value, name)
+    return parse_inputs(value, name, call.model_info.config.max_inputs)
 
 
 def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
@@ -190,21 +140,41 @@ def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
 _MAX_TEXTS = 2
 """Of one sequence."""
 _PAIR = record("text_pair", text=fields.STRING, text_pair=fields.STRING)
-PREDICTED = fields.anything(
-    "inputs",
-    "what is to be classified: a text, a list of two texts, which are a pair, or a list of lists of one text or of a "
-    "pair each; also objects with a `text` and a `text_pair`",
-    any_of(fields.STRING, fields.TEXTS, list_of(any_of(fields.TEXTS, _PAIR), at_least=1), _PAIR),
-    is_required=True,
-    is_large=True,
+PREDICTED = replace(
+    INPUTS,
+    description="what is to be classified: a text, a list of two texts, which are a pair, or a list of lists of one "
+    "text or of a pair each; also objects with a `text` and a `text_pair`",
+    schema=any_of(fields.STRING, fields.TEXTS, list_of(any_of(fields.TEXTS, _PAIR), at_least=1), _PAIR),
 )
-RAW_LABELS = fields.flag("raw_scores", "true: scores are the model's own numbers, without an activation", default=False)
-FUNCTION = fields.choice(
-    "function_to_apply",
-    "the activation; default: the model's own",
-    {"none": "identity", "sigmoid": "sigmoid", "softmax": "softmax", "default": None},
+
+
+def _read_raw_scores(value: Any, name: str) -> Said:
+    """False leaves the activation open, which is the default."""
+    is_raw = fields.read_flag(value, name)
+    return Said(raw_scores=is_raw, activation=RAW if is_raw else ANY_ACTIVATION)
+
+
+RAW_LABELS = Field(
+    "raw_scores",
+    "true: scores are the model's own numbers, without an activation",
+    nullable("boolean", default=False),
+    _read_raw_scores,
+    key=SEVERAL,
 )
-TOP_K = fields.whole_number("top_k", "most labels of a text; default: all", minimum=1)
+FUNCTION = replace(
+    fields.choice(
+        "function_to_apply",
+        "the activation; default: the model's own",
+        {
+            "none": RAW,
+            "sigmoid": frozenset(("sigmoid",)),
+            "softmax": frozenset(("softmax",)),
+            "default": ANY_ACTIVATION,
+        },
+    ),
+    key=ACTIVATION.key,
+)
+TOP_K = replace(ask.TOP_K, description="most labels of a text; default: all")
 PREDICT_OPTIONS = (TRUNCATE, DIRECTION, RAW_LABELS, FUNCTION, TOP_K, labels.AGGREGATION, labels.IGNORED)
 CANDIDATE_LABELS = refused(
     "candidate_labels", "to choose among labels of a request is POST /v1/classify with 'labels'", nullable("array")
@@ -228,64 +198,49 @@ TEXT_INPUTS = replace(
     description="the same as `inputs`, by the name of SageMaker's own models",
     is_required=False,
 )
-COMPARED = fields.anything("inputs", "a text, and those that it is compared with", _COMPARED, is_required=True)
-TEXTS = fields.anything("inputs", "a text, or a list of texts", any_of(*TEXT_OR_TEXTS), is_required=True, is_large=True)
+COMPARED = replace(INPUTS, description="a text, and those that it is compared with", schema=_COMPARED, is_large=False)
+TEXTS = replace(INPUTS, description="a text, or a list of texts", schema=any_of(*TEXT_OR_TEXTS))
 NORMALIZE = fields.flag("normalize", "bring vectors to length 1", default=True)
 DIMENSIONS = fields.whole_number("dimensions", "length of the vectors", minimum=1)
 ENCODING = fields.choice(
     "encoding_format",
     "numbers, whether 'float' or 'base64', which Hugging Face's clients send, and cannot read; or no JSON at all",
-    {"float": Encoding.FLOAT, "base64": Encoding.FLOAT, "bytes": Encoding.BYTES, "npy": Encoding.NPY},
+    {"float": "float", "base64": "float", "bytes": "bytes", "npy": "npy"},
 )
 ADD_SPECIAL_TOKENS = fields.flag("add_special_tokens", "put the model's special tokens around a text", default=True)
-IDS = fields.anything(
-    "ids",
-    "token ids of the model's own, or a list of lists of them",
-    any_of(*IDS_OR_LISTS),
-    is_required=True,
-    is_large=True,
+IDS = replace(
+    INPUT,
+    name="ids",
+    description="token ids of the model's own, or a list of lists of them",
+    schema=any_of(*IDS_OR_LISTS),
 )
 SKIP_SPECIAL_TOKENS = fields.flag("skip_special_tokens", "leave the model's special tokens out of a text", default=True)
 
 
-_SPARSE_OPTIONS = (*TOKENIZING_FIELDS, INPUT_TYPE, sparse.TOP_K, sparse.MAX_ACTIVE_DIMS, sparse.MIN_WEIGHT)
-OPTION_FIELDS = Fields(*TOKENIZING_FIELDS, NORMALIZE, DIMENSIONS, ENCODING)
-PARAMETERS = parameters(OPTION_FIELDS)
-ALL_OPTIONS = Fields(*{field.name: field for field in (*OPTION_FIELDS, *PREDICT_OPTIONS, *_SPARSE_OPTIONS)}.values())
-ALL_PARAMETERS = parameters(Fields(*ALL_OPTIONS, CANDIDATE_LABELS))
+_SPARSE_OPTIONS = (*TOKENIZING_FIELDS, INPUT_TYPE, ask.TOP_K, ask.MAX_ACTIVE_DIMS, ask.MIN_WEIGHT)
+OPTION_FIELDS = (*TOKENIZING_FIELDS, NORMALIZE, DIMENSIONS, ENCODING)
+ALL_OPTIONS = Fields(*OPTION_FIELDS, *PREDICT_OPTIONS, *_SPARSE_OPTIONS)
 """Of the paths whose operation depends on the model."""
 
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
-def parse_embed(call: Call, inputs_field: Field[Any] = INPUTS) -> ParsedEmbed:
-    inputs = checked_inputs(call.values.get(inputs_field), inputs_field.name, call.model_info)
-    request = _embed_request(call, Options(call.values), inputs)
+def parse_embed(call: Call) -> ParsedEmbed:
+    forms = (Form(encoding_of(call)),)
+    request = resolve(call, inputs_of(call), forms=forms, normalizes=True, are_ids_of_model=True)
     return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
-
-
-def parse_embed_by_model(call: Call) -> ParsedEmbed:
-    """At Hugging Face's paths with the name of a model, which may select a prompt, as elsewhere."""
-    prompt = call.model_info.prompt_of_model_name(call.values.get(MODEL))
-    work = parse_embed(call)
-    tokenizing = work.request.tokenizing
-    if prompt is not None and tokenizing.prompt is not None and prompt != tokenizing.prompt:
-        raise contradiction(MODEL.name, PROMPT_NAME.name)
-    if prompt is None:
-        return work
-    return work._replace(request=work.request._replace(tokenizing=tokenizing._replace(prompt=prompt)))
 
 
 def parse_for_hub(call: Call) -> ParsedEmbed:
     """At Hugging Face's paths, by what the model is for."""
-    return _by_kind(call, parse_embed_by_model, parse_by_hub)
+    return _by_kind(call, parse_embed, parse_by_hub)
 
 
 def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callable[[Call], ParsedEmbed]) -> ParsedEmbed:
     """What the model is for; a model that makes vectors of texts may also do other things, by other paths."""
     model_info = call.model_info
     if model_info.is_dense:
-        return embed(call)
+        return embed(call._replace(wanted=call.wanted.without(INPUT_TYPE)))  # which is of sparse vectors
     if model_info.card.score is None and model_info.card.sparse is None:
         raise WrongModel(
             f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'",
@@ -294,55 +249,22 @@ def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callabl
     return parse_embed_sparse(call) if model_info.card.score is None else classify(call)
 
 
-def parse_invocation(call: Call) -> ParsedEmbed:
-    has_texts = call.values.get(TEXT_INPUTS) is not None and call.values.get(INPUTS_OF_ALL) is None
-    return parse_embed(call, TEXT_INPUTS) if has_texts and call.model_info.is_dense else parse_default(call)
-
-
 def parse_embed_or_compare(call: Call) -> ParsedEmbed:
     """Texts to compare are recognized by their shape, because clients send them to "/", too."""
-    return parse_similarity(call) if isinstance(call.values.get(INPUTS_OF_ALL), dict) else parse_embed(call)
+    return parse_similarity(call) if isinstance(call.wanted.get(INPUT), dict) else parse_embed(call)
 
 
 def parse_embed_all(call: Call) -> ParsedEmbed:
     """Raises WrongModel if a token's vector is longer than a row."""
-    values, model_info = call.values, call.model_info
+    model_info = call.model_info
     if Output.TOKENS not in model_info.outputs:
         raise WrongModel(
             f"This model cannot give one vector for each token: they would have {model_info.card.hidden_size} "
             f"dimensions, and there is room for the {model_info.card.dim} of its own vectors",
             can=lambda info: info.is_dense and Output.TOKENS in info.outputs,
         )
-    tokenizing = labels.without_chunks(read_tokenizing(Options(values), model_info), model_info)
-    inputs = checked_inputs(values.get(INPUTS), INPUTS.name, model_info)
-    request = call.request(inputs, tokenizing=tokenizing, output=Output.TOKENS)
+    request = resolve(call, inputs_of(call), Output.TOKENS, normalizes=False, are_ids_of_model=True)
     return ParsedEmbed(request, partial(render_vectors, model_info=model_info))
-
-
-def _embed_request(call: Call, options: Options, inputs: TextsOrIds) -> EmbedRequest:
-    model_info = call.model_info
-    normalizes = options.get(NORMALIZE) is not False
-    encoding = options.get(ENCODING) or parse_accept(call.headers) or Encoding.FLOAT
-    request = call.request(
-        inputs,
-        forms=(Form(encoding),),
-        tokenizing=read_tokenizing(options, model_info),
-        output=Output.VECTORS if normalizes else Output.UNNORMALIZED,
-        normalize=normalizes,
-        dimensions=_dimensions(options, model_info),
-    )
-    check_forms(
-        request,
-        model_info.card,
-        Names(dimensions=options.name_of(DIMENSIONS)),
-        has_ranges=model_info.config.quantization_ranges is not None,
-    )
-    return request
-
-
-def _dimensions(options: Options, model_info: ModelInfo) -> int | None:
-    dimensions = options.get(DIMENSIONS)
-    return None if dimensions is None else model_info.check_dimensions(dimensions, options.name_of(DIMENSIONS))
 
 
 def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
@@ -416,7 +338,7 @@ def parse_predict(call: Call) -> ParsedEmbed:
     labels.head_of(call.model_info)
     if labels.classifies_tokens(call.model_info):
         return _parse_tokens(call)
-    return _parse_sequences(call, *read_sequences(call.values.get(PREDICTED), PREDICTED.name, call.model_info))
+    return _parse_sequences(call, *read_sequences(call.wanted.get(INPUT), PREDICTED.name, call.model_info))
 
 
 def parse_by_hub(call: Call) -> ParsedEmbed:
@@ -424,7 +346,7 @@ def parse_by_hub(call: Call) -> ParsedEmbed:
     where its clients look for them."""
     if labels.classifies_tokens(call.model_info):
         return _parse_tokens(call)
-    value, name = call.values.get(PREDICTED), PREDICTED.name
+    value, name = call.wanted.get(INPUT), PREDICTED.name
     if isinstance(value, list) and value and isinstance(value[0], str):
         value = [[text] for text in parse_texts(value, name, call.model_info.config.max_inputs)]
     inputs, _ = read_sequences(value, name, call.model_info)
@@ -432,38 +354,29 @@ def parse_by_hub(call: Call) -> ParsedEmbed:
 
 
 def _parse_sequences(call: Call, inputs: list[str] | list[Pair], is_single: bool) -> ParsedEmbed:
-    model_info, options = call.model_info, Options(call.values)
-    head, activation, top_k = labels.head_of(model_info), _activation(options), options.get(TOP_K)
+    wanted, model_info = call.wanted, call.model_info
+    head, activation, top_k = labels.head_of(model_info), activation_of(wanted), wanted.get(TOP_K)
 
     def render(embedded: Embedded) -> Response:
         results = written(labels.ranked_labels(embedded, head, activation, top_k))
         return _render_labels(results, embedded, is_single=is_single, model_info=model_info)
 
-    request = _predict_request(call, options, inputs, Output.SCORES)
+    request = _predict_request(call, inputs, Output.SCORES)
     return ParsedEmbed(request, render, labels.is_large(len(inputs), model_info))
 
 
 def _parse_tokens(call: Call) -> ParsedEmbed:
     """Flat lists are of texts: there is nothing to say of the tokens of a pair."""
-    model_info, options, value = call.model_info, Options(call.values), call.values.get(PREDICTED)
+    wanted, model_info, value = call.wanted, call.model_info, call.wanted.get(INPUT)
     _check_not_empty(value, PREDICTED.name)
     texts = parse_texts(value, PREDICTED.name, model_info.config.max_inputs)
-    request = _predict_request(call, options, texts, Output.TOKEN_SCORES)
+    request = _predict_request(call, texts, Output.TOKEN_SCORES)
     respond = partial(_render_labels, is_single=isinstance(value, str), model_info=model_info)
-    return labels.parse_entities(request, model_info, options, _activation(options), respond)
+    return labels.parse_entities(request, model_info, wanted, activation_of(wanted), respond)
 
 
-def _predict_request(call: Call, options: Options, inputs: list[str] | list[Pair], output: Output) -> EmbedRequest:
-    tokenizing = labels.without_chunks(read_tokenizing(options, call.model_info), call.model_info)
-    return call.request(inputs, tokenizing=tokenizing, output=output)
-
-
-def _activation(options: Options) -> str | None:
-    """As in `labels.scores_of`."""
-    is_raw, function = options.get(RAW_LABELS), options.get(FUNCTION)
-    if is_raw and function not in (None, "identity"):
-        raise contradiction(options.name_of(RAW_LABELS), options.name_of(FUNCTION))
-    return "identity" if is_raw else function
+def _predict_request(call: Call, inputs: list[str] | list[Pair], output: Output) -> EmbedRequest:
+    return resolve(call, inputs, output, are_ids_of_model=True)
 
 
 def _render_labels(
@@ -478,23 +391,14 @@ def _render_labels(
 
 
 def parse_embed_sparse(call: Call) -> ParsedEmbed:
-    values, model_info, options = call.values, call.model_info, Options(call.values)
-    output, purpose = sparse.output_of(model_info), options.get(INPUT_TYPE)
-    tokenizing = labels.without_chunks(read_tokenizing(options, model_info), model_info)
-    if purpose is not None and tokenizing.prompt is None:
-        tokenizing = tokenizing._replace(prompt=model_info.prompt_for(purpose, options.name_of(INPUT_TYPE)))
-    request = call.request(
-        checked_inputs(values.get(INPUTS), INPUTS.name, model_info),
-        tokenizing=tokenizing._replace(role=model_info.role_of(purpose or options.get(PROMPT_NAME))),
-        output=output,
-        sparse=sparse.read_options(options),
-    )
+    model_info = call.model_info
+    request = resolve(call, inputs_of(call), outputs.sparse_output(model_info), are_ids_of_model=True)
 
     def render(embedded: Embedded) -> Response:
-        vectors = map(sparse.indexed_pieces, sparse.vectors_of(embedded))
+        vectors = map(outputs.indexed_pieces, outputs.sparse_vectors(embedded))
         return Response(200, list_of_pieces(vectors), headers_of(embedded, model_info))
 
-    return ParsedEmbed(request, render, sparse.is_large(request.inputs))
+    return ParsedEmbed(request, render, outputs.are_many_weights(request.inputs))
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
@@ -502,17 +406,12 @@ def parse_embed_sparse(call: Call) -> ParsedEmbed:
 
 def parse_similarity(call: Call) -> ParsedEmbed:
     model_info = call.model_info
-    texts, options = _compared(call.values.require(COMPARED), model_info), Options(call.values)
-    if options.get(ENCODING) not in (None, Encoding.FLOAT):
-        name = options.name_of(ENCODING)
+    texts = _compared(call.wanted.require(COMPARED), model_info)
+    if call.wanted.get(ENCODING) not in (None, "float"):
+        name = call.wanted.word(ENCODING)
         raise BadRequest(f"'{name}' must be 'float': cosines are JSON", param=name)
-    request = call.request(
-        texts,
-        forms=(Form(Encoding.BYTES),),
-        tokenizing=read_tokenizing(options, model_info),
-        normalize=True,
-        dimensions=_dimensions(options, model_info),
-    )
+    request = resolve(call, texts, forms=(Form(Encoding.BYTES),), are_ids_of_model=True)
+    request = request._replace(output=Output.VECTORS, normalize=True)
 
     def render(embedded: Embedded) -> Response:
         """Cosines: the vectors are of length 1."""
@@ -543,42 +442,29 @@ def _compared(value: Any, model_info: ModelInfo) -> list[str]:
 
 # --- ranking ----------------------------------------------------------------------------------------------------
 
-RANKED = fields.anything("texts", "what is ranked", fields.TEXTS, is_required=True, is_large=True)
-RANKED_DOCUMENTS = fields.anything(
-    "documents", "the same, by the name of other APIs; or objects with a `text`", ranking.TEXTS_SCHEMA, is_large=True
+RANKED = replace(rerank.DOCUMENTS, name="texts", description="what is ranked", schema=fields.TEXTS)
+RANKED_DOCUMENTS = replace(
+    RANKED,
+    name="documents",
+    description="the same, by the name of other APIs; or objects with a `text`",
+    schema=rerank.TEXTS_SCHEMA,
+    is_required=False,
 )
-RAW_SCORES = ranking.flag("raw_scores", "true: scores are the model's logits, without a sigmoid", default=False)
-RETURN_TEXT = ranking.flag("return_text", "true: the response repeats the texts", default=False)
-RETURN_DOCUMENTS = ranking.flag("return_documents", "the same, by the name of other APIs", default=False)
+RETURN_TEXT = replace(rerank.RETURN_DOCUMENTS, name="return_text", description="true: the response repeats the texts")
 
 
 def parse_rerank(call: Call) -> ParsedEmbed:
-    values, model_info = call.values, call.model_info
-    texts, name = agreed(values, RANKED, RANKED_DOCUMENTS) or (values.require(RANKED), RANKED.name)
-    _check_not_empty(texts, name)
-    texts = read_documents(texts, name, model_info.config.max_inputs)
-    returns_texts = values.get(RETURN_TEXT) is True or values.get(RETURN_DOCUMENTS) is True
-    repeated = tuple(texts) if returns_texts else ()
-    render = partial(render_ranks, texts=repeated, num=values.get(TOP_N), model_info=model_info)
-    return _parse_ranked(call, [values.require(QUERY)], texts, name, render, repeated)
-
-
-def _parse_ranked(
-    call: Call,
-    queries: list[str],
-    texts: list[str],
-    field: str,
-    render: Callable[[Embedded, Relevance], Response],
-    repeated: tuple[str, ...] = (),
-) -> ParsedEmbed:
-    options = Options(call.values)
-    tokenizing = Tokenizing(overflow=read_overflow(options, ranking.default_overflow(call.model_info)))
-    is_raw = options.get(RAW_SCORES) is True
-    return ranking.parse(call, queries, texts, field, render, tokenizing=tokenizing, is_raw=is_raw, repeated=repeated)
+    wanted = call.wanted
+    texts = wanted.require(RANKED)
+    _check_not_empty(texts, wanted.word(RANKED))
+    texts = read_documents(call, texts, wanted.word(RANKED))
+    repeated = tuple(texts) if wanted.get(RETURN_TEXT) is True else ()
+    render = partial(render_ranks, texts=repeated, num=wanted.get(TOP_N), model_info=call.model_info)
+    return rerank.parse(call, [wanted.require(QUERY)], texts, render, repeated=repeated)
 
 
 def parse_default(call: Call) -> ParsedEmbed:
-    if call.values.get(QUERY) is not None:
+    if call.wanted.get(QUERY) is not None:
         return parse_rerank(call)
     return parse_pairs(call) if _takes_pairs(call.model_info) else _by_kind(call, parse_embed_or_compare, parse_predict)
 
@@ -589,12 +475,13 @@ def _takes_pairs(model_info: ModelInfo) -> bool:
 
 def parse_pairs(call: Call) -> ParsedEmbed:
     """A list of pairs, as OpenSearch's blueprint for cross-encoders sends them: their scores, in their order."""
-    model_info, pairs = call.model_info, call.values.get(INPUTS_OF_ALL)
+    model_info, pairs = call.model_info, call.wanted.get(INPUT)
     if isinstance(pairs, list) and pairs and isinstance(pairs[0], dict | list):
         pairs, _ = read_sequences(pairs, INPUTS.name, model_info)
         if isinstance(pairs[0], Pair):
             queries, texts = map(list, zip(*pairs, strict=True))
-            return _parse_ranked(call, queries, texts, INPUTS.name, partial(_render_scores, model_info=model_info))
+            render = partial(_render_scores, model_info=model_info)
+            return rerank.parse(call, queries, texts, render, field=INPUTS.name)
     raise WrongModel(
         "The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'",
         can=lambda info: not _takes_pairs(info),
@@ -621,13 +508,13 @@ def render_ranks(
 
 
 def parse_tokenize(call: Call) -> ParsedTokenize:
-    values, model_info = call.values, call.model_info
-    texts = values.get(TEXTS)
+    wanted, model_info = call.wanted, call.model_info
+    texts = wanted.get(TEXTS)
     _check_not_empty(texts, TEXTS.name)
     texts = parse_texts(texts, TEXTS.name, model_info.config.max_inputs)
-    name = values.get(PROMPT_NAME)
+    name = wanted.get(PROMPT_NAME)
     prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
-    adds = values.get(ADD_SPECIAL_TOKENS) is not False
+    adds = wanted.get(ADD_SPECIAL_TOKENS) is not False
     tokens = TokenLists(texts, prompt)
     return ParsedTokenize(texts, adds, prompt, tokens, tokens.render)
 
@@ -670,12 +557,12 @@ class TokenLists:
 
 
 def parse_decode(call: Call) -> ParsedDecode:
-    value = call.values.require(IDS)
+    value = call.wanted.require(IDS)
     _check_not_empty(value, IDS.name)
     lists = parse_inputs(value, IDS.name, call.model_info.config.max_inputs)
     if isinstance(lists[0], str):
         raise BadRequest("'ids' must be token ids, or a list of lists of them, is text", param=IDS.name)
-    skips = call.values.get(SKIP_SPECIAL_TOKENS) is not False
+    skips = call.wanted.get(SKIP_SPECIAL_TOKENS) is not False
     return ParsedDecode(check_id_lists(lists, IDS.name), skips, lambda texts: json_response(200, texts))
 
 
@@ -690,14 +577,11 @@ _ERRORS: tuple[tuple[type[ApiError], int | None, str], ...] = (
 )
 """Class, status (None: the error's own) and type. The first match counts; other errors are overload or a refusal, by
 their status."""
-_FIELD = re.compile(r"'input(?=['\[])")
-"""The name of the input field in messages of modules that know no dialect."""
 
 
 def render_error(error: ApiError) -> Response:
     status, error_type = _status_and_type(error)
-    message = _FIELD.sub("'inputs", error.message)
-    return json_response(status, {"error": message, "error_type": error_type})
+    return json_response(status, {"error": error.message, "error_type": error_type})
 
 
 def _status_and_type(error: ApiError) -> tuple[int, str]:
@@ -726,45 +610,47 @@ _KINDS = ("dense", *labels.NEEDS, "sparse")
 _EMBED = Operation(
     summary="Embed texts or token ids",
     needs=("dense",),
-    fields=Fields(INPUTS, *OPTION_FIELDS, PARAMETERS),
+    fields=_with_parameters(INPUTS, *OPTION_FIELDS, options=OPTION_FIELDS),
     embed=parse_embed,
     response=_VECTORS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
+_COMPARE_OPTIONS = (*TOKENIZING_FIELDS, DIMENSIONS, ENCODING)
 _RANKS = list_of(record("text", index=fields.COUNT, score=NUMBER, text=STRING))
 _PAIR_SCORES = list_of(record(score=NUMBER))
 _SPARSE = list_of(record(index=fields.COUNT, value=NUMBER))
 _PREDICT = Operation(
     summary="Classify texts, pairs of texts, or their tokens",
-    fields=Fields(PREDICTED, *PREDICT_OPTIONS, parameters(Fields(*PREDICT_OPTIONS, CANDIDATE_LABELS))),
+    fields=_with_parameters(PREDICTED, *PREDICT_OPTIONS, options=(*PREDICT_OPTIONS, CANDIDATE_LABELS)),
     embed=parse_predict,
     response=LABELS_OF_INPUTS,
     needs=labels.NEEDS,
 )
-_OPTIONAL = [replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)]
-_RANKING_ALONE = [field for field in (*_RANKING_OPTIONS, RETURN_DOCUMENTS) if field not in ALL_OPTIONS]
-_DEFAULT_FIELDS = (*_OPTIONAL, *_RANKING_ALONE, *ALL_OPTIONS, ALL_PARAMETERS)
+_DEFAULT_FIELDS = (
+    *(replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)),
+    *(TOP_N, RETURN_TEXT, rerank.RETURN_DOCUMENTS, *ALL_OPTIONS),
+)
+_ALL_PARAMETERS = (*ALL_OPTIONS, CANDIDATE_LABELS)
 _DEFAULT = replace(
     _EMBED,
     summary="Embed, compare, classify or rank texts, by what the model is for",
-    fields=Fields(*_DEFAULT_FIELDS),
+    fields=_with_parameters(*_DEFAULT_FIELDS, options=_ALL_PARAMETERS),
     embed=parse_default,
     response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
-    needs=tuple(dict.fromkeys((*_KINDS, *ranking.NEEDS))),
+    needs=tuple(dict.fromkeys((*_KINDS, *rerank.NEEDS))),
     claims=(INPUTS.name, QUERY.name),
 )
 _INVOCATION = replace(
     _DEFAULT,
-    fields=Fields(*_DEFAULT_FIELDS, TEXT_INPUTS),
-    embed=parse_invocation,
+    fields=_with_parameters(*_DEFAULT_FIELDS, TEXT_INPUTS, options=_ALL_PARAMETERS),
     claims=(INPUTS.name, TEXT_INPUTS.name, RANKED.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
     _EMBED,
     summary="Embed or classify texts, where clients of Hugging Face look for it",
-    fields=Fields(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, ALL_PARAMETERS),
+    fields=_with_parameters(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, options=_ALL_PARAMETERS),
     embed=parse_for_hub,
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
@@ -783,14 +669,14 @@ DIALECT = Dialect(
         "POST /invocations": _INVOCATION,
         "POST /embed_all": Operation(
             summary="Embed every token of texts, special tokens included",
-            fields=Fields(INPUTS, *TOKENIZING_FIELDS, PARAMETERS),
+            fields=_with_parameters(INPUTS, *TOKENIZING_FIELDS, options=TOKENIZING_FIELDS),
             embed=parse_embed_all,
             needs=("dense",),
             response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
-            fields=Fields(COMPARED, *TOKENIZING_FIELDS, DIMENSIONS, ENCODING, PARAMETERS),
+            fields=_with_parameters(COMPARED, *_COMPARE_OPTIONS, options=_COMPARE_OPTIONS),
             embed=parse_similarity,
             needs=("dense",),
             response=VECTOR,
@@ -813,12 +699,12 @@ DIALECT = Dialect(
             fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
             embed=parse_rerank,
             response=_RANKS,
-            needs=ranking.NEEDS,
+            needs=rerank.NEEDS,
         ),
         "POST /predict": _PREDICT,
         "POST /embed_sparse": Operation(
             summary="Make sparse vectors of texts or token ids",
-            fields=Fields(INPUTS, *_SPARSE_OPTIONS, parameters(Fields(*_SPARSE_OPTIONS))),
+            fields=_with_parameters(INPUTS, *_SPARSE_OPTIONS, options=_SPARSE_OPTIONS),
             embed=parse_embed_sparse,
             response=list_of(_SPARSE),
             needs=("sparse",),

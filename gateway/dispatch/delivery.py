@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from vecd.gateway.dispatch.workers import InFlight, WorkerLink
-from vecd.gateway.errors import EngineFailed, ServerError
+from vecd.gateway.errors import INPUT, EngineFailed, ServerError
 from vecd.gateway.scheduling.queue import QueuedSequence
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
@@ -190,7 +190,7 @@ def _are_finite(rows: Rows) -> bool:
 def _fail_not_finite(sequence: QueuedSequence) -> None:
     log.error("the model gave a vector that is not finite for a sequence of %d tokens", sequence.num_tokens)
     sequence.pending.fail(
-        EngineFailed(f"The model gave a vector that is not finite for 'input[{sequence.index}]'", code="not_finite")
+        EngineFailed(f"The model gave a vector that is not finite for '{INPUT}[{sequence.index}]'", code="not_finite")
     )
 
 

@@ -25,7 +25,7 @@ from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.known import KnownInputs, Quarantine, RetryBudget, SingleFlight, count_death, poisonous
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.dispatch.workers import InFlight, Transport, WorkerLink
-from vecd.gateway.errors import ApiError, DeadlinePassed, EngineFailed, Unavailable
+from vecd.gateway.errors import INPUT, ApiError, DeadlinePassed, EngineFailed, Unavailable
 from vecd.gateway.request import BatchShare
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost import CostModel, ThreadModel
@@ -876,4 +876,4 @@ def _files_changed(changed: str, index: int) -> Unavailable:
 
 def _engine_failed(code: FailureCode, index: int) -> EngineFailed:
     what = "ran out of memory on" if code is FailureCode.OUT_OF_MEMORY else "failed on"
-    return EngineFailed(f"The engine {what} 'input[{index}]'", code=code.name.lower())
+    return EngineFailed(f"The engine {what} '{INPUT}[{index}]'", code=code.name.lower())

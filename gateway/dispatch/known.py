@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Generic, TypeAlias, TypeVar
 
-from vecd.gateway.errors import PoisonInput
+from vecd.gateway.errors import INPUT, PoisonInput
 from vecd.gateway.scheduling.queue import Deaths, Flight, QueuedSequence
 from vecd.shm.output import Output
 
@@ -88,7 +88,7 @@ class Quarantine:
 
 
 def poisonous(index: int) -> PoisonInput:
-    return PoisonInput(f"'input[{index}]' ended its worker each time it ran")
+    return PoisonInput(f"'{INPUT}[{index}]' ended its worker each time it ran")
 
 
 # Computes identical sequences that wait at the same time once. Life of a flight:

@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
 from vecd.gateway.request import Chunk, Overflow, Role, Source, TokenIds, TokenizedInput
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, SequenceTemplate
 from vecd.model.card import ModelError
@@ -107,7 +107,7 @@ class TruncationPolicy:
         MAX_CHUNKS."""
         num_tokens = len(own) + self.template.num_tokens
         if self.max_embed_len is not None and num_tokens > self.max_embed_len:
-            raise InputTooLong(self.max_embed_len, num_tokens, param="input")
+            raise InputTooLong(self.max_embed_len, num_tokens, param=INPUT)
         prompt = self.prompt_of(own)
         size = self.max_own_tokens - len(prompt)
         if size < self.least_chunk:
@@ -133,7 +133,7 @@ class TruncationPolicy:
 def check_num_chunks(num_chunks: int) -> None:
     if num_chunks > MAX_CHUNKS:
         raise BadRequest(
-            f"The inputs are split into {num_chunks} chunks or more, at most {MAX_CHUNKS} in one request", param="input"
+            f"The inputs are split into {num_chunks} chunks or more, at most {MAX_CHUNKS} in one request", param=INPUT
         )
 
 

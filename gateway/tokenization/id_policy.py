@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vecd.gateway.errors import BadRequest
+from vecd.gateway.errors import INPUT, BadRequest
 from vecd.gateway.request import Source, TokenIds
 from vecd.gateway.tokenization import cl100k
 
@@ -73,25 +73,25 @@ class IdPolicy:
             self._check_range(ids, index, self._vocab_size, "the model's")
             if self._policy == "reject":
                 raise BadRequest(
-                    f"'input[{index}]' is a list of token ids, and this server takes none (--token-ids reject): send "
+                    f"'{INPUT}[{index}]' is a list of token ids, and this server takes none (--token-ids reject): send "
                     "text",
-                    param="input",
+                    param=INPUT,
                 )
             return Source.MODEL
         if not self.may_decode():
             raise BadRequest(
-                f"'input[{index}]' is a list of token ids, and this model's special tokens do not tell its own ids "
+                f"'{INPUT}[{index}]' is a list of token ids, and this model's special tokens do not tell its own ids "
                 "from those of another vocabulary. Send text (LangChain: "
                 "OpenAIEmbeddings(check_embedding_ctx_length=False)), or start the server with --token-ids model, "
                 "which takes every list for the model's own ids, or with --token-ids cl100k, for cl100k_base's",
-                param="input",
+                param=INPUT,
             )
         self._check_range(ids, index, cl100k.NUM_IDS, "cl100k_base's", self._why_cl100k())
         if _extremes(ids)[1] >= cl100k.FIRST_UNKNOWN_ID and cl100k.is_any_unknown(ids):
             raise BadRequest(
-                f"'input[{index}]' has a token id that is no token of cl100k_base's vocabulary: "
+                f"'{INPUT}[{index}]' has a token id that is no token of cl100k_base's vocabulary: "
                 f"{cl100k.FIRST_UNKNOWN_ID} and most ids up to {cl100k.NUM_IDS - 1} are not{self._why_cl100k()}",
-                param="input",
+                param=INPUT,
             )
         return Source.CL100K
 
@@ -114,8 +114,8 @@ class IdPolicy:
         least, most = _extremes(ids)
         if least < 0 or most >= num_ids:
             raise BadRequest(
-                f"'input[{index}]' has a token id outside {vocabulary} vocabulary, 0 to {num_ids - 1}{why}",
-                param="input",
+                f"'{INPUT}[{index}]' has a token id outside {vocabulary} vocabulary, 0 to {num_ids - 1}{why}",
+                param=INPUT,
             )
 
 

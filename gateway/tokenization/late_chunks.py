@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.gateway.errors import BadRequest
+from vecd.gateway.errors import INPUT, BadRequest
 from vecd.gateway.request import LateChunking, TokenizedInput
 
 _LOOKED_AT = 12
@@ -64,7 +64,7 @@ def find_chunks(
     assert offsets is not None
     of_text = np.flatnonzero(offsets[:, 0] >= 0)
     if not len(of_text):
-        raise BadRequest(f"'input[{index}]' has no tokens of its own, so it has no late chunks", param="input")
+        raise BadRequest(f"'{INPUT}[{index}]' has no tokens of its own, so it has no late chunks", param=INPUT)
     first, stop = int(of_text[0]), int(of_text[-1]) + 1
     starts, ends = offsets[first:stop].T
     starts = np.minimum(starts, len(text) - 1)  # byte pairs of blanks may be said to be behind them
@@ -87,9 +87,9 @@ def find_chunks(
     if is_wrong.any():
         if late.are_inputs:
             raise BadRequest(
-                f"'input[{np.argmax(is_wrong)}]' has no token of its own in the text that all inputs make together, so "
-                "it has no vector",
-                param="input",
+                f"'{INPUT}[{np.argmax(is_wrong)}]' has no token of its own in the text that all inputs make together, "
+                "so it has no vector",
+                param=INPUT,
             )
         _refuse(ranges, is_wrong, index, "has no token of the text")
     if late.ranges is None:
@@ -104,7 +104,7 @@ def _refuse(ranges: NDArray[np.int32], are_wrong: NDArray[np.bool_], index: int,
     number = int(np.argmax(are_wrong))
     start, end = ranges[number].tolist()
     raise BadRequest(
-        f"'late_chunking': range {number} of 'input[{index}]', [{start}, {end}], {why}", param="late_chunking"
+        f"'late_chunking': range {number} of '{INPUT}[{index}]', [{start}, {end}], {why}", param="late_chunking"
     )
 
 

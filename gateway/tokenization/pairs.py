@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import tokenizers
 
-from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
 from vecd.gateway.request import MAX_PROMPT_CHARS, Overflow, Pair, TokenizedInput
 from vecd.gateway.tokenization.text_tokens import RUN_CHARS, TextTokens, exhaust, runs_of
 from vecd.model.steps import PairTemplate
@@ -223,15 +223,15 @@ def check_length(num_own: int, max_own: int, limits: PairLimits, index: int, *, 
     """Raises InputTooLong for more than `max_own` tokens without the special ones."""
     if num_own > max_own:
         num_tokens = num_own + limits.max_tokens - max_own
-        where = f" It is the pair of 'input[{index}]'."
-        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param="input", where=where)
+        where = f" It is the pair of '{INPUT}[{index}]'."
+        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param=INPUT, where=where)
 
 
 def beyond(index: int, max_chars: int) -> BadRequest:
     return BadRequest(
-        f"The pair of 'input[{index}]' has a text of more than {max_chars} characters, the most that is looked at of "
+        f"The pair of '{INPUT}[{index}]' has a text of more than {max_chars} characters, the most that is looked at of "
         "one text, and may not be truncated there",
-        param="input",
+        param=INPUT,
     )
 
 
@@ -256,7 +256,7 @@ def _cut(query: list[int], document: list[int], limits: PairLimits, max_own: int
 
 def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
     if not ids:
-        raise BadRequest(f"The pair of 'input[{index}]' has no tokens, at least 1 is needed", param="input")
+        raise BadRequest(f"The pair of '{INPUT}[{index}]' has no tokens, at least 1 is needed", param=INPUT)
     return TokenizedInput(ids.tobytes(), len(ids), is_truncated, border=border if border < len(ids) else 0)
 
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordPiece
 
 from vecd.base.files import JsonMapping
-from vecd.gateway.errors import BadRequest
+from vecd.gateway.errors import INPUT, BadRequest
 
 SPACES = " \t\n\r\u3000"
 IDEOGRAPHS = "\u4e00-\u9fff"
@@ -281,7 +281,7 @@ class LongParts:
             raise BadRequest(
                 f"A text has a part of {self._size(part)} characters that can be cut nowhere, at most {self.max_chars} "
                 "are allowed: put blanks into it, or send less of it",
-                param="input",
+                param=INPUT,
             )
 
     def cut_steps(self, part: str, num: int) -> Generator[None, None, int]:

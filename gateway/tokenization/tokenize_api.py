@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 import tokenizers
 
-from vecd.gateway.errors import BadRequest
+from vecd.gateway.errors import INPUT, BadRequest
 from vecd.gateway.request import Token, TokenCollector, TokenIds
 from vecd.gateway.tokenization.frames import TextFrame
 from vecd.gateway.tokenization.text_tokens import TextTokens
@@ -88,14 +88,14 @@ class TokenizeApi:
         """The text of each list. The first step raises BadRequest for too much at once."""
         num_ids = sum(map(len, lists))
         if num_ids > MAX_IDS:
-            raise BadRequest(f"The lists have {num_ids} token ids, at most {MAX_IDS} in one request", param="input")
+            raise BadRequest(f"The lists have {num_ids} token ids, at most {MAX_IDS} in one request", param=INPUT)
         yield
         texts = []
         for index, ids in enumerate(lists):
             if len(ids) and (min(ids) < 0 or max(ids) >= self._vocab_size):
                 raise BadRequest(
                     f"List {index} has a token id outside the model's vocabulary, 0 to {self._vocab_size - 1}",
-                    param="input",
+                    param=INPUT,
                 )
             texts += self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
             yield
@@ -106,13 +106,13 @@ class TokenizeApi:
             if len(text) > self._texts.max_chars:
                 raise BadRequest(
                     f"Text {index} has more than {self._texts.max_chars} characters, the most that are looked at",
-                    param="input",
+                    param=INPUT,
                 )
         num_chars = sum(map(len, texts)) + len(texts) * len(prompt)
         if num_chars > MAX_CHARS:
             raise BadRequest(
                 f"The texts have {num_chars} characters, prompts included, at most {MAX_CHARS} in one request",
-                param="input",
+                param=INPUT,
             )
 
     def _special(self, ids: Sequence[int]) -> list[Token]:
@@ -127,7 +127,7 @@ class TokenizeApi:
             raise BadRequest(
                 f"A text has a part of {len(piece)} characters that can be cut nowhere, and has more than {len(first)} "
                 "tokens, the most of one part",
-                param="input",
+                param=INPUT,
             )
         num_before = len(self._texts.all_ids(context)) if context else 0
         described = zip(first.ids, first.tokens, first.offsets, strict=True)

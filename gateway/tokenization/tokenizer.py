@@ -29,7 +29,7 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 from tokenizers.processors import TemplateProcessing
 
-from vecd.gateway.errors import BadRequest, InputTooLong
+from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
 from vecd.gateway.request import (
     MAX_PROMPT_CHARS,
     Inputs,
@@ -422,7 +422,7 @@ class Tokenizer:
             if not item.num_tokens and self._no_tokens:
                 item = truncation.whole(self._no_tokens, source)
             if not item.num_tokens:
-                raise BadRequest(f"'input[{index}]' has no tokens, at least 1 is needed", param="input")
+                raise BadRequest(f"'{INPUT}[{index}]' has no tokens, at least 1 is needed", param=INPUT)
             tokenized.append(item)
         return tokenized
 
@@ -445,7 +445,7 @@ class Tokenizer:
                 except InputTooLong as error:
                     if role is Role.QUERY:
                         error.param = "query"
-                    error.message += " It is the query." if role is Role.QUERY else f" It is 'input[{error.index}]'."
+                    error.add(" It is the query." if role is Role.QUERY else f" It is '{INPUT}[{error.index}]'.")
                     raise
         return tokenized
 
@@ -528,7 +528,7 @@ class Tokenizer:
             own = yield from self.texts.all_steps(text, truncation.prompt)
             num_tokens = len(own) + truncation.template.num_tokens
             if num_tokens > truncation.max_tokens:
-                raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input", index=index)
+                raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param=INPUT, index=index)
         if is_beyond:
             raise self._beyond(index, f"{self.max_chars} characters")
         if truncation.overflow is Overflow.TRUNCATE_LEFT:
@@ -573,19 +573,19 @@ class Tokenizer:
             return (yield from cl100k.decode_steps(ids[: self.max_ids], self.max_chars))
         except cl100k.NotText:
             raise BadRequest(
-                f"'input[{index}]' is a list of token ids that are no text in cl100k_base's vocabulary, nor framed by "
-                "this model's special tokens. Send text (LangChain: "
+                f"'{INPUT}[{index}]' is a list of token ids that are no text in cl100k_base's vocabulary, nor framed "
+                "by this model's special tokens. Send text (LangChain: "
                 "OpenAIEmbeddings(check_embedding_ctx_length=False)); see --token-ids",
-                param="input",
+                param=INPUT,
             ) from None
 
     def _take_ids(self, ids: TokenIds, index: int, how: Tokenizing) -> Generator[None, None, TokenizedInput]:
         """A list of the model's own ids, with its special tokens or without."""
         if how.prompt:
             raise BadRequest(
-                f"'input[{index}]' is a list of the model's own token ids, which are taken as they are: no prompt can "
-                "be put before it. Send text",
-                param="input",
+                f"'{INPUT}[{index}]' is a list of the model's own token ids, which are taken as they are: no prompt "
+                "can be put before it. Send text",
+                param=INPUT,
             )
         truncation = self._truncation_of_ids(how, self._template.matches(ids))
         is_beyond = len(ids) > self.max_ids
@@ -593,7 +593,7 @@ class Tokenizer:
             return truncation.templated(ids, Source.MODEL, is_truncated=len(ids) > truncation.max_tokens)
         if truncation.overflow is Overflow.ERROR:
             num_tokens = self.max_ids + 1 if is_beyond else len(ids)
-            raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param="input")
+            raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param=INPUT)
         if is_beyond:
             raise self._beyond(index, f"{self.max_ids} token ids")
         own = ids[len(truncation.template.prefix) : len(ids) - len(truncation.template.suffix)]
@@ -604,9 +604,9 @@ class Tokenizer:
     @staticmethod
     def _beyond(index: int, limit: str) -> BadRequest:
         return BadRequest(
-            f"'input[{index}]' has more than {limit}, the most that is looked at of one input, and may not be "
+            f"'{INPUT}[{index}]' has more than {limit}, the most that is looked at of one input, and may not be "
             "truncated there",
-            param="input",
+            param=INPUT,
         )
 
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from tests.support.pipelines import planned_config
 from vecd.gateway.api.large_json import Bounds, PieceReader
-from vecd.gateway.api.operation import Call, Operation, ParsedEmbed
+from vecd.gateway.api.operation import Operation, ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import GatewayConfig
+from vecd.gateway.dialects.ask import read
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.errors import ApiError
@@ -66,7 +67,7 @@ def ask(
     """What a body asks for; `in_pieces`: as if it were a large one."""
     assert operation.embed is not None
     fields = read_in_pieces(operation, body) if in_pieces else body
-    asked = operation.embed(Call(operation.fields.read(fields), headers or {}, model_info, REQUEST_ID))
+    asked = operation.embed(read(operation.fields, fields, headers or {}, model_info, REQUEST_ID))
     assert isinstance(asked, ParsedEmbed)
     return asked
 
@@ -84,13 +85,13 @@ def refusal(
 def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int) -> dict[str, Any]:
     """The fields as they are read of a large body: ids as arrays, and no more of texts and ids than is looked at."""
     limits = Bounds(**{"max_items": 1000, "max_chars": 1000, "max_ids": 1000, "window_bytes": 16, **bounds})
-    steps = PieceReader(orjson.dumps(body), operation.fields.large, limits, operation.fields.small).read_object()
+    fields = operation.fields
+    steps = PieceReader(orjson.dumps(body), fields.large, limits, fields.small).read_object()
     while True:
         try:
             next(steps)
         except StopIteration as stop:
-            fields: dict[str, Any] = stop.value
-            return fields
+            return stop.value
 
 
 def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
@@ -100,7 +101,7 @@ def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
         num_tokens=7,
         num_truncated=0,
         num_chunked=0,
-        sources=frozenset((Source.TEXT,)),
+        sources=frozenset({Source.TEXT}),
         reports=(),
         num_chars=5,
         stages=STAGES,

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.asking import PLAIN, body_of, changed
+from tests.support.asking import PLAIN, ask, body_of, changed
 from tests.support.cards import DENSE
 from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, serving
-from vecd.gateway.api.operation import Call, ParsedEmbed, fill_in, parse_with_defaults
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import AliasDefaults, GatewayConfig
 from vecd.gateway.dialects import rerank
-from vecd.gateway.dialects.openai import EMBEDDINGS
 from vecd.gateway.request import EmbedRequest, Role
 from vecd.model.steps import Step
 
@@ -138,25 +136,9 @@ def info_of(defaults: AliasDefaults, **changes: Any) -> ModelInfo:
 
 
 def test_rankings_have_neither_the_prompt_nor_the_dimensions():
-    info = info_of(AliasDefaults("a", prompt="p: ", dimensions=8, role="query"))
-    info = changed(info, capabilities=("dense", "multi-vector"))
-    operation = rerank.DIALECT.operations["POST /rerank"]
-    body = {"query": "q", "documents": ["d"]}
-    assert operation.embed is not None
-    parsed = parse_with_defaults(operation.embed, body, Call(operation.fields.read(body), {}, info))
-    assert isinstance(parsed, ParsedEmbed)
-    request = parsed.request
+    info = info_of(AliasDefaults("a", prompt="p: ", dimensions=8, role="query"), capabilities=("dense", "multi-vector"))
+    request = ask(RERANK, {"query": "q", "documents": ["d"]}, model_info=info).request
     assert (request.tokenizing.prompt, request.tokenizing.role, request.dimensions) == (None, Role.DOCUMENT, None)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"output": "sparse"}, {"output": ["dense", "sparse"]}, {"return_multivector": True}, {"task": "token_embed"}],
-)
-def test_the_dtype_is_that_of_dense_vectors_alone(fields):
-    defaults = AliasDefaults("a", dtype="int8")
-    assert fill_in(fields, EMBEDDINGS, defaults) == fields
-    assert fill_in({"output": "dense"}, EMBEDDINGS, defaults)["output_dtype"] == "int8"
 
 
 async def test_an_alias_is_listed_with_its_defaults(bench: Bench):

@@ -21,7 +21,7 @@ from vecd.gateway.app.app import App
 from vecd.gateway.config import AliasDefaults, ApiKey, GatewayConfig
 from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.errors import ApiError, BadRequest, Unavailable
+from vecd.gateway.errors import INPUT, ApiError, BadRequest, Unavailable
 from vecd.gateway.request import Embedded, EmbedRequest, Response
 from vecd.gateway.scheduling.keys import Principal
 from vecd.gateway.service import Service
@@ -291,7 +291,7 @@ async def test_the_default_takes_the_request_of_an_unknown_name_and_says_its_own
 )
 async def test_an_error_about_an_input_names_the_dialect_s_field(bench: Bench, monkeypatch, path, value, name):
     async def fail(*_: object) -> None:
-        raise BadRequest("'input[0]' is too long", param="input")
+        raise BadRequest(f"'{INPUT}[0]' is too long", param=INPUT)
 
     monkeypatch.setattr(bench.made[0].pipeline, "embed", fail)
     response = await bench.post(path, {name: value})

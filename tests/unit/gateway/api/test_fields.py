@@ -1,3 +1,4 @@
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import parse_accept
-from vecd.gateway.api.fields import Field, Fields
+from vecd.gateway.api.fields import SEVERAL, Field, Fields, Said, inside
 from vecd.gateway.errors import BadRequest, quoted
 from vecd.gateway.request import Encoding
 
@@ -24,6 +25,41 @@ LEAST = fields.whole_number("least", "no more is known", minimum=-1)
 COLOUR = fields.choice("colour", "one of two", {colour.value: colour for colour in Colour})
 THING: Field[Any] = fields.anything("thing", "whatever", {"type": "object"}, is_required=True, is_large=True)
 ALL = Fields(NAME, LOUD, SIZE, LEAST, COLOUR, THING)
+
+
+SIZES = (SIZE, SIZE.called("length", "a tailor's"))
+SIDES: Field[frozenset[str]] = fields.choice(
+    "sides", "where", {"any": frozenset("lr"), "left": frozenset("l"), "right": frozenset("r")}
+)
+BOTH = Field("both", "", {}, lambda value, _: Said(size=value, sides=frozenset("l")), key=SEVERAL)
+WORDS = Fields(*SIZES, SIDES, replace(SIDES, name="ends"), BOTH, *inside("box", "all of it", *SIZES, SIDES))
+
+
+@pytest.mark.parametrize(
+    ("body", "size", "word", "sides"),
+    [
+        ({"length": 3}, 3, "length", None),
+        ({"box": {"length": 3, "other": 1}, "ends": None}, 3, "box.length", None),
+        ({"both": 3, "sides": "any"}, 3, "both", {"l"}),
+    ],
+)
+def test_all_words_for_an_attribute_are_read_together(body, size, word, sides):
+    wanted = WORDS.read(body)
+    assert (wanted.get(SIZE), wanted.word(SIZE), wanted.get(SIDES)) == (size, word, sides)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"length": 3, "size": 4}, ("length", "size")),
+        ({"sides": "any", "ends": "right", "box": {"sides": "left"}}, ("ends", "box.sides")),
+    ],
+)
+def test_words_that_contradict_each_other_are_refused_by_name(body, words):
+    first, second = words
+    with pytest.raises(BadRequest, match=f"'{first}' and '{second}' contradict each other: send one of") as caught:
+        WORDS.read(body)
+    assert caught.value.param == words[1]
 
 
 def test_what_is_required_is_missed():

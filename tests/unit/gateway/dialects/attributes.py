@@ -384,7 +384,7 @@ _WRONG_DOCUMENTS: tuple[Any, ...] = (5, [], [1, 2], [["secret"]], [{"title": "se
 
 TABLE = (
     # --- vectors ---
-    Row("dimensions", DENSE, words("dimensions", "output_dimension", "truncate_dim"), ((8, 8), (16, None), (0, ABSENT)),
+    Row("dimensions", DENSE, words("dimensions", "output_dimension", "truncate_dim"), ((8, 8), (16, None), (0, UNSAID)),
         (-1, 17, *_NO_NUMBER)),
     Row("dimensions", ("openai messages", "pooling messages"), words("dimensions"), ((8, 8),), (17, "8")),
     Row("dimensions", ("ollama",), words("dimensions"), ((8, 8), (16, None), (0, None)), (-1, 17, *_NO_NUMBER)),

@@ -20,7 +20,7 @@ from vecd.gateway.api.operation import ParsedMessages
 from vecd.gateway.config import AliasDefaults, GatewayConfig
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.encoding.result import FloatRows
-from vecd.gateway.errors import ApiError, EngineFailed, Unavailable
+from vecd.gateway.errors import INPUT, ApiError, EngineFailed, Unavailable
 from vecd.gateway.request import Embedded, EmbedRequest, InputReport, Source, Token
 from vecd.gateway.tokenization.late_chunks import LateChunks
 from vecd.model.card import ModelCard
@@ -65,7 +65,7 @@ class Played(Recorder):
         if request.inputs[0] == "late":
             raise Unavailable("No worker is up", retry_after_s=1)
         if request.inputs[0] == "poison":
-            raise EngineFailed("The engine failed on 'input[0]'", param="input")
+            raise EngineFailed(f"The engine failed on '{INPUT}[0]'", param=INPUT)
         self.asked = request._replace(inputs=cast(Any, list(request.inputs)))
         return self._embedded(request)
 

@@ -74,17 +74,8 @@ for _row in TABLE:
     for _name in _row.routes:
         ROWS_OF[_name, _row.attribute].append(_row)
 KNOWN = {
-    ("words", "prompt", "pooling"): "names 'input_type' where the client has 'embedding_mode'",
-    ("words", "prompt", "pooling tokens"): "names 'input_type' where the client has 'embedding_mode'",
-    ("words", "role", "pooling multi"): "names 'input_type' where the client has 'embedding_mode'",
-    ("words", "role", "embed_sparse"): "'prompt_name' silently wins over 'input_type'",
-    ("words", "role", "root sparse"): "'prompt_name' silently wins over 'input_type'",
-    ("words", "most weights", "embed_sparse"): "leaves 'parameters.' out of the names",
-    ("words", "most weights", "root sparse"): "leaves 'parameters.' out of the names",
-    ("words", "documents in the response", "root rerank"): "either of both that is true wins silently",
     ("wrong", "nothing", "show by name"): "names 'model' where the client has 'name'",
     ("wrong", "nothing", "pull by name"): "names 'model' where the client has 'name'",
-    ("alias", "prompt", "zero-shot"): "has the model's own prompt, not the alias'",
 }
 """What is not yet as the rule has it, by rule, attribute and route."""
 

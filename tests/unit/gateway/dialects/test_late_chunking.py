@@ -119,7 +119,8 @@ CHAT = [{"role": "user", "content": "a"}]
     ],
 )
 def test_what_is_no_mean_of_a_text_is_refused(model_info, fields, says):
-    error = refusal(EMBEDDINGS, {"input": "a", "late_chunking": True, **fields}, model_info)
+    body = fields if "messages" in fields else {"input": "a", **fields}
+    error = refusal(EMBEDDINGS, {"late_chunking": True, **body}, model_info)
     assert error.param == "late_chunking"
     assert says in error.message
 

@@ -71,8 +71,3 @@ def test_status_and_type_of_an_error(error, status, error_type):
     response = render_error(error)
     body = {"error": error.message, "error_type": error_type}
     assert (response.status, orjson.loads(body_of(response))) == (status, body)
-
-
-def test_an_error_names_the_field_as_it_is_called_here():
-    body = body_of(render_error(errors.EngineFailed("The engine failed on 'input[3]'")))
-    assert orjson.loads(body)["error"] == "The engine failed on 'inputs[3]'"
