@@ -52,8 +52,9 @@ class AsyncClient(ClientBase):
 
     @classmethod
     def of_command(cls, target: Target, user_agent: str, **arguments: Any) -> Self:
-        client = super().of_command(target, user_agent, **arguments)
-        client._may_speak_tls = True
+        """A client of a command, whose flags say which certificates are trusted. `arguments`: those of `__init__`."""
+        client = cls(str(target), **arguments)
+        client.target, client.user_agent, client._may_speak_tls = target, user_agent, True
         return client
 
     async def answer(self, piece: Piece, call: ClientCall | None = None) -> Any:

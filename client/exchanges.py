@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
 
-from vecd.base.target import Target, parse_target
+from vecd.base.target import parse_target
 from vecd.client.http import BadResponse, Place, ServerResponse, render_request
 from vecd.client.sockets import NotConnected, TlsMismatch
 
@@ -99,13 +99,6 @@ class ClientBase:
 
     def _forget_connections(self) -> None:
         raise NotImplementedError
-
-    @classmethod
-    def of_command(cls, target: Target, user_agent: str, **arguments: Any) -> Self:
-        """A client of a command, whose flags say which certificates are trusted. `arguments`: those of `__init__`."""
-        client = cls(str(target), **arguments)
-        client.target, client.user_agent = target, user_agent
-        return client
 
     def why_gone(self) -> str | None:
         """Why the server will not come back; None if it may."""
