@@ -318,7 +318,6 @@ class Decompression:
         self._num_members = 0
         self._inflated = BytesIO()
         self.num_bytes = 0
-        """Decompressed so far."""
         self.is_complete = False
 
     def advance(self, max_bytes: int) -> None:

@@ -15,7 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from vecd.gateway.errors import TooManyRequests
 from vecd.gateway.request import Priority
-from vecd.gateway.scheduling.policy import BatchingPolicy, Unqueued, Workers
+from vecd.gateway.scheduling.policy import BatchingPolicy, Workers
 from vecd.gateway.scheduling.queue import RequestQueue
 
 # Permits, and places in the admission queues, are bounded by what is free (the dynamic threshold of Choudhury and
@@ -185,15 +185,14 @@ class Admission:
         return use.num_requests if use is not None else 0
 
     def wait_s(self, permit: Permit) -> float:
-        """As `BatchingPolicy.wait_s`."""
-        use = permit.use
-        unqueued = Unqueued(
-            own_tokens=use.num_unqueued,
-            own_requests=use.num_requests,
-            others_tokens=self.num_unqueued - use.num_unqueued,
-            num_others=len(self._uses) - (use.tenant in self._uses),
-        )
-        return self._policy.wait_s(permit.num_tokens, permit.priority, use.tenant, unqueued, self._workers)
+        """Estimated seconds until the request would have had its turn, if it were queued now."""
+        use, num_tokens = permit.use, permit.num_tokens
+        before = self._policy.tokens_before(num_tokens, permit.priority, use.tenant, self._workers)
+        # Of those that were admitted and have not been queued yet.
+        own = min(use.num_unqueued, num_tokens * use.num_requests)
+        num_others = len(self._uses) - (use.tenant in self._uses)
+        others = min(self.num_unqueued - use.num_unqueued, (num_tokens + own) * num_others)
+        return (before + own + others) / self._workers.tokens_per_s
 
     # --- waiters --------------------------------------------------------------------------------------------
 

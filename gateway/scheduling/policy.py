@@ -58,18 +58,6 @@ _SHORT_EXPECTED_S = 2.0
 """So long after a short request, others are expected."""
 
 
-class Unqueued(NamedTuple):
-    """Requests that were admitted and have not been queued yet, beside the one that an estimate is for."""
-
-    own_tokens: int = 0
-    """Of the same tenant, estimated."""
-    own_requests: int = 0
-    others_tokens: int = 0
-    """Of other tenants, estimated."""
-    num_others: int = 0
-    """Other tenants."""
-
-
 class Workers(Protocol):
     @property
     def tokens_per_s(self) -> float:
@@ -256,13 +244,11 @@ class BatchingPolicy:
         since += [batch[0].request_queue.waits_since for batch in self._isolated]
         return max(0.0, now - min(since, default=now))
 
-    def wait_s(self, num_tokens: int, priority: Priority, tenant: str, unqueued: Unqueued, workers: Workers) -> float:
-        """Estimated seconds until a new request of `num_tokens` would have had its turn, if it were queued now."""
+    def tokens_before(self, num_tokens: int, priority: Priority, tenant: str, workers: Workers) -> int:
+        """Estimated tokens that are computed before a new request of `num_tokens` would have had its turn, if it were
+        queued now."""
         before = self.tokens_ahead(num_tokens, priority, workers.tokens_per_s, tenant) + workers.in_flight_tokens
-        before += sum([min(before, tokens) for tokens in self._queued_elsewhere()])  # gateways take turns
-        own = min(unqueued.own_tokens, num_tokens * unqueued.own_requests)
-        others = min(unqueued.others_tokens, (num_tokens + own) * unqueued.num_others)
-        return (before + own + others) / workers.tokens_per_s
+        return before + sum([min(before, tokens) for tokens in self._queued_elsewhere()])  # gateways take turns
 
     def place_s(self, num_requests: int, least_tokens: int, num_unqueued_tokens: int, workers: Workers) -> float:
         """Estimated seconds until one of `num_requests` is over, of which the shortest has `least_tokens` left that no
@@ -272,8 +258,8 @@ class BatchingPolicy:
         return min(before / workers.tokens_per_s, self.max_wait_s(num_unqueued_tokens, workers))
 
     def max_wait_s(self, num_unqueued_tokens: int, workers: Workers) -> float:
-        """Seconds that no `wait_s` is above, for a tenth of its price. `num_unqueued_tokens`: of all requests that were
-        admitted and have not been queued yet."""
+        """Seconds that no `Admission.wait_s` is above, for a tenth of its price. `num_unqueued_tokens`: of all requests
+        that were admitted and have not been queued yet."""
         waiting = (self.queued_tokens + workers.in_flight_tokens) * self._num_gateways
         return (waiting + num_unqueued_tokens) / workers.tokens_per_s
 

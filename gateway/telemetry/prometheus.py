@@ -38,9 +38,7 @@ _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 class Usage(NamedTuple):
     pid: int
     cpu_s: float
-    """Processor time since its start."""
     resident_bytes: int
-    """Resident memory, shared memory included."""
     proportional_bytes: int
     """Resident memory, where memory that n processes share counts as an n-th: the sum over all processes is right. 0
     where the kernel does not report it."""

@@ -36,7 +36,6 @@ class LateChunks(NamedTuple):
     prompt: tuple[int, int]
     """The rows from and to which no chunk has any, though a chunk may span them."""
     num_rows: int
-    """Of the sequence."""
     is_truncated: NDArray[np.bool_]
     """[n]: some of its tokens were cut off."""
 

@@ -73,7 +73,6 @@ class TokenVocabulary(NamedTuple):
     """The vocabulary as responses need it."""
 
     text_of: Callable[[int], str | None]
-    """The string of a token id."""
     subword_prefix: str = ""
     """What begins the string of a token that continues a word, "##" in BERT's."""
 

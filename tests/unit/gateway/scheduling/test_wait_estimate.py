@@ -11,11 +11,10 @@ import pytest
 from vecd.gateway.encoding.result import PendingResult
 from vecd.gateway.request import Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
-from vecd.gateway.scheduling.policy import BatchingPolicy, Unqueued
+from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 
 NUM_QUEUES = 120
-NOTHING = Unqueued()
 
 
 class Workers:
@@ -93,8 +92,8 @@ def random_case(loop, seed: int, priorities: list[Priority], *, is_sized: bool, 
             server.compute(is_sized=is_sized)
     tenant, priority = rng.choice(tenants + "z"), rng.choice(priorities)
     lengths = [length() for _ in range(rng.choice([1, 1, 5, 40, 200]))]
-    wait_s = server.policy.wait_s(sum(lengths), priority, tenant, NOTHING, server.workers)
-    assert wait_s <= server.policy.max_wait_s(0, server.workers)
+    estimate = server.policy.tokens_before(sum(lengths), priority, tenant, server.workers)
+    assert estimate / tokens_per_s <= server.policy.max_wait_s(0, server.workers)
     request_queue, actual = server.request(tenant, priority, lengths), 0
     while request_queue.num_tokens:
         num_before = 0
@@ -105,7 +104,7 @@ def random_case(loop, seed: int, priorities: list[Priority], *, is_sized: bool, 
                 actual, num_before = actual + num_before, 0
         actual += num_before if request_queue.num_tokens else 0
     step = server.max_batch_tokens + server.policy.quantum
-    return Case(round(wait_s * tokens_per_s), actual, step, seed)
+    return Case(estimate, actual, step, seed)
 
 
 def test_beside_requests_of_its_priority_an_estimate_is_right_within_a_factor_of_two(loop):
