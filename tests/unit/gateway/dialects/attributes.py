@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from vecd.gateway.request import MAX_PROMPT_CHARS, Dtype, Encoding, Form, LateChunking, Overflow, Priority, Role
+from vecd.gateway.request import MAX_PROMPT_CHARS, Dtype, Encoding, Form, LateChunking, Overflow, Pair, Priority, Role
 from vecd.shm.output import Output
 
 # --- routes -----------------------------------------------------------------------------------------------------
@@ -317,6 +317,8 @@ ATTRIBUTES: dict[str, Attribute] = {
     "spans": Attribute(lambda exchange: not any("entity" in each for each in _entities(exchange))),
     "labels left out": Attribute(lambda exchange: len(_entities(exchange))),
     "temperature": Attribute(lambda exchange: round(exchange.json["data"][0]["score"], 1)),
+    "ids": Attribute(_member("lists")),
+    "texts": Attribute(_member("texts")),
     "added special tokens": Attribute(_member("add_special_tokens")),
     "skipped special tokens": Attribute(_member("skip_special_tokens")),
     "prompt of tokens": Attribute(_member("prompt")),
@@ -495,6 +497,21 @@ TABLE = (
     Row("inputs", ("classify tokens",), words("input"), (*_TEXT_INPUTS, *_OBJECTS), (*_WRONG_TEXTS, [1])),
     Row("inputs", (*TEI_DENSE, "embed_all", "embed_sparse"), words("inputs"), (*_TEXT_INPUTS, *_ID_INPUTS),
         (*_WRONG_INPUTS[:1], *_WRONG_INPUTS[2:])),
+    Row("inputs", ("predict",), words("inputs"),
+        (("b", ["b"]), (["b"], ["b"]), (["b", "c"], [Pair("b", "c")]), ([["b"], ["c"], ["d"]], ["b", "c", "d"]),
+         ({"text": "b"}, ["b"]), ([{"text": "b", "text_pair": "c"}, ["d", "e"]], [Pair("b", "c"), Pair("d", "e")])),
+        (5, [], ["a", "b", "c"], [["a"], ["b", "c"]], [["a", "b", "c"]], [[]], [["secret", 5]], [[["secret"]]],
+         {"text": None, "text_pair": "secret"}, {"text": "a", "text_pair": ["secret"]}, [{"text_pair": "secret"}],
+         [["secret"]] * 9)),
+    Row("inputs", ("hub labels",), words("inputs"), (("b", ["b"]), (["b", "c"], ["b", "c"])), (5, [], ["a", 5])),
+    Row("inputs", ("invocations pairs",), words("text_pairs"), (([["b", "c"]], [Pair("b", "c")]),),
+        ("a", [], [["a", "b", "c"]], [["secret", 1]], [["a", "b"], None], [[1, 2]], [["a", "b"]] * 9)),
+    Row("ids", ("detokenize", "cohere detokenize"), words("tokens"), (([1, 2], [[1, 2]]),), ("secret", [], [1, True])),
+    Row("ids", ("decode",), words("ids"), (([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])),
+        ("secret", [], [1, "secret"])),
+    Row("texts", ("tokenize",), words("prompt"), (("b", ["b"]), ("", [""])), (5, ["secret"])),
+    Row("texts", ("cohere tokenize",), words("text"), (("b", ["b"]),), (5, ["secret"])),
+    Row("texts", ("tei tokenize",), words("inputs"), (("b", ["b"]), (["b", "c"], ["b", "c"])), (5, [], ["secret", 5])),
     Row("inputs", ("predict tokens",), words("inputs"), _TEXT_INPUTS, _WRONG_TEXTS),
     Row("inputs", ("ollama",), words("input"), (("b", ["b"]), (["b", "c"], ["b", "c"])),
         (5, {}, ["a", 5], [1], [[1]], _TOO_MANY)),

@@ -39,47 +39,6 @@ def scores(logits: np.ndarray) -> ScoreRows:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected", "is_single"),
-    [
-        ("", [""], True),
-        (["a"], ["a"], True),
-        (["a", "b"], [Pair("a", "b")], True),
-        ([["a"], ["b"], ["c"]], ["a", "b", "c"], False),
-        ([["a"]], ["a"], False),
-        ({"text": "a"}, ["a"], True),
-        ([{"text": "a", "text_pair": "b"}, ["c", "d"]], [Pair("a", "b"), Pair("c", "d")], False),
-    ],
-)
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_texts_and_pairs_are_recognized_as_by_tei(inputs, expected, is_single, in_pieces):
-    asked = ask(PREDICT, {"inputs": inputs}, model_info=MOODS, in_pieces=in_pieces)
-    assert (asked.request.inputs, asked.request.output) == (expected, Output.SCORES)
-    num = len(expected)
-    response = rendered(asked, scores(np.repeat(LOGITS[:1], num, axis=0)))
-    assert isinstance(response[0], dict if is_single else list)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        ([["a", "b", "c"]], "'inputs[0]' must have one text, or a pair of two, has 3"),
-        ([[]], "'inputs[0]' must have one text, or a pair of two, has 0"),
-        ([["a", 5]], "'inputs[0][1]' must be a string, is a whole number"),
-        (None, "is missing"),
-        ({"text": None, "text_pair": "secret"}, "'inputs.text' must be a string, is missing"),
-        ({"text": "a", "text_pair": ["secret"]}, "'inputs.text_pair' must be a string, is a list"),
-        ([{"text_pair": "secret"}], "'inputs[0].text' must be a string, is missing"),
-        ([[["secret"]]], "'inputs[0][0]' must be a string, is a list"),
-        ([["secret"]] * 5, "at most 4 in one request (--max-inputs)"),
-    ],
-)
-def test_other_inputs_are_refused(inputs, says):
-    error = refusal(PREDICT, {"inputs": inputs}, MOODS)
-    assert error.param == "inputs"
-    assert says in error.message
-
-
-@pytest.mark.parametrize(
     ("fields", "model_info", "expected"),
     [
         ({}, TOXIC, [0.5, 1 / (1 + np.exp(-2.0)), 1 / (1 + np.exp(-1.0))]),

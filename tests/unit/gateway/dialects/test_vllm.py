@@ -97,20 +97,6 @@ def test_another_models_tokens_are_not_counted_where_names_matter():
             read({**body, "model": "gpt"}, strict)
 
 
-@pytest.mark.parametrize(
-    ("read", "body", "param"),
-    [
-        (tokenize, {"prompt": "a", "messages": []}, "messages"),
-        (detokenize, {"tokens": []}, "tokens"),
-        (detokenize, {"tokens": [1, True]}, "tokens"),
-    ],
-)
-def test_what_has_no_tokens(read, body, param):
-    with pytest.raises(errors.BadRequest) as caught:
-        read(body)
-    assert caught.value.param == param
-
-
 def test_all_ids_of_a_large_body_are_decoded():
     ids = list(range(5000))
     fields = read_in_pieces(DETOKENIZE, {"tokens": ids}, max_ids=10, window_bytes=64)
