@@ -380,6 +380,7 @@ _OBJECTS = (([{"text": "b", "image": None}, "c"], ["b", "c"]),)
 _DENSE, _MULTI = frozenset((Output.VECTORS,)), frozenset((Output.TOKEN_VECTORS,))
 _TOO_MANY = ["a"] * 9
 _WRONG_TEXTS: tuple[Any, ...] = (5, {"secret": 1}, [], ["secret", 5], ["secret", None], _TOO_MANY)
+_WRONG_OBJECTS = ([{"text": "secret", "secret": "c"}], [{"text": "a"}, {"text": 5}], [{"text": "a"}, [1]])
 _WRONG_INPUTS = (*_WRONG_TEXTS, [1, "a"], [[1], "secret"], [[1], []], [[1], [True]])
 _DOCUMENTS = ((["x", "y"], ["x", "y"]), ([{"text": "x"}, "y"], ["x", "y"]), ("x", ["x"]))
 _WRONG_DOCUMENTS: tuple[Any, ...] = (5, [], [1, 2], [["secret"]], [{"title": "secret"}], _TOO_MANY)
@@ -493,7 +494,7 @@ TABLE = (
     Row("report", (*OPENAI_DENSE, *POOLING[:2]), words("report"), _FLAGS, _NO_FLAG),
     # --- inputs ---
     Row("inputs", (*OPENAI_DENSE, "pooling", "classify"), words("input"), (*_TEXT_INPUTS, *_OBJECTS, *_ID_INPUTS),
-        _WRONG_INPUTS),
+        (*_WRONG_INPUTS, *_WRONG_OBJECTS)),
     Row("inputs", ("classify tokens",), words("input"), (*_TEXT_INPUTS, *_OBJECTS), (*_WRONG_TEXTS, [1])),
     Row("inputs", (*TEI_DENSE, "embed_all", "embed_sparse"), words("inputs"), (*_TEXT_INPUTS, *_ID_INPUTS),
         (*_WRONG_INPUTS[:1], *_WRONG_INPUTS[2:])),

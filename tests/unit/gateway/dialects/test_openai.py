@@ -39,29 +39,6 @@ def refusal(model_info: ModelInfo = PLAIN, in_pieces: bool = False, /, **fields:
     return error
 
 
-# --- inputs and headers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"input": [1, "secret"]}, "input", "'input[1]' must be a token id, is a string"),
-        ({"input": [[1], "secret"]}, "input", "'input[1]' must be a list of token ids, is a string"),
-        ({"input": [[1], []]}, "input", "'input[1]' is an empty list"),
-        ({"input": [[1], [True]]}, "input", "'input[1][0]' must be a token id, is a boolean"),
-        ({"input": [{"text": "secret", "secret": "c"}]}, "input", "'input[0]' must be a string, or an object"),
-        ({"input": [{"text": "a"}, {"text": 5}]}, "input", "'input[1]' must be a string, or an object"),
-        ({"input": [{"text": "a"}, [1]]}, "input", "'input[1]' must be a string, is a list"),
-        ({"dimensions": 128}, "dimensions", "does not support specifying dimensions"),
-    ],
-)
-def test_bad_requests_name_the_field(fields, param, says):
-    for in_pieces in (False, True):
-        error = refusal(PLAIN, in_pieces, **fields)
-        assert error.param == param
-        assert says in error.message
-
-
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 
@@ -101,9 +78,6 @@ def test_no_field_is_ever_ignored():
                 assert (asked in left) if fields else (asked is None)
 
 
-# --- vectors ----------------------------------------------------------------------------------------------------
-
-
 # --- forms ------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +108,8 @@ def test_what_is_wrong_is_named(fields, param, says):
     assert says in error.message
 
 
-# --- what would change the answer, and is not supported ---------------------------------------------------------
+def test_dimensions_that_the_model_was_not_made_for_are_refused_in_openai_s_words():
+    assert "This model does not support specifying dimensions" in refusal(PLAIN, dimensions=128).message
 
 
 # --- answers ----------------------------------------------------------------------------------------------------
