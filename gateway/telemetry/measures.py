@@ -96,12 +96,6 @@ class SharedMetrics:
         """Map the file behind `fd`, which may be closed afterwards. Raises ValueError when it is too small."""
         return cls(memoryview(mmap.mmap(fd, spec.nbytes)).cast("q"), spec, gateway)
 
-    @classmethod
-    def private(cls, num_workers: int = 64) -> "SharedMetrics":
-        """Metrics in private memory, for a gateway without a supervisor."""
-        spec = SharedMetricsSpec(num_gateways=1, num_workers=num_workers)
-        return cls(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
-
     # --- models ---------------------------------------------------------------------------------------------
 
     def of_model(self, model: str) -> "SharedMetrics":

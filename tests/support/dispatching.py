@@ -30,7 +30,7 @@ from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.control import Channel, InputDeaths, Message, Quarantined, WorkerStuck
 from vecd.shm.output import Output
-from vecd.shm.shared_metrics import ServiceKey
+from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
 from vecd.workers.process.loop import EngineLost, Loop, connected
@@ -44,6 +44,12 @@ CONFIG: dict[str, Any] = {
 """What a dispatcher reads of the configuration, but the card."""
 SERVICE = ServiceKey(1)
 DEADLINE_S = 10.0
+
+
+def private_metrics() -> SharedMetrics:
+    """Of a gateway without a supervisor."""
+    spec = SharedMetricsSpec(num_gateways=1, num_workers=64)
+    return SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
 
 
 class Worker:
@@ -181,7 +187,7 @@ class Dispatched:
         card = card or ModelCard("", "", "bert", dim, dim, 16, dim, ("mean",), (), False, "", num_labels=dim)
         self.spec = spec
         self.policy = BatchingPolicy(16, spec.rows_per_slot, max_sequence_tokens=16)
-        self.shared_metrics = shared_metrics or SharedMetrics.private()
+        self.shared_metrics = shared_metrics or private_metrics()
         self.reported: list[Message] = []
         """What the dispatcher has reported to the supervisor."""
         self.others: list[Dispatcher] = []

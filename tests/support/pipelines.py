@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
-from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, tokenized
+from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, private_metrics, tokenized
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.request import Chunk, Embedded, EmbedRequest, RequestTimeline, TokenizedInput
@@ -41,7 +41,7 @@ def services_of(
     gets what the supervisor is told."""
     read = read_tokenizer if tokenizer is None else lambda config: cast(Tokenizer, tokenizer)
     return Services(
-        config, 1, epoch=EPOCH, quarantine_key=b"k" * 32, shared_metrics=shared_metrics or SharedMetrics.private(),
+        config, 1, epoch=EPOCH, quarantine_key=b"k" * 32, shared_metrics=shared_metrics or private_metrics(),
         send=([] if sent is None else sent).append, **{"read_tokenizer": read, **options},
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.support.dispatching import EPOCH, SERVICE, SPEC, Bench, Worker, running_bench, sequences_of
+from tests.support.dispatching import EPOCH, SERVICE, SPEC, Bench, Worker, private_metrics, running_bench, sequences_of
 from tests.support.pipelines import SPLIT, Ids, Piped
 from vecd.gateway.config import ApiKey
 from vecd.gateway.dispatch.vector_cache import VectorCache
@@ -20,7 +20,6 @@ from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.errors import BadRequest, EngineFailed
 from vecd.gateway.request import Embedded, RequestTimeline, TokenizedInput
 from vecd.gateway.scheduling.keys import Principals
-from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
 from vecd.shm.vector_cache import VectorCacheMemory, VectorCacheSpec
@@ -105,7 +104,7 @@ def succeed(service: Service, key: ServiceKey, dim: int) -> VectorCache:
 
 @asynccontextmanager
 async def running_service(*, is_shared_by_tenants: bool = False) -> AsyncIterator[Service]:
-    shared_metrics, shared = SharedMetrics.private(), memory()
+    shared_metrics, shared = private_metrics(), memory()
     made = VectorCache(
         shared, SERVICE, dim=SPEC.dim, is_shared_by_tenants=is_shared_by_tenants, shared_metrics=shared_metrics
     )
@@ -253,7 +252,7 @@ async def test_a_generation_that_is_replaced_neither_asks_nor_fills_the_cache(se
 @asynccontextmanager
 async def two_models() -> AsyncIterator[tuple[Service, Service]]:
     """With rows of other lengths, in one memory. The longer ones become active last."""
-    shared_metrics, shared = SharedMetrics.private(), memory()
+    shared_metrics, shared = private_metrics(), memory()
     specs = SPEC, replace(SPEC, dim=2 * SPEC.dim)
     keys = ServiceKey(1, 0), ServiceKey(2, 1)
     first, other = (

@@ -12,6 +12,7 @@ from unittest.mock import ANY, Mock
 
 import pytest
 
+from tests.support.dispatching import private_metrics
 from tests.support.pipelines import planned_config, services_of
 from tests.support.supervision import VIRTUAL_TIME
 from vecd.gateway.app.app import App
@@ -22,7 +23,6 @@ from vecd.gateway.http.listeners import Server
 from vecd.gateway.main import drain
 from vecd.gateway.request import HttpRequest, Identity
 from vecd.gateway.service import Service, Services
-from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import NO_VOCABULARY, Tokenizer
 from vecd.model.card import ModelError
@@ -97,7 +97,7 @@ class Bench:
         self.make: Callable[[FakeService], None] = lambda service: None
         """Called with each service that is made."""
         self.activated: list[GatewayConfig] = []
-        self.shared_metrics = SharedMetrics.private()
+        self.shared_metrics = private_metrics()
         self.is_running = False
         self.services = services_of(
             planned_config(), sent=self.sent, shared_metrics=self.shared_metrics,

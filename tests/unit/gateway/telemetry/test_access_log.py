@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.dispatching import private_metrics
 from vecd.base.logs import ACCESS, JsonFormatter, TextFormatter
 from vecd.gateway.app.app import ENDPOINTS
 from vecd.gateway.config import GatewayConfig
@@ -87,7 +88,7 @@ def make(caplog: pytest.LogCaptureFixture):
 
     def made(rate: float = 100.0, log_format: str = "text", level: int = logging.INFO, num_workers: int = 1) -> Log:
         caplog.set_level(level, ACCESS)
-        shared_metrics, timers = SharedMetrics.private(), list[tuple[float, Any]]()
+        shared_metrics, timers = private_metrics(), list[tuple[float, Any]]()
         shared_metrics.poll(lambda: {Gauge.WORKERS: num_workers})
         shared_metrics.publish()
         access = AccessLog(

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.dispatching import private_metrics
 from vecd.gateway.request import Durations, HttpRequest, RequestTimeline
 from vecd.gateway.telemetry.measures import GONE, FinishedRequests, SharedMetrics
 from vecd.shm.shared_metrics import (
@@ -320,7 +321,7 @@ def test_what_was_computed_while_the_rest_was_tokenized_waited_for_nothing():
 
 
 def test_an_answered_embedding_request_is_counted_with_its_stages():
-    shared_metrics = SharedMetrics.private()
+    shared_metrics = private_metrics()
     FinishedRequests(shared_metrics).on_finished(200, request(**EMBEDDED))
     assert shared_metrics.answers() == {(3, 200): 1}
     assert shared_metrics.total(Counter.INPUTS) == 2
@@ -335,7 +336,7 @@ def test_an_answered_embedding_request_is_counted_with_its_stages():
     ("status", "noted"), [(200, {"endpoint": 1}), (429, {"num_inputs": 2}), (503, EMBEDDED), (GONE, EMBEDDED)]
 )
 def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
-    shared_metrics = SharedMetrics.private()
+    shared_metrics = private_metrics()
     FinishedRequests(shared_metrics).on_finished(status, request(**noted))
     assert shared_metrics.answers() == {(noted.get("endpoint", 0), status): 1}
     assert shared_metrics.total(Counter.INPUTS) == 0
@@ -343,7 +344,7 @@ def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
 
 
 def test_a_request_that_was_not_understood_goes_nowhere():
-    shared_metrics = SharedMetrics.private()
+    shared_metrics = private_metrics()
     finished = FinishedRequests(shared_metrics)
     finished.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
     finished.on_finished(400, None)
@@ -356,7 +357,7 @@ def test_a_listener_that_fails_harms_neither_the_request_nor_the_next_listener(c
     def fail(*told: object) -> None:
         raise ValueError("what a " + "caller sent")
 
-    shared_metrics, heard = SharedMetrics.private(), []
+    shared_metrics, heard = private_metrics(), []
     finished = FinishedRequests(shared_metrics)
     finished.listeners += [fail, lambda *told: heard.append(told)]
     finished.on_finished(200, request())
