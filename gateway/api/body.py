@@ -5,6 +5,7 @@ Owns the line between small bodies, which are parsed at once, and large ones, wh
 at once they hold the GIL for 1.6 s.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TypeVar
 import orjson
 
 from vecd.base.files import JsonObject
-from vecd.gateway.api.large_json import Bounds, PieceReader, find_surrogate, invalid_json, is_about_surrogate
+from vecd.gateway.api.large_json import Bounds, PieceReader, invalid_json, is_about_surrogate
 from vecd.gateway.errors import BadRequest
 from vecd.gateway.http.framing import Decompression
 from vecd.gateway.request import Coding
@@ -105,13 +106,14 @@ class Bodies:
         return inflating.take()
 
 
-def parse_small(body: bytes, bare_list: str, *known_fields: frozenset[str]) -> JsonObject:
+def parse_small(body: bytes, bare_list: str, large_fields: frozenset[str], small_fields: frozenset[str]) -> JsonObject:
     """The JSON object in a body of at most `INLINE_BYTES`, not compressed; otherwise as `Bodies.parse`."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        if is_about_surrogate(error):
-            raise find_surrogate(body, frozenset[str]().union(*known_fields), bare_list) from None
+        if is_about_surrogate(error):  # the reader finds out in which field, and of which input
+            bounds = Bounds(max_items=INLINE_BYTES, max_chars=INLINE_BYTES, max_ids=INLINE_BYTES)
+            deque(PieceReader(body, large_fields, bounds, small_fields, bare_list).read_object(), maxlen=0)
         # The message of the library has the fault and its place, and quotes nothing.
         raise invalid_json(str(error), body, 0, len(body)) from None
     if bare_list and isinstance(fields, list):

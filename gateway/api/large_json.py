@@ -1,10 +1,9 @@
 """`orjson.loads` for a large object, piece by piece: the same values, the same refusals, and no long hold of the GIL.
 Knows no meaning of a field."""
 
-import json
 import re
 from array import array
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -89,7 +88,6 @@ def _end(pattern: re.Pattern[bytes], document: bytes, start: int, limit: int) ->
 
 # Why bytes are not the JSON that was expected: at which byte, in which input, and what they may be instead.
 
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _COMPRESSED = "it begins like {}: name that in the header Content-Encoding"
 _ENCODED = "it begins like {}: send UTF-8"
 _BEGINNINGS: dict[bytes, str] = {
@@ -133,57 +131,16 @@ def is_about_surrogate(error: orjson.JSONDecodeError) -> bool:
     return "surrogate in string" in error.msg
 
 
-def lone_surrogate(field: str | None, index: int | None = None) -> BadRequest:
-    """The error for a string with an escape such as `\\ud83d` alone, which is valid JSON and not text. `field`: None if
-    its name must not be quoted; `index`: of the string in the field's list, if it has one."""
-    where = "a field" if field is None else f"'{field}'" if index is None else f"'{field}[{index}]'"
-    return BadRequest(
-        f"{where} is not text: half of a surrogate pair (\\ud800 to \\udfff) is in it without the other half",
-        param=field,
-    )
+class LoneSurrogate(BadRequest):
+    """For a string with an escape such as `\\ud83d` alone, which is valid JSON and not text."""
 
-
-def find_surrogate(document: bytes, known_fields: Collection[str], bare_list: str = "") -> BadRequest:
-    """The error for a lone surrogate somewhere in an object. `known_fields`: the names that may be quoted. `bare_list`:
-    the field that a list in place of the object is taken for."""
-    for name, value in _loads(document, bare_list).items():
-        if has_surrogate([name, value]):
-            index = _index_of_surrogate(value) if isinstance(value, list) else None
-            return lone_surrogate(name if name in known_fields else None, index)
-    return lone_surrogate(None)
-
-
-def index_in_piece(piece: bytes) -> int:
-    """The index of the first element with a lone surrogate in it, in the list of `{"":[…]}`; 0 for any other JSON."""
-    values = _loads(piece).get("")
-    return _index_of_surrogate(values) if isinstance(values, list) else 0
-
-
-def _index_of_surrogate(values: list[Any]) -> int:
-    """By halves: to write each value by itself takes 50 ms for 64 KB."""
-    start, stop = 0, len(values) if has_surrogate(values) else 1
-    while stop - start > 1:
-        middle = (start + stop) // 2
-        start, stop = (start, middle) if has_surrogate(values[start:middle]) else (middle, stop)
-    return start
-
-
-def _loads(document: bytes, bare_list: str = "") -> JsonObject:
-    """As `json` reads it, which accepts lone surrogates; empty if it is no object, or has another fault."""
-    try:
-        value = json.loads(document)
-    except (ValueError, RecursionError):
-        return {}
-    if bare_list and isinstance(value, list):
-        return {bare_list: value}
-    return value if isinstance(value, dict) else {}
-
-
-def has_surrogate(value: Any) -> bool:
-    try:
-        return _LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)) is not None
-    except RecursionError:
-        return False
+    def __init__(self, field: str | None, index: int | None) -> None:
+        """`field`: None if its name must not be quoted; `index`: of the string in the field's list, if it has one."""
+        where = "a field" if field is None else f"'{field}'" if index is None else f"'{field}[{index}]'"
+        super().__init__(
+            f"{where} is not text: half of a surrogate pair (\\ud800 to \\udfff) is in it without the other half",
+            param=field,
+        )
 
 
 #     {"model": "m", "input": ["…", "…", │ "…", "…", │ "…"], "user": "u"}
@@ -209,7 +166,7 @@ class Bounds:
     """How much of a large field is kept. Dropped values have been parsed, and cannot change a response."""
 
     max_items: int
-    """Most elements of a list that does not hold whole numbers. One with more is refused before the rest is read."""
+    """Most elements of a list that does not hold token ids. One with more is refused before the rest is read."""
     max_chars: int
     """Characters of a string; of a longer one, at least one more is kept."""
     max_ids: int
@@ -242,6 +199,9 @@ class PieceReader:
         self._bounds = bounds
         self._bare_list = bare_list
         self._at = 0
+        self._run_bytes = bounds.window_bytes
+        """The longest run of elements. Halved again and again where a run has a lone surrogate, until that stands in an
+        element by itself, whose index is known."""
         self._num_other_bytes = 0
         self._num_fields = 0
         self._field = ""
@@ -251,24 +211,30 @@ class PieceReader:
     def read_object(self) -> Generator[None, None, JsonObject]:
         """The object's fields. Lists of int32 in large fields come as `array("i")`. Raises BadRequest."""
         fields: JsonObject = {}
-        yield from self._skip_blanks()
-        if self._bare_list and self._document.startswith(b"[", self._at):
+        first = yield from self._next()
+        if first == b"{":
+            yield from self._read_fields(fields)
+        elif first == b"[" and self._bare_list:
             self._field = self._bare_list
             fields[self._field] = yield from self._read_large(depth=0)
-            yield from self._end()
-            return fields
-        if not self._document.startswith(b"{", self._at):
-            if self._document[self._at : self._at + 1] in _OTHER_VALUES:
-                raise BadRequest("The body must be a JSON object")
+        elif first in _OTHER_VALUES:
+            raise BadRequest("The body must be a JSON object")
+        else:
             raise self._invalid("unexpected character")
-        self._at += 1
-        yield from self._skip_blanks()
-        is_over, paused_at = self._take(b"}"), self._at
+        if (yield from self._next()):
+            raise self._invalid("unexpected content after document")
+        return fields
+
+    def _read_fields(self, fields: JsonObject) -> Steps:
+        paused_at = self._at
+        is_over = yield from self._is_empty(b"}")
         while not is_over:
+            yield from self._next()
             self._field = self._read_name()
-            yield from self._skip_blanks()
-            self._expect(b":")
-            yield from self._skip_blanks()
+            if (yield from self._next()) != b":":
+                raise self._invalid("unexpected character")
+            self._at += 1
+            yield from self._next()
             # Of fields of the same name the last counts, as with orjson.
             is_large = self._field in self._large_fields
             fields[self._field] = (yield from self._read_large(depth=0)) if is_large else self._read_other(depth=0)
@@ -276,18 +242,7 @@ class PieceReader:
             if self._at - paused_at >= self._bounds.window_bytes:
                 paused_at = self._at
                 yield
-            yield from self._skip_blanks()
-            is_over = self._take(b"}")
-            if not is_over:
-                self._expect(b",")
-                yield from self._skip_blanks()
-        yield from self._end()
-        return fields
-
-    def _end(self) -> Generator[None]:
-        yield from self._skip_blanks()
-        if self._at < len(self._document):
-            raise self._invalid("unexpected content after document")
+            is_over = yield from self._is_last(b"}")
 
     def _read_name(self) -> str:
         self._field = ""
@@ -309,47 +264,57 @@ class PieceReader:
         return self._read_other(depth)
 
     def _read_list(self, depth: int) -> Steps:
-        elements = _Elements(self._bounds.max_ids)
-        self._at += 1
-        yield from self._skip_blanks()
-        is_over = self._take(b"]")
+        """An array while all elements are int32, shortened if it is long, or else a list."""
+        kept: array[int] | list[Any] = []
+        num = 0
+        is_over = yield from self._is_empty(b"]")
         while not is_over:
             if depth == 1:
-                self._index = elements.num
-            end = run_end(self._document, self._at, self._at + self._bounds.window_bytes)
+                self._index = num
+            end = run_end(self._document, self._at, self._at + self._run_bytes)
             if end > self._at:
                 run = self._take_run(end, depth)
             else:
-                yield from self._skip_blanks()
+                yield from self._next()
                 run = [(yield from self._read_large(depth))]
-                yield from self._skip_blanks()
-                is_over = self._take(b"]")
-                if not is_over:
-                    self._expect(b",")
-            self._add(elements, run, depth)
+                is_over = yield from self._is_last(b"]")
+            if run:
+                kept = self._join(kept, num, run, depth)
+                num += len(run)
             yield
-        return elements.kept
+        return kept
 
     def _take_run(self, end: int, depth: int) -> list[Any]:
+        """Empty where shorter runs are to be taken."""
         start, self._at = self._at, end
         run = self._document[start : end - 1]
         if not run.strip():
             raise self._invalid("an element is missing before a comma")
-        elements = self._loads_nested(run, depth, start)
+        try:
+            elements = self._loads_nested(run, depth, start)
+        except LoneSurrogate:
+            self._at, self._run_bytes = start, self._run_bytes // 2
+            return []
         return list(map(_as_ids, elements)) if type(elements[0]) is list else elements
 
-    def _add(self, elements: "_Elements", run: list[Any], depth: int) -> None:
-        """Raises BadRequest as soon as there are too many elements."""
-        if elements.add_ids(run):
-            return
-        num_before, bounds = elements.num, self._bounds
-        if not elements.num_dropped:
-            num = elements.add_values(run)
-            if num <= bounds.max_items or (elements.are_whole_numbers and num <= bounds.max_ids):
-                return
-            if not elements.are_whole_numbers:
-                raise self._too_many(depth)
-        raise self._not_an_id(run, num_before)
+    def _join(self, kept: "array[int] | list[Any]", num: int, run: list[Any], depth: int) -> "array[int] | list[Any]":
+        """What is kept of a list's first `num` elements, with a run of more. Its cost does not depend on how many came
+        before. Raises BadRequest as soon as there are too many elements."""
+        new = _as_ids(run)
+        if isinstance(new, array) and (isinstance(kept, array) or not kept):
+            if isinstance(kept, array):
+                kept += new
+            else:
+                kept = new
+            _shorten(kept, self._bounds.max_ids)
+            return kept
+        if len(kept) < num:
+            raise self._not_an_id(run, num)
+        values = kept.tolist() if isinstance(kept, array) else kept
+        values += run
+        if len(values) > self._bounds.max_items:
+            raise self._not_an_id(values, 0) if are_ids(values) else self._too_many(depth)
+        return values
 
     def _read_text(self) -> Steps:
         """Read a string, cut into windows."""
@@ -357,11 +322,11 @@ class PieceReader:
         parts: list[str] = []
         num_chars = 0
         self._at += 1
-        while not self._take(b'"'):
+        while not document.startswith(b'"', self._at):
             end = text_end(document, self._at, self._at + bounds.window_bytes)
             if end == self._at:
                 if _HALF_PAIR.match(document, end):
-                    raise self._lone_surrogate(b"")
+                    raise self._lone_surrogate()
                 raise self._invalid("a string does not end, or has an invalid escape")
             text = self._loads(b'"%b"' % document[self._at : end], self._at, end)
             self._at = end
@@ -369,6 +334,7 @@ class PieceReader:
                 parts.append(text)
                 num_chars += len(text)
             yield
+        self._at += 1
         return "".join(parts)
 
     def _read_other(self, depth: int) -> Any:
@@ -396,7 +362,7 @@ class PieceReader:
             return orjson.loads(piece)
         except orjson.JSONDecodeError as error:
             if is_about_surrogate(error):
-                raise self._lone_surrogate(piece) from None
+                raise self._lone_surrogate() from None
             raise self._invalid(error.msg, start, end) from None  # what orjson says quotes nothing
 
     def _loads_nested(self, piece: bytes, depth: int, start: int) -> Any:
@@ -409,43 +375,54 @@ class PieceReader:
 
     # --- between values -----------------------------------------------------------------------------------------
 
-    def _skip_blanks(self) -> Generator[None, None, None]:
+    def _next(self) -> Generator[None, None, bytes]:
+        """The next byte that is no blank, which is not taken; b"" at the end."""
         window = self._bounds.window_bytes
         while True:
             start, self._at = self._at, _end(_BLANKS, self._document, self._at, self._at + window)
             if self._at - start < window:
-                return
+                return self._document[self._at : self._at + 1]
             yield
 
-    def _take(self, byte: bytes) -> bool:
-        is_there = self._document.startswith(byte, self._at)
-        self._at += is_there
-        return is_there
+    def _is_empty(self, closing: bytes) -> Generator[None, None, bool]:
+        """Take the bracket here, and the closing one where that is next."""
+        self._at += 1
+        is_empty = (yield from self._next()) == closing
+        self._at += is_empty
+        return is_empty
 
-    def _expect(self, byte: bytes) -> None:
-        if not self._take(byte):
+    def _is_last(self, closing: bytes) -> Generator[None, None, bool]:
+        """Take the closing bracket or the comma behind an element."""
+        byte = yield from self._next()
+        if byte not in (closing, b","):
             raise self._invalid("unexpected character")
+        self._at += 1
+        return byte == closing
 
     # --- errors -------------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str | None:
+        """The field's, if it may be quoted."""
+        return self._field if self._field in self._known_fields else None
 
     def _invalid(self, what: str, start: int | None = None, end: int | None = None) -> BadRequest:
         start = self._at if start is None else start
         what = what if start < len(self._document) else "unexpected end of data"
         return invalid_json(f"{what}: near byte {start}", self._document, start, end)
 
-    def _lone_surrogate(self, piece: bytes) -> BadRequest:
-        index = None if self._index is None else self._index + index_in_piece(piece)
-        return lone_surrogate(self._field if self._field in self._known_fields else None, index)
+    def _lone_surrogate(self) -> BadRequest:
+        return LoneSurrogate(self._name, self._index)
 
-    def _not_an_id(self, run: list[Any], num_before: int) -> BadRequest:
-        """Of a list, too long for anything but token ids, that goes on with something else."""
-        index = next((index for index, value in enumerate(run) if type(value) is not int), None)
-        if index is None:
-            return BadRequest(f"'{self._field}' has a token id outside any vocabulary", param=self._field)
-        return BadRequest(
-            f"'{self._field}' has a list of token ids in which number {num_before + index} is not a whole number",
-            param=self._field,
+    def _not_an_id(self, values: list[Any], num_before: int) -> BadRequest:
+        """Of a list, too long for anything but token ids, that has something else."""
+        index = next((index for index, value in enumerate(values) if type(value) is not int), None)
+        what = (
+            "a token id outside any vocabulary"
+            if index is None
+            else f"a list of token ids in which number {num_before + index} is not a whole number"
         )
+        return BadRequest(f"'{self._field}' has {what}", param=self._field)
 
     def _too_many(self, depth: int) -> BadRequest:
         most, field = self._bounds.max_items, self._field
@@ -460,7 +437,7 @@ class PieceReader:
         )
 
     def _too_much(self) -> BadRequest:
-        name = self._field if self._field in self._known_fields else None
+        name = self._name
         return BadRequest(
             f"{repr(name) if name else 'other fields and the names of fields'}: what is neither text nor token ids may "
             f"take {self._bounds.max_other_bytes} bytes in all, and takes more",
@@ -482,55 +459,12 @@ def _as_ids(value: Any) -> Any:
     return value
 
 
-def _shorten(ids: "array[int]", max_ids: int) -> int:
-    """Remove the ids between the first `max_ids` and the last few, except the least and the greatest. Returns how many.
+def _shorten(ids: "array[int]", max_ids: int) -> None:
+    """Remove the ids between the first `max_ids` and the last few, except the least and the greatest.
 
     Code that uses at most `max_ids` of them, the end of the list, and whether all are in a vocabulary, gets the same
     result as for the whole list, which is still too long. More ids can be appended, and it be shortened again.
     """
     dropped = ids[max_ids:-_NUM_LAST_IDS]
-    if len(dropped) <= 2:
-        return 0
-    ids[max_ids:-_NUM_LAST_IDS] = array("i", [min(dropped), max(dropped)])
-    return len(dropped) - 2
-
-
-class _Elements:
-    """The elements of a list that is read run by run: an array while all are int32, shortened if long; then a list. The
-    cost of a run does not depend on how many came before it."""
-
-    def __init__(self, max_ids: int) -> None:
-        self._max_ids = max_ids
-        self._ids = array("i")
-        self._values: list[Any] | None = []
-        self.num = 0
-        """Elements that were added."""
-        self.num_dropped = 0
-        self.are_whole_numbers = True
-
-    @property
-    def kept(self) -> Any:
-        return self._ids if self._values is None else self._values
-
-    def add_ids(self, run: list[Any]) -> bool:
-        """Add a run if all elements so far are int32, and return True; otherwise change nothing."""
-        if (self._values is not None and self.num) or not are_ids(run):
-            return False
-        try:
-            new = array("i", run)
-        except OverflowError:
-            return False
-        self._values = None
-        self._ids += new
-        self.num += len(run)
-        self.num_dropped += _shorten(self._ids, self._max_ids)
-        return True
-
-    def add_values(self, run: list[Any]) -> int:
-        """Add a run of anything. Nothing may have been dropped. Returns the number of elements."""
-        if self._values is None:
-            self._values = self._ids.tolist()
-        self._values += run
-        self.num += len(run)
-        self.are_whole_numbers = self.are_whole_numbers and are_ids(run)
-        return self.num
+    if len(dropped) > 2:
+        ids[max_ids:-_NUM_LAST_IDS] = array("i", [min(dropped), max(dropped)])

@@ -269,9 +269,7 @@ def test_an_id_that_fits_no_vocabulary_is_refused_before_many_are_kept():
         read(b'{"input":[4294967296%b]}' % (b",7" * 500), max_items=3, max_ids=20)
     with pytest.raises(BadRequest, match="'input' has a token id outside any vocabulary"):
         read(b'{"input":[[7%b,4294967296]]}' % (b",7" * 500), max_items=3, max_ids=20)
-    assert read(b'{"input":[7,7,7,7,7,7,7,7,7,7,7,7,4294967296]}', max_items=3, max_ids=20) == {
-        "input": [7] * 12 + [4294967296]
-    }
+    assert read(b'{"input":[7,4294967296]}', max_items=3, max_ids=20) == {"input": [7, 4294967296]}
 
 
 def test_what_a_run_of_a_long_list_costs_does_not_grow_with_the_list():
