@@ -34,10 +34,11 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        headers: Mapping[str, str] | None = None,
         can: Callable[[Any], bool] | None = None,
     ) -> None:
-        """`can`: whether the model with a `vecd.gateway.api.served.ModelInfo` could answer the request; None: the error
-        is not about the kind of the model."""
+        """`param` names the field. `can`: whether the model with a `vecd.gateway.api.served.ModelInfo` could answer the
+        request; None: the error is not about the kind of the model."""
         super().__init__(message)
         self._message = message
         self._param = param
@@ -46,8 +47,8 @@ class ApiError(Exception):
         self.can = can
         self.dialect: str | None = None
         """Whose shape the response has, where the path alone does not decide."""
-        if code is not None:
-            self.code = code
+        self.code = code or self.code
+        self.headers = headers or self.headers
 
     def __str__(self) -> str:
         return self.message
@@ -80,23 +81,19 @@ class ClientError(ApiError):
 
 
 class BadRequest(ClientError):
-    """Raised while a request is read or parsed; `param` names the field."""
-
     status = 400
 
 
 class TooManyInputs(BadRequest):
-    """Raised for more inputs than a request may have: by `vecd.gateway.api.large_json` while they are read, and by
-    dialects."""
+    """For more inputs than a request may have."""
 
 
 class EmptyInput(BadRequest):
-    """Raised by `vecd.gateway.dialects.tei` for a list of no inputs."""
+    """For a list of no inputs, in text-embeddings-inference's dialect."""
 
 
 class InputTooLong(BadRequest):
-    """Raised by `vecd.gateway.tokenization.tokenizer`, with Overflow.ERROR. LiteLLM and Elasticsearch recognize
-    OpenAI's sentence, and act on it."""
+    """With Overflow.ERROR. LiteLLM and Elasticsearch recognize OpenAI's sentence, and act on it."""
 
     def __init__(
         self,
@@ -120,14 +117,14 @@ class InputTooLong(BadRequest):
 
 
 class TooManyTokens(BadRequest):
-    """Raised by `vecd.gateway.pipeline` for a request whose inputs have too many tokens together."""
+    """For a request whose inputs have too many tokens together."""
 
     type = "max_tokens_per_request"
     code = "max_tokens_per_request"
 
 
 class ModelNotFound(BadRequest):
-    """Raised by `vecd.gateway.api.served` for a name that is not the served model's, where the name is checked."""
+    """For a name that is not the served model's, where the name is checked."""
 
     status = 404
     code = "model_not_found"
@@ -142,7 +139,7 @@ class ModelNotFound(BadRequest):
 
 
 class InvalidApiKey(ClientError):
-    """Raised by `vecd.gateway.scheduling.keys` when a key is configured and the request has another, or none."""
+    """For a request with an unknown key, or none, where keys are configured."""
 
     status = 401
     code = "invalid_api_key"
@@ -150,39 +147,32 @@ class InvalidApiKey(ClientError):
 
 
 class PermissionDenied(ClientError):
-    """Raised by `vecd.gateway.scheduling.keys` for a key without the scope, and by `vecd.gateway.http.connection` for
-    what may be a web page on the admin listener."""
+    """For a key without the scope, and for what may be a web page on the admin listener."""
 
     status = 403
     code = "insufficient_scope"
 
 
 class NotFound(ClientError):
-    """Raised by `vecd.gateway.app.routes` for an unknown path, and for an unknown model."""
-
     status = 404
 
 
 class MethodNotAllowed(ClientError):
-    """Raised by `vecd.gateway.app.routes` when the path exists under other methods."""
+    """The path exists under other methods, which the header `allow` lists."""
 
     status = 405
     code = "method_not_allowed"
 
-    def __init__(self, message: str, *, allow: str) -> None:
-        super().__init__(message)
-        self.headers = {"allow": allow}
-
 
 class RequestTimeout(ClientError):
-    """Raised by `vecd.gateway.http.connection` when a request's bytes do not arrive in time."""
+    """For a request whose bytes do not arrive in time."""
 
     status = 408
     code = "request_timeout"
 
 
 class IdentityMismatch(ClientError):
-    """Raised by `vecd.gateway.app.handle` for a request that demands another identity than the model's."""
+    """For a request that demands another identity than the model's."""
 
     status = 412
     code = "identity_mismatch"
@@ -196,40 +186,33 @@ class PayloadTooLarge(ClientError):
 
 
 class UnsupportedEncoding(ClientError):
-    """Raised for a body with an unsupported Content-Encoding, before any of it is read."""
+    """For an unsupported Content-Encoding, before the body is read; the header `accept-encoding` lists the others."""
 
     status = 415
     code = "unsupported_content_encoding"
 
-    def __init__(self, message: str, *, accepted: str) -> None:
-        """`accepted`: the supported codings, as Accept-Encoding names them."""
-        super().__init__(message)
-        self.headers = {"accept-encoding": accepted}
-
 
 class WrongModel(ClientError):
-    """Raised where the served model lacks the capability. TEI's dialect renders it as 424."""
+    """The served model lacks the capability. TEI's dialect renders it as 424."""
 
     status = 400
     code = "wrong_model"
 
 
 class HeadersTooLarge(ClientError):
-    """Raised while the head of a request arrives."""
-
     status = 431
     code = "headers_too_large"
 
 
 class NotImplementedByServer(ApiError):
-    """Raised for methods that are not supported, and for a transfer coding other than chunked."""
+    """For methods that are not supported, and for a transfer coding other than chunked."""
 
     status = 501
     code = "not_implemented"
 
 
 class HttpVersionNotSupported(ApiError):
-    """Raised for versions of HTTP before 1.0 and after 1.x."""
+    """For versions of HTTP before 1.0 and after 1.x."""
 
     status = 505
     code = "http_version_not_supported"
@@ -251,23 +234,18 @@ class _Overload(ApiError):
         """`retry_after_s`: when a retry is expected to succeed. The headers never say less, but for the last two
         seconds of a minute, over which retries are spread, too. Whole seconds are at least one, because SDKs retry at
         once on zero."""
-        super().__init__(message, code=code)
-        if self.status != HTTPStatus.TOO_MANY_REQUESTS:
-            self.headers = {"retry-after": _whole_seconds(retry_after_s)}
-            return
-        seconds = min(retry_after_s, _MAX_RETRY_AFTER_S - _MIN_SPREAD_S)
-        seconds += random.uniform(0, min(max(_MIN_SPREAD_S, _SPREAD * seconds), _MAX_RETRY_AFTER_S - seconds))
-        milliseconds = math.ceil(1000 * seconds)
-        self.headers = {"retry-after": _whole_seconds(milliseconds / 1000), "retry-after-ms": str(milliseconds)}
-
-
-def _whole_seconds(seconds: float) -> str:
-    return str(math.ceil(min(_MAX_RETRY_AFTER_S, max(1.0, seconds))))
+        milliseconds = {}
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            seconds = min(retry_after_s, _MAX_RETRY_AFTER_S - _MIN_SPREAD_S)
+            seconds += random.uniform(0, min(max(_MIN_SPREAD_S, _SPREAD * seconds), _MAX_RETRY_AFTER_S - seconds))
+            milliseconds = {"retry-after-ms": str(math.ceil(1000 * seconds))}
+            retry_after_s = math.ceil(1000 * seconds) / 1000
+        whole_seconds = math.ceil(min(_MAX_RETRY_AFTER_S, max(1.0, retry_after_s)))
+        super().__init__(message, code=code, headers={"retry-after": str(whole_seconds), **milliseconds})
 
 
 class TooManyRequests(_Overload):
-    """Raised when too much is waiting by `vecd.gateway.scheduling.admission`, `vecd.gateway.api.body` and
-    `vecd.gateway.http.connection`."""
+    """Too much is waiting."""
 
     status = 429
     type = "rate_limit_error"
@@ -275,7 +253,7 @@ class TooManyRequests(_Overload):
 
 
 class RateLimited(_Overload):
-    """Raised by `vecd.gateway.scheduling.keys` when a key has used up its quota."""
+    """The key has used up its quota."""
 
     status = 429
     type = "rate_limit_error"
@@ -283,7 +261,7 @@ class RateLimited(_Overload):
 
 
 class Unavailable(_Overload):
-    """Raised when no worker can serve within the request's deadline, and while the server drains."""
+    """No worker can serve within the request's deadline, or the server drains."""
 
     status = 503
     code = "service_unavailable"
@@ -291,7 +269,7 @@ class Unavailable(_Overload):
 
 
 class NotReady(Unavailable):
-    """Raised by `vecd.gateway.pipeline` before a worker can serve for the first time."""
+    """Before a worker can serve for the first time."""
 
     code = "not_ready"
     log_level = logging.DEBUG
@@ -303,7 +281,7 @@ class NotReady(Unavailable):
 
 
 class DeadlinePassed(Unavailable):
-    """Raised when a request's deadline passes, or would pass before its next batch is done."""
+    """The request's deadline passes, or would pass before its next batch is done."""
 
     log_level = logging.INFO
 
@@ -315,18 +293,18 @@ class DeadlinePassed(Unavailable):
 
 
 class ServerError(ApiError):
-    """Raised when the engine failed on a request, and rendered for any unexpected exception."""
+    """The engine failed on a request; rendered for any unexpected exception, too."""
 
     code = "internal_error"
     log_level = logging.ERROR
 
 
 class EngineFailed(ServerError):
-    """Raised by `vecd.gateway.dispatch.dispatcher` when the engine failed on an input, and nothing else did."""
+    """The engine failed on an input, and nothing else did."""
 
 
 class PoisonInput(EngineFailed):
-    """Raised by `vecd.gateway.dispatch.dispatcher` for an input whose batches died with their workers."""
+    """For an input whose batches died with their workers."""
 
     code = "poison_input"
     # OpenAI's SDKs repeat a 5xx, which would crash a worker again.

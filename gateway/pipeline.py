@@ -44,7 +44,6 @@ from vecd.gateway.request import (
     RequestTimeline,
     Role,
     Source,
-    Stages,
     TokenizedInput,
     Tokenizing,
 )
@@ -339,7 +338,6 @@ class _Run:
                 self._max_sims.rows.on_come = None  # refers to this request, and so to the rows
             reservation.note_sent(queue.num_sent_tokens)
             timeline.num_tokens = self._num_tokens
-        finished_at = time.monotonic()
         sent_at = timeline.sent_at = queue.first_sent_at or tokenized_at
         timeline.done_at = max(queue.last_done_at, sent_at)
         return Embedded(
@@ -350,12 +348,7 @@ class _Run:
             frozenset(self._sources),
             tuple(self._reports),
             num_chars,
-            Stages(
-                finished_at - timeline.arrived_at,
-                tokenized_at - timeline.entered_at,
-                max(0.0, sent_at - tokenized_at),
-                finished_at - sent_at,
-            ),
+            timeline.durations(time.monotonic()),
             tuple(self._token_ids),
             tuple(self._offsets),
         )

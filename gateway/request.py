@@ -225,17 +225,16 @@ class InputReport(NamedTuple):
     source: Source
 
 
-class Stages(NamedTuple):
-    """How long each stage of a request took, in seconds."""
+class Durations(NamedTuple):
+    """The time of each stage of an embedding request, and of all. Each field has a member of
+    `vecd.shm.shared_metrics.Histogram` with its name."""
 
-    total_s: float
-    """From its arrival to its last row."""
+    parse_s: float
     tokenize_s: float
-    """From admission until all inputs were tokenized; of a large request, a part was computed meanwhile."""
     queue_s: float
-    """From then until the first batch was sent to a worker."""
     compute_s: float
-    """From then to the last row."""
+    encode_s: float
+    total_s: float
 
 
 class Collector(Protocol):
@@ -268,7 +267,8 @@ class Embedded(NamedTuple):
     sources: frozenset[Source]
     reports: tuple[InputReport, ...]
     num_chars: int
-    stages: Stages
+    durations: Durations
+    """Until its last row had come."""
     token_ids: tuple[NDArray[np.int32], ...] = ()
     """Of each input, shape [T], special tokens included, where the output has a row for each token."""
     offsets: tuple[NDArray[np.int32], ...] = ()
@@ -295,18 +295,6 @@ class Trace(NamedTuple):
     @property
     def is_sampled(self) -> bool:
         return bool(self.flags & IS_SAMPLED)
-
-
-class Durations(NamedTuple):
-    """The time of each stage of an embedding request, and of all. Each field has a member of
-    `vecd.shm.shared_metrics.Histogram` with its name."""
-
-    parse_s: float
-    tokenize_s: float
-    queue_s: float
-    compute_s: float
-    encode_s: float
-    total_s: float
 
 
 class BatchShare(NamedTuple):
@@ -406,19 +394,12 @@ class Identity:
         """For an error message."""
         return f"{self.digest};dtype={self.formats}" if self._formats else self.digest
 
-    def set_digests(self, digest: str, by_alias: Mapping[str, str]) -> None:
-        self.digest, self.problem = digest, ""
+    def set(self, digest: str, by_alias: Mapping[str, str], problem: str = "") -> None:
+        self.digest, self.problem = digest, problem
         self._renew()
         self.known.set()
         for alias, identity in self.by_alias.items():
-            identity.set_digests(by_alias[alias], {})
-
-    def set_unknown(self, problem: str) -> None:
-        self.digest, self.problem = "", problem
-        self._renew()
-        self.known.set()
-        for identity in self.by_alias.values():
-            identity.set_unknown(problem)
+            identity.set(by_alias.get(alias, ""), {}, problem)
 
     def add_format(self, number_format: str) -> None:
         if number_format in self._formats:

@@ -348,10 +348,7 @@ class Services:
                     service.info.identity.add_format(number_format)
             case ModelIdentity():
                 identity = self.all[message.generation].info.identity
-                if message.digest:
-                    identity.set_digests(message.digest, message.by_alias)
-                else:
-                    identity.set_unknown(message.problem)
+                identity.set(message.digest, message.by_alias, message.problem)
             case ModelFiles():
                 self.all[message.generation].dispatcher.changed_files = message.changed
             case WorkerDown():

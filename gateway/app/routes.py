@@ -101,7 +101,7 @@ def find_route(table: Table, method: str, path: str) -> Route:
         only = ", ".join(sorted({*methods, "HEAD"} if "GET" in methods else methods))
         where = f"; {_WHAT_IS_SERVED}" if method == "POST" else ""
         raise MethodNotAllowed(
-            f"{method} is not allowed on this path, only {only}{where}", allow=allowed_methods(methods)
+            f"{method} is not allowed on this path, only {only}{where}", headers={"allow": allowed_methods(methods)}
         )
     return route
 

@@ -266,11 +266,13 @@ def coding_named(value: str) -> Coding | None:
         return None
     if len(names) > 1:
         raise UnsupportedEncoding(
-            f"header Content-Encoding: {len(names)} codings, at most one of {CODINGS} is supported", accepted=CODINGS
+            f"header Content-Encoding: {len(names)} codings, at most one of {CODINGS} is supported",
+            headers={"accept-encoding": CODINGS},
         )
     if names[0] not in _BY_NAME:
         raise UnsupportedEncoding(
-            f"header Content-Encoding: {quoted(names[0])} is not supported, only {CODINGS}, or none", accepted=CODINGS
+            f"header Content-Encoding: {quoted(names[0])} is not supported, only {CODINGS}, or none",
+            headers={"accept-encoding": CODINGS},
         )
     return _BY_NAME[names[0]]
 

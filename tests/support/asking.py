@@ -19,12 +19,12 @@ from vecd.gateway.dialects.ask import read
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Collector, Embedded, Identity, InputReport, Overflow, Response, Source, Stages
+from vecd.gateway.request import Collector, Durations, Embedded, Identity, InputReport, Overflow, Response, Source
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
 
 REQUEST_ID = "req_1"
-STAGES = Stages(0.004, 0.001, 0.001, 0.002)
+DURATIONS = Durations(0.0, 0.001, 0.001, 0.002, 0.0, 0.004)
 _CARD = ModelCard("/models/minilm", "", "bert", 384, 384, 256, 30522, ("mean",), (Step("normalize"),), False, "")
 _OF_CARD = frozenset(each.name for each in fields(ModelCard))
 _OF_CONFIG = frozenset(each.name for each in fields(GatewayConfig))
@@ -104,7 +104,7 @@ def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
         sources=frozenset({Source.TEXT}),
         reports=(),
         num_chars=5,
-        stages=STAGES,
+        durations=DURATIONS,
     )
     return embedded._replace(**changes)
 

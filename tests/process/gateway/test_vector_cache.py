@@ -130,7 +130,7 @@ async def test_what_has_been_computed_reaches_no_worker_again(service):
     assert service.counts() == (3, 2, 2)
     assert service.num_batches == 1
     assert embedded.num_tokens == 4
-    assert (embedded.stages.queue_s, timeline.num_inputs, timeline.num_tokens) == (0, 3, 4)
+    assert (timeline.sent_at - timeline.tokenized_at, timeline.num_inputs, timeline.num_tokens) == (0, 3, 4)
     assert not timeline.batches
     assert service.principal.describe()["use"]["tokens"] == 3 + 4, "charged as if computed"
 

@@ -62,7 +62,7 @@ def test_a_malformed_one_is_refused(value: str) -> None:
 
 def test_the_text_is_there_once_both_parts_are_known() -> None:
     identity = Identity(["short"])
-    identity.set_digests(OWN, {"short": OF_ALIAS})
+    identity.set(OWN, {"short": OF_ALIAS})
     assert (identity.text, identity.describe()) == (None, OWN)
     identity.add_format("int8")
     assert (identity.text, identity.by_alias["short"].text) == (f"{OWN};dtype=int8", f"{OF_ALIAS};dtype=int8")
@@ -70,7 +70,7 @@ def test_the_text_is_there_once_both_parts_are_known() -> None:
 
 def test_a_format_is_compared_at_the_end_and_two_of_them_are_no_identity() -> None:
     model = Model()
-    model.identity.set_digests(OWN, {})
+    model.identity.set(OWN, {})
     with pytest.raises(NotReady):
         check_after(demand(f"{OWN};dtype=float32"), model.service)
     model.identity.add_format("bfloat16")
@@ -87,7 +87,7 @@ def test_a_format_is_compared_at_the_end_and_two_of_them_are_no_identity() -> No
 
 async def test_it_is_compared_before_anything_is_loaded() -> None:
     model = Model()
-    model.identity.set_digests(OWN, {})
+    model.identity.set(OWN, {})
     await model.check(OWN)
     with pytest.raises(IdentityMismatch, match=f"{OTHER};dtype=float32 is demanded, and the model here is {OWN}$"):
         await model.check(f"{OTHER};dtype=float32")
@@ -104,7 +104,7 @@ async def test_a_request_waits_until_it_is_known() -> None:
     waiting = [asyncio.ensure_future(model.check(OWN)), asyncio.ensure_future(model.check(OTHER))]
     await asyncio.sleep(0)
     assert not any(each.done() for each in waiting)
-    model.identity.set_digests(OWN, {})
+    model.identity.set(OWN, {})
     await waiting[0]
     with pytest.raises(IdentityMismatch):
         await waiting[1]
@@ -125,15 +125,15 @@ async def test_one_that_cannot_be_found_out_is_refused_at_once_until_it_is_known
     model = Model("short")
     waiting = asyncio.ensure_future(model.check(OWN))
     await asyncio.sleep(0)
-    model.identity.set_unknown("no such file")
+    model.identity.set("", {}, "no such file")
     for check in (waiting, model.check(OWN), model.check(f"{OWN};dtype=float32")):
         with pytest.raises(Unavailable, match="is not known: no such file"):
             await asyncio.wait_for(check, 10)
     assert model.identity.by_alias["short"].problem == "no such file"
-    model.identity.set_digests(OWN, {"short": OF_ALIAS})
+    model.identity.set(OWN, {"short": OF_ALIAS})
     await model.check(OWN)
     model.identity.add_format("float32")
-    model.identity.set_unknown("its files are others")
+    model.identity.set("", {}, "its files are others")
     assert model.identity.text is None
     with pytest.raises(Unavailable, match="its files are others"):
         check_after(demand(OWN), model.service)
@@ -142,7 +142,7 @@ async def test_one_that_cannot_be_found_out_is_refused_at_once_until_it_is_known
 async def test_the_first_worker_is_waited_for_where_a_format_is_demanded() -> None:
     model = Model()
     model.has_workers = False
-    model.identity.set_digests(OWN, {})
+    model.identity.set(OWN, {})
     await model.check(OWN)
     waiting = asyncio.ensure_future(model.check(f"{OWN};dtype=float32"))
     await asyncio.sleep(0)

@@ -60,7 +60,7 @@ def test_what_pooling_refuses(fields, model_info, param, says):
         (errors.BadRequest("no", param="input"), "BadRequestError"),
         (errors.ModelNotFound("gpt", "minilm"), "NotFoundError"),
         (errors.InvalidApiKey("no"), "Unauthorized"),
-        (errors.MethodNotAllowed("no", allow="POST"), "Method Not Allowed"),
+        (errors.MethodNotAllowed("no"), "Method Not Allowed"),
         (errors.TooManyRequests("no", retry_after_s=1), "Too Many Requests"),
         (errors.NotImplementedByServer("no"), "NotImplementedError"),
         (errors.ServerError("no"), "InternalServerError"),
