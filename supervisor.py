@@ -84,7 +84,7 @@ _DRAIN_MARGIN_S = 2.0
 _REAP_INTERVAL_S = 2.0
 _LOOK_INTERVAL_S = 2.0
 _MIN_METRICS_MODELS = 16
-"""Models that a reload may bring the server to: 51 KB of shared metrics each, per gateway, once there are any."""
+"""Models that a reload may bring the server to: 51 KB of shared metrics each, per gateway."""
 _ROOM = 2
 """A reload may bring the server to this many times the models and workers of its start."""
 

@@ -17,8 +17,8 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
       │ BatchCell     │ ServiceCell    │ num_workers × LifeCell  │             │ histograms)             │
 
 The first cells count what belongs to no model, and have the gauges of the whole gateway; what belongs to a model is
-counted at its place among `models`, and there alone. A place that no model has had takes no memory: the kernel makes a
-page of the file when it is first touched.
+counted at its place among `models`, and there alone. A place takes 25 KB, most of it for answers that a model seldom
+gets: so one code counts, sums and moves the answers of models and of gateways.
 
     part              who writes                            at the death of the gateway
     counters,         the section's gateway                 they stay; its next life counts on from there, so that
