@@ -180,7 +180,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
         self._lives: dict[int, int] = {}
-        self._num_gateways = plans[0].gateway.num_gateways
+        self._num_gateways = plans[0].gateway.gateways
         self._has_been_ready = False
         self._exit_code = EXIT_OK
         self._listeners = listeners
@@ -546,7 +546,7 @@ class Supervisor:
 
 
 def _is_loaded_at_start(worker_pool: WorkerPool) -> bool:
-    return not worker_pool.plan.gateway.loads_on_demand
+    return not worker_pool.plan.gateway.is_loaded_on_demand
 
 
 def _with_room(plans: Sequence[Plan]) -> list[Plan]:

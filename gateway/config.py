@@ -4,10 +4,12 @@ Reads no environment and no file. Imports neither numpy nor uvloop: the supervis
 """
 
 from dataclasses import asdict, dataclass
+from typing import Literal
 
-from vecd.base.files import JsonFields, JsonObject
+from vecd.base.files import JsonObject
 from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
+from vecd.shm.settings import Settings
 from vecd.shm.shared_metrics import SharedMetricsSpec
 from vecd.shm.vector_cache import VectorCacheSpec
 
@@ -19,7 +21,7 @@ SCOPES = ("embed", "metrics", "admin")
 
 
 @dataclass(frozen=True, slots=True)
-class ApiKey(JsonFields):
+class ApiKey:
     """What a client with a certain key may do. Has the key's digest, never the key."""
 
     name: str
@@ -39,7 +41,7 @@ class ApiKey(JsonFields):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTemplateSpec(JsonFields):
+class ChatTemplateSpec:
     source: str
     tokens: dict[str, str]
     """The special tokens that it may name, by names such as `eos_token`."""
@@ -71,125 +73,78 @@ class AliasDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None and name != "alias"}
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig(JsonFields):
-    """The configuration of every gateway; `share` divides limits on the whole server. A new one is a new generation."""
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(Settings):
+    """The settings of a model, with what they leave open decided, and what else every gateway needs to serve it. A new
+    one is a new generation. Has no key. `share` divides limits on the whole server."""
 
     version: str
     model: str
     """The served model's name, reported in every response."""
-    aliases: tuple[str, ...]
-    is_strict: bool
-    """A request for a model of any other name is refused."""
+    aliases: tuple[str, ...] = ()
+    alias_defaults: tuple[AliasDefaults, ...] = ()
+    """Of those `aliases` that have any."""
     card: ModelCard
     arena: ArenaSpec
-    num_gateways: int
     num_workers: int
     num_cores: int
     """Processor cores that the server may use."""
     compute_type: str
     """"cpu" or "gpu"."""
-    metrics_workers: int
-    """Workers that the shared metrics have cells for: the most that a later configuration may have."""
     keys: tuple[ApiKey, ...]
     """Every request needs one of them, unless there are none."""
-    token_ids: str
-    """As in `vecd.gateway.tokenization.id_policy`."""
-    overflow: str
-    """One of OVERFLOWS, the default of requests."""
-    max_embed_len: int | None
-    """Tokens of an input that is split, special ones included; None: no limit but those on a request."""
-    is_matryoshka: bool
-    """Smaller `dimensions` are allowed, by the model or by the operator."""
-    quantization_ranges: str | None
-    """Path of a NumPy file, float32 [2, D]: each element's least and greatest; see
-    `vecd.gateway.encoding.forms`."""
-    literal_special_tokens: bool
-    """Special tokens in a text are read as characters."""
+    chat_template: ChatTemplateSpec | None
+    """None: the model has none, or special tokens in a text are read as characters."""
     max_tokens: int
     """Longest sequence in tokens, special ones included; at most the card's."""
     max_batch_tokens: int
-    max_inputs: int
-    max_request_tokens: int | None
-    """Tokens of all inputs of one request; None: no limit but those on bodies and waiting."""
-    max_body_bytes: int
-    max_requests: int
-    """Embedding requests admitted at a time, by all gateways."""
-    max_wait_s: float
-    """A request whose estimated wait is longer is refused."""
-    max_priority: str
-    """One of PRIORITIES: the highest that requests get."""
-    share_computed: str
-    """Between which requests a computed row is shared: those of a "tenant", or "all"."""
-    max_connections: int
-    """Open at a time, at all gateways."""
     max_connections_per_address: int
-    """Of these, from one address (IPv6: one /64). Connections by unix sockets and of trusted proxies have none."""
+    """Connections by unix sockets and of trusted proxies have no limit."""
+    unknown_model: Literal["any", "default", "refuse"]
+    ranges: str | None = None
+    """Path of a copy of --quantization-ranges; see `vecd.gateway.encoding.forms`."""
+    query_weights: str | None = None
+    """The same of the file with the weights of queries; None: the model has none."""
+    keep_alive_s: float | None
+    """Seconds that the model stays loaded after its last request; None: for ever."""
     has_admin_listener: bool
     """/metrics, /info and /admin are served on a socket of their own, and not on the public one."""
-    cors_origins: tuple[str, ...]
-    """Web pages of these origins may send requests; "*": of all origins; empty: no page may."""
-    has_ui: bool
-    """A browser gets the page at `/`."""
-    log_format: str
-    """"text" or "json"."""
-    max_logged_requests_per_s: float
-    """Log lines of each gateway for requests without a server error; 0: none."""
-    otlp_endpoint: str | None
-    """URL of an OpenTelemetry collector that spans are sent to, by OTLP over HTTP."""
-    trace_ratio: float
-    """The share of requests without a trace that are traced; 0 … 1."""
-    tls_cert: str | None
-    """Path of the certificate chain; with it, the public listener speaks TLS."""
-    tls_key: str | None
-    request_timeout_s: float
-    """From the request's last byte to its response."""
-    batch_timeout_s: float
-    """From the reply to the previous batch, with a batch of every other gateway in between; then the worker counts as
-    stuck. Less, once the worker's speed is known."""
-    uds: str | None
-    """Path of the listening unix socket, which the gateway removes if the supervisor dies without doing so."""
-    admin_uds: str | None
-    log_level: str
-    vector_cache: int = 0
-    """Bytes of the table in which all gateways keep computed rows; 0: there is none."""
+    metrics_workers: int
+    """Workers that the shared metrics have cells for: the most that a later configuration may have."""
+    metrics_models: int = 1
     model_index: int = 0
     """As in `vecd.shm.shared_metrics.ServiceKey`."""
-    metrics_models: int = 1
     first_worker: int = 0
     """The index of the model's first worker: those of all models are numbered together."""
     weight: float = 1.0
     """The model's share of the cores while other models need them, above 0."""
-    loads_on_demand: bool = False
-    keep_alive_s: float | None = None
-    """Seconds that the model stays loaded after its last request; None: for ever."""
-    is_pinned: bool = False
-    """It is never unloaded for another model's sake."""
-    allows_keep_alive: bool = False
-    """Clients may set the time that a model stays loaded."""
-    unknown_model: str = "any"
-    """What a request for a model gets which is not configured. "any": the only model; "default": the first model with
-    the capability; "refuse": 404."""
-    chat_template: ChatTemplateSpec | None = None
-    """None: the model has none, or special tokens in a text are read as characters."""
     keeps_listening: bool = False
     """Another process keeps the public socket open: its backlog is left to the next gateway."""
     keeps_admin_listening: bool = False
-    trusted_proxies: str = ""
-    """As `vecd.gateway.http.forwarded.TrustedProxies` reads it; "": no peer is trusted."""
-    alias_defaults: tuple[AliasDefaults, ...] = ()
-    """Of those `aliases` that have any."""
-    query_weights: str | None = None
-    """Path of a copy of the file with the weights of queries; None: the model has none."""
+
+    @property
+    def is_matryoshka(self) -> bool:
+        """Smaller `dimensions` are allowed, by the model or by the operator."""
+        return self.matryoshka or self.card.is_matryoshka
+
+    @property
+    def is_loaded_on_demand(self) -> bool:
+        return self.load == "demand"
+
+    @property
+    def batch_timeout_s(self) -> float:
+        """From the reply to the previous batch, with a batch of every other gateway in between; then the worker counts
+        as stuck. Less, once the worker's speed is known."""
+        return self.batch_timeout * self.gateways
 
     @property
     def shared_metrics(self) -> SharedMetricsSpec:
-        return SharedMetricsSpec(self.num_gateways, self.metrics_workers, self.metrics_models)
+        return SharedMetricsSpec(self.gateways, self.metrics_workers, self.metrics_models)
 
     @property
     def vector_cache_spec(self) -> VectorCacheSpec:
-        return VectorCacheSpec(self.vector_cache, self.num_gateways)
+        return VectorCacheSpec(self.vector_cache, self.gateways)
 
     def share(self, limit: int) -> int:
         """One gateway's part of a limit of the whole server, rounded up."""
-        return -(-limit // self.num_gateways)
+        return -(-limit // self.gateways)

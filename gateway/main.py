@@ -22,6 +22,7 @@ from contextlib import suppress
 import uvloop
 
 from vecd.base import logs
+from vecd.base.files import load
 from vecd.base.tasks import NoTasks, Pool, naming_limit
 from vecd.gateway.app.app import ENDPOINTS, App, StartingApp
 from vecd.gateway.config import GatewayConfig
@@ -151,8 +152,8 @@ def run(channel: Channel) -> int:
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
         # The supervisor sends SIGABRT when the heartbeats stop: the trace shows where this process hangs.
         faulthandler.enable()
-    config = GatewayConfig.from_json(start.config)
-    name = "gateway" if config.num_gateways == 1 else f"gateway-{start.gateway}"
+    config = load(GatewayConfig, start.config)
+    name = "gateway" if config.gateways == 1 else f"gateway-{start.gateway}"
     logs.configure(name, config.log_level, config.log_format)
     shared_metrics = SharedMetrics.mapped(metrics_fd, config.shared_metrics, start.gateway)
     logs.count_lost(lambda: shared_metrics.add(Counter.LINES_LOST))
@@ -165,7 +166,7 @@ def run(channel: Channel) -> int:
         )
         os.close(cache_fd)
     try:
-        _end_with_supervisor(channel, [path for path in (config.uds, config.admin_uds) if path is not None])
+        _end_with_supervisor(channel, [str(path) for path in (config.uds, config.admin_uds) if path is not None])
         gateway = Gateway(config, start, channel, shared_metrics, vector_cache)
     except (ModelError, TlsError, NoTasks) as error:
         channel.send(ChildFailed(str(error), is_configuration=isinstance(error, (RangesError, TlsError))))
@@ -267,14 +268,14 @@ class Gateway:
         self._app = App(self._services)
         self._services.on_activated = self._change
         self._core_claim: CoreClaim | None = None
-        if config.num_gateways > 1:
+        if config.gateways > 1:
             self._core_claim = CoreClaim(
                 self._cores,
                 num_waiting=self._services.num_waiting,
                 send=self._control.send,
                 call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
             )
-        self._tls = ServerTls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+        self._tls = ServerTls(str(config.tls_cert), str(config.tls_key)) if config.tls_cert and config.tls_key else None
         self._finished = FinishedRequests(shared_metrics)
         self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
         self._server = Server(
@@ -282,7 +283,7 @@ class Gateway:
             limits=Limits(max_body_bytes=config.max_body_bytes),
             timeouts=Timeouts(),
             on_finished=self._finished.on_finished,
-            is_ahead=self._is_ahead if config.num_gateways > 1 else None,
+            is_ahead=self._is_ahead if config.gateways > 1 else None,
             max_connections=config.share(config.max_connections),
             max_connections_per_address=config.share(config.max_connections_per_address),
             trusted_proxies=TrustedProxies(config.trusted_proxies),

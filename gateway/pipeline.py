@@ -139,7 +139,7 @@ class Pipeline:
         self.query_weights = query_weights
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error of each request that still comes, once this has ended."""
-        self.encoder = Encoder(config.card, config.quantization_ranges)
+        self.encoder = Encoder(config.card, config.ranges)
         self._max_priority = Priority[config.max_priority.upper()]
         self.pending: set[PendingResult] = set()
         self._inspected: set[PendingResult] = set()
@@ -274,7 +274,7 @@ class Pipeline:
 
 def deadline_of(config: GatewayConfig, timeout_s: float | None, arrived_at: float) -> float:
     """`timeout_s`: the client's."""
-    limit_s = config.request_timeout_s
+    limit_s = config.request_timeout
     return arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
 
 

@@ -17,6 +17,7 @@ from copy import copy
 from functools import partial
 from hashlib import blake2b
 
+from vecd.base.files import load
 from vecd.base.tasks import NoTasks
 from vecd.gateway.api.body import Bodies
 from vecd.gateway.api.served import ModelInfo, Models
@@ -84,7 +85,7 @@ class Service:
             config.max_batch_tokens,
             config.arena.rows_per_slot,
             config.max_tokens,
-            num_gateways=config.num_gateways,
+            num_gateways=config.gateways,
             queued_elsewhere=lambda: services.shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
         key, vector_cache = ServiceKey(generation, config.model_index), None
@@ -108,11 +109,11 @@ class Service:
             vector_cache=vector_cache,
         )
         self.residence = Residence(
-            generation, keep_alive_s=config.keep_alive_s, num_gateways=config.num_gateways, send=services.send
+            generation, keep_alive_s=config.keep_alive_s, num_gateways=config.gateways, send=services.send
         )
         self.admission = Admission(
             max_requests=config.share(config.max_requests),
-            max_wait_s=config.max_wait_s,
+            max_wait_s=config.max_wait,
             policy=self.policy,
             workers=self.dispatcher,
         )
@@ -139,7 +140,7 @@ class Service:
             config, self.residence, identity, int(time.time()), tokenizer.least_tokens, tokenizer.vocabulary
         )
         # The use of the only model is of interest only if it may be unloaded.
-        self.may_leave = config.loads_on_demand or config.keep_alive_s is not None or config.allows_keep_alive
+        self.may_leave = config.is_loaded_on_demand or config.keep_alive_s is not None or config.client_keep_alive
         self.watch_use(is_one_of_several=False)
 
     def by_alias(self, defaults: AliasDefaults) -> "Service":
@@ -268,7 +269,7 @@ class Services:
         self.send = send
         self.cores = Cores(1) if cores is None else cores
         self.vector_cache = vector_cache
-        self.principals = Principals(config.keys, config.num_gateways)
+        self.principals = Principals(config.keys, config.gateways)
         self.processes = Processes()
         self.models: Models[Service] | None = None
         """None where there is one model, whose aliases have no request defaults."""
@@ -314,7 +315,7 @@ class Services:
             config = self.active.config
             self.models = Models(
                 self.of_models,
-                refuses_unknown=config.unknown_model == "refuse" or config.is_strict,
+                refuses_unknown=config.unknown_model == "refuse",
                 by_alias=[
                     each.by_alias(defaults) for each in self.of_models for defaults in each.config.alias_defaults
                 ],
@@ -379,7 +380,7 @@ class Services:
                 if self.active.dispatcher.start_stage is not None:
                     self.active.dispatcher.start_stage = message.stage
             case NewKeys():
-                self.set_keys(tuple(map(ApiKey.from_json, message.keys)))
+                self.set_keys(tuple(load(ApiKey, key) for key in message.keys))
             case Prepare():
                 self.prepare(message, socket.socket(fileno=os.dup(fds[0])))
             case Activate():
@@ -412,9 +413,9 @@ class Services:
         generation, send = message.generation, self.send
         tokenizer: Tokenizer | None = None
         try:
-            config = GatewayConfig.from_json(message.config)
+            config = load(GatewayConfig, message.config)
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer, config)
-            if config.otlp_endpoint is not None:
+            if config.otlp_endpoint:
                 with suppress(ImportError):  # `start_tracing` logs it
                     await asyncio.to_thread(import_opentelemetry)
             service = self._make_service(config, generation, tokenizer, self)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vecd.base.failures import BadSetting, ChildDied, StartFailure
+from vecd.base.files import dump
 from vecd.base.programs import child_environment, start_child
 from vecd.base.tasks import naming_limit
 from vecd.launch import prestart
@@ -237,7 +238,7 @@ class ForkServer:
             loop = asyncio.get_running_loop()
             ours, theirs = Channel.pair()
             forked = self._forked[incarnation] = loop.create_future()
-            message = ForkWorker(incarnation.worker, incarnation.life, config.to_json())
+            message = ForkWorker(incarnation.worker, incarnation.life, dump(config))
             try:
                 process.channel.send(message, [theirs.fileno(), arena_fd, *address_fds])
                 # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TypeAlias
 
 from vecd.base.failures import ChildDied, StartFailure
+from vecd.base.files import dump
 from vecd.gateway.config import ApiKey
 from vecd.launch.children import Process, System
 from vecd.launch.workers import Backoff, WorkerPool
@@ -351,7 +352,7 @@ class GatewayPool:
         """Why it did not get ready; None when it did."""
         worker_pool = self._worker_pools[generation]
         link.sent_keys, link.sent_stage = self.keys, self.start_stage
-        config = replace(worker_pool.plan.gateway, keys=self.keys).to_json()
+        config = dump(replace(worker_pool.plan.gateway, keys=self.keys))
         start = GatewayStart(
             config, link.index, link.epoch, generation, self._quarantine_key, self.start_stage, len(self.active)
         )
@@ -439,7 +440,7 @@ class GatewayPool:
             for generation, worker_pool in self._worker_pools.items():
                 if generation not in link.known:
                     link.known[generation] = _Known()
-                    prepare = Prepare(generation, replace(worker_pool.plan.gateway, keys=self.keys).to_json())
+                    prepare = Prepare(generation, dump(replace(worker_pool.plan.gateway, keys=self.keys)))
                     send_or_kill(link.process, prepare, [worker_pool.zmq_listening(link.index)])
                 if link.known[generation].is_prepared:
                     self._send_about(worker_pool, link, link.known[generation])

@@ -57,7 +57,7 @@ class Identities:
         card = replace(plan.gateway.card, tokenizer_file=f"/proc/self/fd/{fd}")
         plan = plan.with_gateway(card=card)
         with self._changes:
-            self._waiting.append(_Reading(worker_pool, plan, fd, not plan.gateway.loads_on_demand))
+            self._waiting.append(_Reading(worker_pool, plan, fd, not plan.gateway.is_loaded_on_demand))
             self._changes.notify()
 
     def read_all(self) -> None:

@@ -100,7 +100,7 @@ def predict_server(plans: Sequence[Plan]) -> int:
     first = plans[0].gateway
     tokenizers = sum(_TOKENIZER_NBYTES + _PER_TOKENIZER_BYTE * _size_of(plan.gateway.card) for plan in plans)
     zygote = max(_ZYGOTE_NBYTES[_library(plan.workers[0])] for plan in plans) if len(plans) > 1 else 0
-    return _SUPERVISOR_NBYTES + first.num_gateways * (_GATEWAY_NBYTES + tokenizers) + zygote + first.vector_cache
+    return _SUPERVISOR_NBYTES + first.gateways * (_GATEWAY_NBYTES + tokenizers) + zygote + first.vector_cache
 
 
 def measured(pids: Sequence[int], worker_pids: Sequence[int]) -> Footprint | None:
@@ -289,8 +289,8 @@ def why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
     if book.budget is None:
         return []
     totals = {plan.gateway.model: book.expect(plan).total for plan in plans}
-    pinned = [plan.gateway for plan in plans if plan.gateway.is_pinned]
-    at_start = [plan.gateway for plan in plans if not plan.gateway.loads_on_demand]
+    pinned = [plan.gateway for plan in plans if plan.gateway.pinned]
+    at_start = [plan.gateway for plan in plans if not plan.gateway.is_loaded_on_demand]
     kept = book.server_nbytes + sum(totals[config.model] for config in pinned)
     needs = [("the models that are loaded at the start", sum(totals[each.model] for each in at_start))] * bool(at_start)
     needs = [(what, nbytes + book.server_nbytes) for what, nbytes in needs]
@@ -298,7 +298,7 @@ def why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
     needs += [
         (config.model, kept + totals[config.model])
         for config in (plan.gateway for plan in plans)
-        if config.loads_on_demand and not config.is_pinned
+        if config.is_loaded_on_demand and not config.pinned
     ]
     too_much = [(what, nbytes) for what, nbytes in needs if nbytes > book.budget]
     if not too_much:
@@ -318,7 +318,7 @@ def _needs(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
             plan.gateway.model,
             plan.settings.load,
             in_mb(book.expect(plan).total),
-            "yes" if plan.gateway.is_pinned else "no",
+            "yes" if plan.gateway.pinned else "no",
             "measurement" if book.recall(plan) else "prediction",
         ]
         for plan in plans

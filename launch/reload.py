@@ -339,8 +339,8 @@ def serves_the_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:
     each time. A certificate is read again with a new generation of the first model."""
     ours = served.gateway
     gateway = replace(plan.gateway, card=ours.card, keys=ours.keys, query_weights=ours.query_weights)
-    gateway = replace(gateway, quantization_ranges=ours.quantization_ranges)
-    tls = () if is_first else (plan.gateway.tls_cert, plan.gateway.tls_key)
+    gateway = replace(gateway, ranges=ours.ranges)
+    tls = () if is_first else (str(plan.gateway.tls_cert), str(plan.gateway.tls_key))
     return (
         gateway == served.gateway
         and plan.card == served.card

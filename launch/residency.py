@@ -395,7 +395,7 @@ class Residency:
         expected = await self._files.call(plan.card.folder, lambda: self._memory.expect(plan))
         now = loop_time()
         life = self._lives[worker_pool.generation] = ModelLife(
-            worker_pool.generation, worker_pool.model, plan.gateway.keep_alive_s, plan.gateway.is_pinned,
+            worker_pool.generation, worker_pool.model, plan.gateway.keep_alive_s, plan.gateway.pinned,
             expected.total, plan.settings.request_timeout,
             self._histories.setdefault(worker_pool.model, LoadHistory()), now,
         )  # fmt: skip
@@ -408,7 +408,7 @@ class Residency:
         """Whether a new generation with this plan is to be loaded before it takes over."""
         generation = self._gateway_pool.active.get(plan.gateway.model)
         if generation is None:
-            return not plan.gateway.loads_on_demand
+            return not plan.gateway.is_loaded_on_demand
         return self._lives[generation].is_resident
 
     async def forget(self, generation: int) -> None:

@@ -28,7 +28,7 @@ def summary(
         "event": "ready",
         "version": plan.gateway.version,
         **_fields_of(plan, facts),
-        "gateways": plan.gateway.num_gateways,
+        "gateways": plan.gateway.gateways,
         "memory_mb": memory_mb,
         "url": url,
         "admin_url": admin_url or None,
@@ -63,7 +63,7 @@ def summary(
         url_here = f"--unix-socket {quote(path)} http{'s' if is_tls else ''}://localhost"
     key = ' -H "authorization: Bearer $VECD_API_KEY"' if gateway.keys else ""
     path_to_try, body = _to_try(card.capabilities, gateway.model)
-    num_gateways = gateway.num_gateways
+    num_gateways = gateway.gateways
     gateways = f", {num_gateways} gateways" if num_gateways > 1 else ""
     about_model = [
         f"  model      {gateway.model}: {of_vectors}at most {gateway.max_tokens} tokens{of_pooling}",

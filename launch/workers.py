@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vecd.base.failures import ChildDied, StartFailure, first_of
+from vecd.base.files import dump
 from vecd.base.programs import self_command
 from vecd.launch.children import Process, System
 from vecd.launch.config.plan import Plan
@@ -397,5 +398,5 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
     """Workers share an engine for processors; one for a GPU each worker loads itself."""
     config = plan.workers[0]
     modules = [] if config.is_dummy else modules_to_preload(plan.card.model_type, config.engine)
-    shared = config.to_json() if config.device == "cpu" and not config.is_dummy else None
+    shared = dump(config) if config.device == "cpu" and not config.is_dummy else None
     return ForkServerStart(os.getpid(), modules, shared, self_command("select"), config.log_level, config.log_format)

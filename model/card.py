@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from vecd.base.files import JsonFields, JsonMapping, JsonObject
+from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.architecture import native_config
 from vecd.model.files import EXPORT, inner, positive, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.model.files import ModelError as ModelError
@@ -120,7 +120,7 @@ POSITIONS_AFTER_PADDING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard(JsonFields):
+class ModelCard:
     """Immutable facts of a model."""
 
     folder: str

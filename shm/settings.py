@@ -135,7 +135,7 @@ _logs = partial(flag, group="files and logs")
 class GivenSettings:
     """What the sources say, as it stands there."""
 
-    names: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
     """The settings that have not their defaults."""
     models: tuple[str, ...] = ()
     """SOURCE or NAME=SOURCE each; none: no source names a model outside of the tables."""

@@ -5,7 +5,6 @@ Reads no environment variable and no file. Imports neither torch nor numpy, beca
 
 from dataclasses import dataclass
 
-from vecd.base.files import JsonFields
 from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
 from vecd.workers.families import FUSED_FAMILIES
@@ -14,7 +13,7 @@ REFERENCE_FILE = "vecd-reference.json"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig(JsonFields):
+class WorkerConfig:
     """Everything a worker needs to know; equal for all workers except `device`."""
 
     card: ModelCard

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.base.files import JsonObject, read_json, write_json
+from vecd.base.files import JsonObject, dump, load, read_json, write_json
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.card import ModelCard, ModelError, export_files, one_line
 from vecd.model.digests import stamp_of
@@ -139,33 +139,31 @@ _LIBRARIES = ("torch", "transformers", "onnxruntime", "safetensors", "numpy")
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
+def _dump_rows(rows: NDArray[np.float32]) -> list[Any]:
+    return [rows.shape, base64.b64encode(rows.astype("<f4").tobytes()).decode()]
+
+
+def _load_rows(dumped: Any) -> NDArray[np.float32]:
+    shape, values = dumped
+    return np.frombuffer(base64.b64decode(values), dtype="<f4").reshape(shape).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     path: str
     dtype: str
     parity: JsonObject
-    reference: NDArray[np.float32]
+    reference: NDArray[np.float32] = field(metadata={"dump": _dump_rows, "load": _load_rows})
     """The reference model's vectors of all probes, [P, D]."""
     warnings: list[str] = field(default_factory=list)
     times: Times = field(default_factory=dict)
-
-    def to_json(self) -> JsonObject:
-        values = base64.b64encode(self.reference.astype("<f4").tobytes()).decode()
-        return {**asdict(self), "reference": [self.reference.shape, values]}
-
-    @classmethod
-    def from_json(cls, fields: JsonObject) -> "Selection":
-        """Raises KeyError, TypeError or ValueError for fields that are not from `to_json`."""
-        shape, values = fields["reference"]
-        reference = np.frombuffer(base64.b64decode(values), dtype="<f4").reshape(shape).astype(np.float32)
-        return cls(**{**fields, "reference": reference})
 
 
 def recall(config: WorkerConfig) -> Selection | None:
     """The selection made under the same conditions, or None. Raises ModelError if the device cannot be used."""
     path = _file(config)
     try:
-        return Selection.from_json(read_json(path)) if path else None
+        return load(Selection, read_json(path)) if path else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -180,7 +178,7 @@ def remember(config: WorkerConfig, selection: Selection) -> None:
     if path is None:
         return
     try:
-        write_json(path, selection.to_json())
+        write_json(path, dump(selection))
     except OSError as error:
         log.warning("the selection of an engine cannot be remembered: %s", error)
 
@@ -209,7 +207,7 @@ def _conditions(config: WorkerConfig) -> JsonObject:
     return {
         "format": _FORMAT,
         "model": list(stamps(config)),
-        "card": config.card.to_json(),
+        "card": dump(config.card),
         "requested": [config.engine, config.dtype, config.device.partition(":")[0]],
         "device": _device_name(config.device),
         "code": _digest_of_code(),

@@ -28,7 +28,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from vecd.base.files import JsonFields, JsonObject
+from vecd.base.files import JsonObject, dump, load
 from vecd.base.flags import flag_name
 from vecd.client.embed.inputs import RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, OutputLocked, RunEnded
@@ -44,7 +44,7 @@ _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(JsonFields):
+class Commit:
     position: Position = field(default_factory=Position)
     lengths: tuple[int, ...] = ()
     """Bytes of each output file, in the order of `OutputFiles`."""
@@ -56,7 +56,7 @@ class Commit(JsonFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Journal(JsonFields):
+class Journal:
     asked: JsonObject
     """The settings that change rows or vectors. A resumed run must have the same."""
     on_bad_row: str
@@ -70,7 +70,7 @@ class Journal(JsonFields):
         draft = path.with_name(path.name + ".new")
         try:
             with draft.open("wb") as file:
-                file.write(orjson.dumps({"version": _VERSION, **self.to_json()}, option=orjson.OPT_INDENT_2))
+                file.write(orjson.dumps({"version": _VERSION, **dump(self)}, option=orjson.OPT_INDENT_2))
                 file.flush()
                 os.fsync(file.fileno())
             draft.rename(path)
@@ -85,7 +85,8 @@ class Journal(JsonFields):
             fields = orjson.loads(path.read_bytes())
             if fields.pop("version") not in _VERSIONS_READ:
                 raise EmbedError(f"{path} is of another version of vecd: --restart begins anew")
-            return cls.from_json(fields)
+            journal: Self = load(cls, fields)
+            return journal
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:

@@ -85,7 +85,7 @@ class ModelInfo:
     def __post_init__(self) -> None:
         config, card, defaults = self.config, self.config.card, self.defaults
         self.card, self.model, self.names = card, config.model, (config.model, *config.aliases)
-        self.is_strict = config.is_strict or config.unknown_model == "refuse"
+        self.is_strict = config.unknown_model == "refuse"
         self.outputs, self.prompts, self.default_prompt = card.outputs, dict(card.prompts), card.prompt
         self.overflow = Overflow((defaults and defaults.overflow) or config.overflow)
         if defaults is not None and (prompt := self._prompt_by(defaults)) is not None:

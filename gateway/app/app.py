@@ -47,6 +47,7 @@ from vecd.gateway.request import (
 from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal
 from vecd.gateway.service import Service, Services
 from vecd.gateway.telemetry.finished import Tracing
+from vecd.shm.settings import names_of
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
 # Cross-origin resource sharing: which web pages may call. Off unless origins are configured. Cookies are never allowed,
@@ -243,7 +244,7 @@ class App:
 
     def change(self, config: GatewayConfig) -> None:
         """Apply the configuration of the first model, which is the server's."""
-        self._cors = Cors(config.cors_origins)
+        self._cors = Cors(names_of(config.cors_origins))
         self._has_admin_listener = config.has_admin_listener
 
     # --- what the server calls ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from vecd.shm.output import FULL_BATCH_S
 from vecd.shm.shared_metrics import Counter, Gauge, Histogram, WorkerCell
 
 _LIMITS = (
-    "max_inputs", "max_body_bytes", "max_batch_tokens", "max_requests", "max_wait_s", "max_priority", "overflow",
+    "max_inputs", "max_body_bytes", "max_batch_tokens", "max_requests", "max_wait", "max_priority", "overflow",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def describe_info(service: Service, *, shows_tenants: bool) -> JsonObject:
     return {
         **describe_for_tei(service),
         "model": {**describe_model(config), **_identities(service)},
-        "limits": {name: getattr(config, name) for name in _LIMITS},
+        "limits": {"max_wait_s" if name == "max_wait" else name: getattr(config, name) for name in _LIMITS},
         "queue": describe_queue(shared_metrics),
         **({"tenants": _describe_tenants(service)} if shows_tenants else {}),
         "cores": service.services.cores.describe() | {"learned": service.dispatcher.thread_model.describe()},
@@ -85,14 +85,14 @@ def describe_state(service: Service) -> JsonObject:
         "unloads": status.num_unloads,
         "keep_alive_s": service.residence.keep_alive_s,
         "expires_at": at if service.residence.is_resident else None,
-        "pinned": service.config.is_pinned,
+        "pinned": service.config.pinned,
     }
 
 
 def served_models(service: Service) -> list[ServedModel]:
     """All models, if there are several, or if the only one is not loaded all the time."""
     config = service.config
-    if service.services.models is None and not config.loads_on_demand and config.keep_alive_s is None:
+    if service.services.models is None and not config.is_loaded_on_demand and config.keep_alive_s is None:
         return []
     return [
         ServedModel(
@@ -167,7 +167,7 @@ def describe_for_tei(service: Service) -> JsonObject:
         "max_batch_requests": None,
         "max_client_batch_size": config.max_inputs,
         "auto_truncate": Overflow(config.overflow) is not Overflow.ERROR,
-        "tokenization_workers": service.tokenizer.threads.num_threads * config.num_gateways,
+        "tokenization_workers": service.tokenizer.threads.num_threads * config.gateways,
         "version": config.version,
         "sha": None,
         "docker_label": None,
@@ -314,7 +314,7 @@ def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
         "model": describe_model(config),
         "server": {
             "version": config.version,
-            "num_gateways": config.num_gateways,
+            "num_gateways": config.gateways,
             "gateway": shared_metrics.gateway,
         },
         "requests": [
@@ -435,7 +435,7 @@ def why_unavailable(service: Service, http: HttpRequest, principal: Principal) -
     services = _named_services(service, http, principal)
     if len(services) == 1:
         return services[0].why_unavailable()
-    needed = [each for each in services if not (each.config.loads_on_demand and each.residence.is_awaited)]
+    needed = [each for each in services if not (each.config.is_loaded_on_demand and each.residence.is_awaited)]
     reasons = [(each.info.model, reason) for each in needed if (reason := each.why_unavailable()) is not None]
     if reasons:
         return "; ".join(f"{model}: {reason}" for model, reason in reasons)
@@ -475,7 +475,7 @@ async def root(service: Service, http: HttpRequest, principal: Principal) -> Res
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
     Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
     if (
-        service.config.has_ui
+        service.config.ui
         and "text/html" in http.headers.get("accept", "")
         and not (http.choice is not None and http.choice.is_by_path)
     ):
@@ -484,7 +484,7 @@ async def root(service: Service, http: HttpRequest, principal: Principal) -> Res
         response = await health(service, http, principal)
     else:
         response = Response(200, b"vecd is running", content_type=_TEXT)
-    if service.config.has_ui:
+    if service.config.ui:
         response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
     return response
 
@@ -556,7 +556,7 @@ async def _change_state(action: str, service: Service, http: HttpRequest, princi
             "No model of the configuration has this name; GET /admin/models lists them", code="model_not_found"
         )
     waits = parse_qs(http.query.decode("ascii", "replace")).get("wait", ["true"])[0].lower() not in ("false", "0")
-    is_done = await named.residence.ask(action, named.config.request_timeout_s if waits else 0.0)
+    is_done = await named.residence.ask(action, named.config.request_timeout if waits else 0.0)
     described = describe_state(named)
     if action == "load" and (reason := named.residence.why_failed()) is not None and is_done:
         return json_response(503, {**described, "status": "failed", "reason": reason})

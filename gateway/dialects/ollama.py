@@ -134,7 +134,7 @@ def _stay(
 ) -> ParsedEmbed | ParsedStay:
     """`work`, and how long the model stays if the client says that and may. `render`: as in `ParsedStay`. Raises
     BadRequest for a time that cannot be read, where it counts."""
-    given, allows = call.wanted.get(KEEP_ALIVE), call.model_info.config.allows_keep_alive
+    given, allows = call.wanted.get(KEEP_ALIVE), call.model_info.config.client_keep_alive
     if work is not None and (given is None or not allows):
         return work
     if given is None:

@@ -114,7 +114,7 @@ class Dispatcher:
         self._policy = policy
         self._epoch = epoch
         self.service = service
-        self._num_gateways = config.num_gateways
+        self._num_gateways = config.gateways
         self._report = report
         self.transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
         self._vector_cache = vector_cache

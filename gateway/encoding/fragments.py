@@ -174,7 +174,7 @@ class Encoder:
     """Makes the collectors of requests for one model."""
 
     def __init__(self, card: ModelCard, ranges_path: str | None = None) -> None:
-        """`ranges_path`: see `vecd.gateway.config.GatewayConfig.quantization_ranges`. Raises RangesError for a
+        """`ranges_path`: see `vecd.gateway.config.GatewayConfig.ranges`. Raises RangesError for a
         file that has no ranges for this model."""
         self._card = card
         self._is_normalized = card.is_normalized

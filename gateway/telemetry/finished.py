@@ -98,7 +98,7 @@ def start_tracing(
 ) -> Tracing | None:
     """Trace requests, and send their spans to the collector that `config` names, if it does. The arguments are those
     of `SpanSender`. Returns None, and logs an error, where OpenTelemetry cannot be used."""
-    if config.otlp_endpoint is None:
+    if not config.otlp_endpoint:
         return None
     try:
         from vecd.gateway.telemetry.spans import SpanSender
@@ -183,7 +183,7 @@ class AccessLog:
 
     def change(self, config: GatewayConfig) -> None:
         """Use another configuration. Call it once the root logger has its level."""
-        self._rate = config.max_logged_requests_per_s
+        self._rate = config.log_requests
         self._others = Bucket(self._rate)
         self._is_json = config.log_format == JSON
         self._shows_clients = bool(config.trusted_proxies)

@@ -80,7 +80,6 @@ class SpanSender(SpanExporter):
 
         Raises RuntimeError where no more threads can be started. Side effect: a thread is started.
         """
-        assert config.otlp_endpoint is not None
         url = traces_url(config.otlp_endpoint)
         self._config, self._address, self._endpoints = config, address, endpoints
         self._num_added = self._num_taken = self._num_dropped = 0

@@ -27,7 +27,7 @@ from vecd.base.failures import (
     ConfigurationError,
     StartFailure,
 )
-from vecd.base.files import JsonMapping
+from vecd.base.files import JsonMapping, dump
 from vecd.base.flags import Command, FieldValues, flag
 from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
 from vecd.base.status_line import StatusLine
@@ -234,7 +234,7 @@ def _tokenize(
     """The texts to compare, and the fields of `Order` about their tokens. Adds warnings. Raises ModelError."""
     show("tokenizing")
     candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
-    order = {"card": plan.gateway.card.to_json(), "max_tokens": max_tokens, "texts": candidates}
+    order = {"card": dump(plan.gateway.card), "max_tokens": max_tokens, "texts": candidates}
     found = dict(run("check_tokens", order, timeout_s, show))
     sequences, num_truncated = found["sequences"], found["num_truncated"]
     count = affordable([len(ids) for ids in sequences], report["model"]["num_parameters"])

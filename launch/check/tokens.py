@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from vecd.base.files import load
 from vecd.client.bench.texts import Lengths, draw_text
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import TokenHead
@@ -56,7 +57,7 @@ def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) 
     from vecd.gateway.request import Pair, Role, Tokenizing
     from vecd.gateway.tokenization.tokenizer import Tokenizer
 
-    card, texts = ModelCard.from_json(order["card"]), order["texts"]
+    card, texts = load(ModelCard, order["card"]), order["texts"]
     tokenizer = Tokenizer(card, order["max_tokens"], "model")
     inputs = [Pair(*pair) for pair in pairs_of(texts)] if "rerank" in card.capabilities else texts
 

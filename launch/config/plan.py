@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from vecd.base import logs
 from vecd.base.failures import EXIT_OK, ConfigurationError, StartFailure
+from vecd.base.files import dump, load
 from vecd.base.programs import NEEDS_TORCH, ask_child, has_torch, not_installed
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
@@ -43,7 +44,7 @@ from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
 from vecd.shm.control import parse_keep_alive
 from vecd.shm.output import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU, span_of
-from vecd.shm.settings import MAX_WORKERS, Settings, names_of
+from vecd.shm.settings import MAX_WORKERS, GivenSettings, Settings, names_of
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.families import FAMILIES
 from vecd.workers.machine import usable_cores
@@ -96,7 +97,7 @@ def ordered_pair(card: ModelCard, max_tokens: int) -> OrderedPair | None:
     if card.score is None or card.score.pair_template is None or "rerank" not in card.capabilities:
         return None
     try:
-        status, text = ask_child("pairs", json.dumps(card.to_json()), str(max_tokens), timeout_s=_TIMEOUT_S)
+        status, text = ask_child("pairs", json.dumps(dump(card)), str(max_tokens), timeout_s=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ModelError(f"{card.folder}: a pair is not tokenized within {_TIMEOUT_S:.0f} s") from None
     if status != EXIT_OK:
@@ -111,7 +112,7 @@ def write_sequences(card_json: str, max_tokens: str, answer: Path) -> None:
     from vecd.gateway.request import Pair
     from vecd.gateway.tokenization.tokenizer import Tokenizer
 
-    card = ModelCard.from_json(json.loads(card_json))
+    card = load(ModelCard, json.loads(card_json))
     try:
         inputs = Tokenizer(card, int(max_tokens), "model").tokenize_now([Pair(QUERY, ANSWER), Pair(QUERY, OTHER)])
     except ApiError as error:
@@ -336,7 +337,7 @@ def _plan_model(
         if card.sparse is not None and card.sparse.query_weights:
             gateway = replace(gateway, query_weights=_copy(f"{card.folder}/{card.sparse.query_weights}"))
         if gateway.quantization_ranges is not None:
-            gateway = replace(gateway, quantization_ranges=_copy(gateway.quantization_ranges))
+            gateway = replace(gateway, ranges=_copy(str(gateway.quantization_ranges)))
         pair = None if settings.engine == "dummy" else ordered_pair(gateway.card, gateway.max_tokens)
     except BaseException:
         _close_copies(gateway)
@@ -354,7 +355,7 @@ def _copy(path: str) -> str:
 
 
 def _close_copies(gateway: GatewayConfig) -> None:
-    for path in (gateway.card.tokenizer_file, gateway.query_weights, gateway.quantization_ranges):
+    for path in (gateway.card.tokenizer_file, gateway.query_weights, gateway.ranges):
         close_copy(path)
 
 
@@ -439,42 +440,33 @@ def _gateway_config(
         )
     num_workers = _num_workers(settings, devices)
     max_connections = min(settings.max_connections, settings.gateways * connections_of_gateway())
-    unknown_model = "refuse" if settings.strict_model else settings.unknown_model or "any"
-    derived = {
-        "version": version(),
+    decided: dict[str, Any] = {
+        "given": GivenSettings(),
+        "api_key": None,
+        "api_keys": None,
+        "ready_fd": None,
         "model": settings.served_model_name or model,
-        "card": card,
-        "arena": arena,
-        "num_gateways": settings.gateways,
-        "num_workers": num_workers,
-        "num_cores": usable_cores(),
-        "compute_type": compute_type,
-        "metrics_workers": max(num_workers, _MIN_METRICS_WORKERS),
-        "keys": keys,
-        "chat_template": None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
-        "aliases": names_of(settings.model_aliases),
-        "is_strict": unknown_model == "refuse",
-        "loads_on_demand": settings.load == "demand",
-        "keep_alive_s": _keep_alive_s(settings),
-        "is_pinned": settings.pinned,
-        "allows_keep_alive": settings.client_keep_alive,
-        "unknown_model": unknown_model,
-        "is_matryoshka": settings.matryoshka or card.is_matryoshka,
         "max_tokens": max_tokens,
         "max_batch_tokens": max_batch_tokens,
-        "max_wait_s": settings.max_wait,
         "max_connections": max_connections,
         "max_connections_per_address": settings.max_connections_per_address or -(-max_connections // 2),
-        "has_admin_listener": settings.admin_port is not None or settings.admin_uds is not None,
-        "cors_origins": names_of(settings.cors_origins),
-        "has_ui": settings.ui,
-        "max_logged_requests_per_s": settings.log_requests,
-        "otlp_endpoint": settings.otlp_endpoint or None,
-        "request_timeout_s": settings.request_timeout,
-        # Between two batches of one gateway a worker may take one of every other.
-        "batch_timeout_s": settings.batch_timeout * settings.gateways,
+        "unknown_model": "refuse" if settings.strict_model else settings.unknown_model or "any",
     }
-    return GatewayConfig(**{**_as_set(settings, GatewayConfig), **derived})
+    return GatewayConfig(
+        **{**vars(settings), **decided},
+        version=version(),
+        aliases=names_of(settings.model_aliases),
+        card=card,
+        arena=arena,
+        num_workers=num_workers,
+        num_cores=usable_cores(),
+        compute_type=compute_type,
+        keys=keys,
+        chat_template=None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
+        keep_alive_s=_keep_alive_s(settings),
+        has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
+        metrics_workers=max(num_workers, _MIN_METRICS_WORKERS),
+    )
 
 
 def _keep_alive_s(settings: Settings) -> float | None:
@@ -496,7 +488,7 @@ def _check_vector_cache(gateway: GatewayConfig, *, is_only_model: bool) -> None:
     if 0 < gateway.vector_cache < least:
         raise ConfigurationError(
             f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
-            f"{gateway.num_gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
+            f"{gateway.gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
         )
 
 

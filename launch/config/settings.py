@@ -76,7 +76,7 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), beside: F
                 origin, reason = found.origins[name], found.origins[used]
                 logs.say(f"warning: {origin} is ignored, because {reason} is given", logging.WARNING)
     origin = found.origins.get("model", "")
-    return Settings(**values, given=replace(given, names=frozenset(values), models=models, origin=origin))
+    return Settings(**values, given=replace(given, names=tuple(values), models=models, origin=origin))
 
 
 def with_values(settings: Settings, values: JsonMapping, origin: Callable[[str], str]) -> Settings:

@@ -27,7 +27,7 @@ REQUEST_ID = "req_1"
 DURATIONS = Durations(0.0, 0.001, 0.001, 0.002, 0.0, 0.004)
 _CARD = ModelCard("/models/minilm", "", "bert", 384, 384, 256, 30522, ("mean",), (Step("normalize"),), False, "")
 _OF_CARD = frozenset(each.name for each in fields(ModelCard))
-_OF_CONFIG = frozenset(each.name for each in fields(GatewayConfig))
+_OF_CONFIG = frozenset(each.name for each in fields(GatewayConfig)) - {"pooling"}
 
 
 def changed(model_info: ModelInfo, **changes: Any) -> ModelInfo:

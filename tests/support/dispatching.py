@@ -38,7 +38,7 @@ from vecd.workers.process.loop import EngineLost, Loop, connected
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
 CONFIG: dict[str, Any] = {
-    "model": "", "num_gateways": 1, "share_computed": "tenant", "compute_type": "cpu", "weight": 1.0,
+    "model": "", "gateways": 1, "share_computed": "tenant", "compute_type": "cpu", "weight": 1.0,
     "max_batch_tokens": 16, "batch_timeout_s": 60,
 }  # fmt: skip
 """What a dispatcher reads of the configuration, but the card."""

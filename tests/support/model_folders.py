@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vecd.base.files import dump, load
 from vecd.model.card import ModelCard, ModelError, read_card
 
 
@@ -42,7 +43,7 @@ class ModelFolder:
     def read(self, kind: str = "auto") -> ModelCard:
         """The card. It survives the way between processes."""
         card = read_card(self.path, kind)
-        assert ModelCard.from_json(json.loads(json.dumps(card.to_json()))) == card
+        assert load(ModelCard, json.loads(json.dumps(dump(card)))) == card
         return card
 
     def refusal(self, kind: str = "auto") -> str:

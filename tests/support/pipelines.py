@@ -76,7 +76,7 @@ class Piped:
         """`tokenizer`, `card`: `Ids`, and a card of the bench's rows, without. `options` are the pipeline's, `changes`
         its configuration's."""
         card = card or replace(planned_config().card, dim=bench.spec.dim, hidden_size=bench.spec.dim)
-        changes = {"request_timeout_s": DEADLINE_S, "card": card, "arena": bench.spec, **changes}
+        changes = {"request_timeout": DEADLINE_S, "card": card, "arena": bench.spec, **changes}
         self.bench = bench
         self.admission = Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher)
         self.pipeline = Pipeline(

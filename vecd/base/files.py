@@ -8,12 +8,12 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
-from functools import cache
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
 from stat import S_ISREG
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, Self, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 JsonObject: TypeAlias = dict[str, Any]
 JsonMapping: TypeAlias = Mapping[str, Any]
@@ -58,33 +58,37 @@ def open_regular(path: str | Path) -> BinaryIO:
     return file
 
 
-class JsonFields:
-    """The base of dataclasses whose fields are JSON values, tuples and dataclasses of such, or None in their place."""
+# --- dataclasses as JSON values ---------------------------------------------------------------------------------
 
-    __slots__ = ()
 
-    def to_json(self) -> JsonObject:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
-
-    @classmethod
-    def from_json(cls, fields: JsonMapping) -> Self:
-        made: Self = _of_kind(cls, fields)
-        return made
+def dump(value: Any) -> Any:
+    """A dataclass whose fields are JSON values, paths, tuples, dicts and dataclasses, as JSON values. A field
+    of another kind has two functions in its metadata, `dump` and `load`."""
+    if is_dataclass(value):
+        return {each.name: each.metadata.get("dump", dump)(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple | list):
+        return [dump(each) for each in value]
+    if isinstance(value, dict):
+        return {name: dump(each) for name, each in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 _kinds_of = cache(get_type_hints)
 
 
-def _of_kind(kind: Any, value: Any) -> Any:
-    if isinstance(kind, UnionType):
+def load(kind: Any, value: Any) -> Any:
+    """What `dump` had, by its annotation. Raises KeyError, TypeError or ValueError for what is not from there."""
+    if get_origin(kind) in (UnionType, Union):
+        if value is None:
+            return None
         kind = next(each for each in get_args(kind) if each is not NoneType)
-    if value is None:
-        return None
-    if isinstance(kind, type) and is_dataclass(kind):
-        kinds = _kinds_of(kind)
-        return kind(**{name: _of_kind(kinds.get(name), field) for name, field in value.items()})
     if get_origin(kind) is tuple:
         first, *others = get_args(kind)
         kinds_in = [first] * len(value) if others == [...] else [first, *others]
-        return tuple(map(_of_kind, kinds_in, value))
-    return value
+        return tuple(map(load, kinds_in, value))
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return Path(value) if kind is Path else value
+    if not isinstance(value, dict):
+        raise TypeError(f"no object: {value!r:.80}")
+    kinds, loads = _kinds_of(kind), {each.name: each.metadata.get("load") for each in fields(kind)}
+    return kind(**{name: (loads[name] or partial(load, kinds[name]))(part) for name, part in value.items()})

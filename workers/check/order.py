@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vecd.base.files import JsonFields
 from vecd.workers.config import WorkerConfig
 
 USED_MEMORY = 0.8
@@ -22,7 +21,7 @@ def pairs_of(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Order(JsonFields):
+class Order:
     config: WorkerConfig
     select_command: Sequence[str]
     texts: Sequence[str]

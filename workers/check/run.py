@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from vecd.base.files import JsonObject
+from vecd.base.files import JsonObject, load
 from vecd.base.programs import not_installed
 from vecd.model.card import ModelError
 from vecd.model.files import source_of
@@ -53,7 +53,7 @@ def serve(orders: TextIO, response_fd: int) -> int:
 
 def _check(fields: JsonObject, report: ReportProgress, on_found: OnFound) -> None:
     started_at = time.monotonic()
-    order = Order.from_json(fields)
+    order = load(Order, fields)
     report("reading the weights")
     refuse_not_finite(order.config.card)
     report("loading the model")

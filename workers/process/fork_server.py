@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from vecd.base import logs
+from vecd.base.files import load
 from vecd.base.programs import return_free_memory
 from vecd.base.tasks import NoTasks, naming_limit
 from vecd.model.card import ModelError
@@ -114,7 +115,7 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
     """The imported modules, and the engine that the workers share. Raises ModelError and NoTasks."""
     if start.config is None:
         return import_modules(start.modules), None
-    config = WorkerConfig.from_json(start.config)
+    config = load(WorkerConfig, start.config)
     check_headers(config.card)
     with ExitStack() as stack:
 
@@ -212,7 +213,7 @@ class _ForkServer:
             os.close(pidfd)
         control_fd, arena_fd, *address_fds = fds
         return worker.run(
-            WorkerConfig.from_json(order.config),
+            load(WorkerConfig, order.config),
             Incarnation(order.worker, order.life),
             Channel.from_fd(control_fd),
             arena_fd,
@@ -288,7 +289,7 @@ def _import_for(order: ForkServerStart) -> None:
     path = None
     if order.config is not None:
         try:
-            path = expected_path(WorkerConfig.from_json({**order.config, "num_threads": 1}))
+            path = expected_path(load(WorkerConfig, {**order.config, "num_threads": 1}))
         except Exception as error:  # of this model alone, whose fork server is going to meet it, and report it
             zygote_log.info(
                 "the engine of a model is not known before it is loaded: %s: %s", type(error).__name__, error

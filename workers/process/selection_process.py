@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from vecd.base import logs
+from vecd.base.files import dump, load
 from vecd.workers.batch import ReportProgress
 from vecd.workers.config import WorkerConfig
 from vecd.workers.process.ordered_process import OnFound, OrderedProcess, carry_out
@@ -18,11 +19,12 @@ class SelectionProcess(OrderedProcess):
     def __init__(self, command: Sequence[str], config: WorkerConfig) -> None:
         """Start it. Raises OSError."""
         title = f"{config.card.folder}: the process that compares the model's engines"
-        super().__init__(command, config.to_json(), title)
+        super().__init__(command, dump(config), title)
 
     def result(self, report: ReportProgress) -> Selection:
         [(_, selection)] = self.results(report)
-        return Selection.from_json(selection)
+        found: Selection = load(Selection, selection)
+        return found
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
@@ -32,7 +34,7 @@ def serve(orders: TextIO, response_fd: int) -> int:
 
 
 def _select(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
-    config = WorkerConfig.from_json(order)
+    config = load(WorkerConfig, order)
     logs.configure("choosing", config.log_level, config.log_format)
     selection, _ = select(config, report)
-    on_found("selection", selection.to_json())
+    on_found("selection", dump(selection))

@@ -59,7 +59,7 @@ class Bench:
         card = replace(planned_config().card, dim=SPEC.dim, hidden_size=SPEC.dim, steps=())
         self._config = replace(
             planned_config(), model="m", card=card, arena=SPEC, max_batch_tokens=16, max_tokens=16, num_workers=1,
-            chat_template=None, **{"keep_alive_s": 300.0, "loads_on_demand": True, **changes},
+            chat_template=None, **{"keep_alive_s": 300.0, "load": "demand", **changes},
         )  # fmt: skip
         self.services = services_of(self._config, self.tokenizer, sent=self.sent)
         self.app = App(self.services)
@@ -221,7 +221,7 @@ async def test_a_thousand_requests_make_one_load_and_are_answered_in_their_order
 
 
 async def test_the_estimate_of_the_wait_counts_again_once_the_model_is_ready():
-    async with serving(max_wait_s=1e-9) as bench:
+    async with serving(max_wait=1e-9) as bench:
         asking = [bench.embed(number) for number in range(20)]
         await turns()
         assert not any(each.done() for each in asking), "none is refused for a wait that nothing is known of"
@@ -472,7 +472,7 @@ async def test_a_request_without_a_text_has_the_model_loaded(bench: Bench, path,
 
 
 async def test_a_client_s_time_counts_where_that_is_allowed():
-    async with serving("ready", allows_keep_alive=True) as bench:
+    async with serving("ready", client_keep_alive=True) as bench:
         worker = bench.worker
         for _ in range(2):
             asking = bench.ask("/api/embed", {"input": "7", "keep_alive": "1h"})
@@ -499,7 +499,7 @@ async def test_a_client_s_time_is_ignored_where_it_is_not_allowed():
 
 
 async def test_an_unload_by_a_client_loads_nothing():
-    async with serving(allows_keep_alive=True) as bench:
+    async with serving(client_keep_alive=True) as bench:
         assert (await bench.ask("/api/embed", {"input": "", "keep_alive": 0})).status == 200
         assert bench.sent == []
 

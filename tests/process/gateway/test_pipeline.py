@@ -66,7 +66,7 @@ class Service(Piped):
         planned = planned_config().card
         steps = planned.steps if normalizes else ()
         card = replace(planned, dim=SPEC.dim, hidden_size=SPEC.dim, steps=steps)
-        super().__init__(bench, card=card, request_timeout_s=FAR_S)
+        super().__init__(bench, card=card, request_timeout=FAR_S)
         [self.key] = Principals([ApiKey("a", sha256(b"secret").hexdigest(), tokens_per_s=1e6)], 1).with_keys
         self.principal = self.key
 

@@ -135,7 +135,7 @@ async def trace() -> list[Holder]:
     """What one short request goes through, from its first byte to the last of its response."""
     planned = planned_config()
     card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim)
-    config = replace(planned, card=card, arena=SPEC, num_gateways=1)
+    config = replace(planned, card=card, arena=SPEC, gateways=1)
     services = services_of(config)
     service = services.active
     server = Server(App(services), limits=Limits(max_body_bytes=1 << 20), timeouts=Timeouts(), max_connections=1)

@@ -32,7 +32,7 @@ def close() -> Iterator[Callable[[socket.socket], socket.socket]]:
 
 
 def settings(**fields: Any) -> Settings:
-    return replace(Settings(), **fields, given=GivenSettings(names=frozenset(fields)))
+    return replace(Settings(), **fields, given=GivenSettings(names=tuple(fields)))
 
 
 def can_connect(sock: socket.socket) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 import vecd.workers
 from tests.support.checkpoints import Checkpoints, worker_config
+from vecd.base.files import dump
 from vecd.shm.control import LOAD_TOKENS_PER_S
 from vecd.workers.config import modules_to_preload
 from vecd.workers.load import load_engine
@@ -34,13 +35,14 @@ def test_a_remembered_fused_engine_needs_no_transformers(checkpoint: Checkpoints
     assert load_engine(config, lambda stage: None).facts[LOAD_TOKENS_PER_S] > 0
     code = (
         "import json, sys\n"
-        "from vecd.workers.config import WorkerConfig; from vecd.workers.load import load_engine\n"
-        "engine = load_engine(WorkerConfig.from_json(json.load(sys.stdin)), print)\n"
+        "from vecd.base.files import load; from vecd.workers.config import WorkerConfig\n"
+        "from vecd.workers.load import load_engine\n"
+        "engine = load_engine(load(WorkerConfig, json.load(sys.stdin)), print)\n"
         "assert engine.facts['path'] == 'fused'\n"
         f"assert engine.facts['{LOAD_TOKENS_PER_S}'] > 0\n"
         "sys.exit('transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], input=json.dumps(config.to_json()).encode(), check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], input=json.dumps(dump(config)).encode(), check=True, timeout=60)
 
 
 def test_only_two_rooms_import_torch_when_they_are_imported() -> None:

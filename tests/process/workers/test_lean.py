@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.support.checkpoints import Checkpoints, random_batch, worker_config
+from vecd.base.files import dump
 from vecd.model.card import read_card
 from vecd.workers.load import load_engine
 from vecd.workers.onnx.engine import LeanEngine
@@ -34,10 +35,10 @@ def test_a_known_model_is_loaded_without_torch_and_threads(checkpoint: Checkpoin
     config = worker_config(checkpoint("bert"), cache_folder=str(tmp_path))
     load_engine(config, lambda stage: None)
     program = (
-        "import json, sys\nfrom vecd.workers.config import WorkerConfig\n"
+        "import json, sys\nfrom vecd.base.files import load\nfrom vecd.workers.config import WorkerConfig\n"
         "from vecd.workers.load import load_engine\n"
         "from vecd.workers.process.kernel import num_threads\n"
-        "engine = load_engine(WorkerConfig.from_json(json.load(sys.stdin)), print)\n"
+        "engine = load_engine(load(WorkerConfig, json.load(sys.stdin)), print)\n"
         "print(engine.facts['path'], num_threads(), *{'torch', 'transformers', 'onnx'} & set(sys.modules))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -45,7 +46,7 @@ def test_a_known_model_is_loaded_without_torch_and_threads(checkpoint: Checkpoin
     for folder in ("engines", "references"):  # with the selection, then with the reference vectors alone
         done = subprocess.run(
             [sys.executable, "-c", program],
-            input=json.dumps(config.to_json()),
+            input=json.dumps(dump(config)),
             capture_output=True,
             text=True,
             check=True,

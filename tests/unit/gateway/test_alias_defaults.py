@@ -2,7 +2,7 @@
 dialect, and what it says itself goes before."""
 
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from tests.support.asking import PLAIN, ask, body_of, changed
 from tests.support.cards import DENSE
 from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, json_of, serving
+from vecd.base.files import dump, load
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import AliasDefaults, GatewayConfig
 from vecd.gateway.dialects import rerank
@@ -39,7 +40,7 @@ def _aliases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    async with serving("dense", num_models=1, is_matryoshka=True) as bench:
+    async with serving("dense", num_models=1, matryoshka=True) as bench:
         yield bench
 
 
@@ -80,7 +81,7 @@ IN_EACH_DIALECT = [
 @pytest.mark.parametrize(("path", "body", "fields"), IN_EACH_DIALECT, ids=[path for path, *_ in IN_EACH_DIALECT])
 @pytest.mark.parametrize("names", [("dense",), ("ranker", "dense")], ids=["alone", "beside another"])
 async def test_a_request_by_an_alias_is_that_with_the_fields(names, path, body, fields):
-    async with serving(*names, num_models=len(names), is_matryoshka=True) as bench:
+    async with serving(*names, num_models=len(names), matryoshka=True) as bench:
         by_alias = await requested(bench, path, body)
         plain = path
         for defaults in OF_ALIASES:
@@ -97,7 +98,7 @@ async def test_the_header_names_an_alias_and_letters_of_case_do_not_count(bench:
 
 
 async def test_a_request_that_says_how_long_the_model_stays_has_them_too():
-    async with serving("dense", num_models=1, is_matryoshka=True, allows_keep_alive=True) as bench:
+    async with serving("dense", num_models=1, matryoshka=True, client_keep_alive=True) as bench:
         body = {"input": TEXT, "model": "asked"}
         expected = await requested(bench, "/api/embed", body)
         assert await requested(bench, "/api/embed", {**body, "keep_alive": "5m"}) == expected
@@ -125,7 +126,7 @@ async def test_what_says_nothing_leaves_the_defaults(bench: Bench, path, body, d
 
 async def test_a_form_that_does_not_go_with_the_default_dimensions_is_refused(monkeypatch):
     monkeypatch.setitem(ALIAS_DEFAULTS, "dense", (AliasDefaults("asked", dimensions=7),))
-    async with serving("dense", num_models=1, is_matryoshka=True) as bench:
+    async with serving("dense", num_models=1, matryoshka=True) as bench:
         body = {"input": TEXT, "model": "asked", "output_dtype": "binary"}
         response = await bench.post("/v1/embeddings", body)
         assert (response.status, json_of(response)["error"]["param"]) == (400, "dimensions")
@@ -159,4 +160,4 @@ async def test_an_alias_is_listed_with_its_defaults(bench: Bench):
 async def test_the_configuration_travels_as_json(bench: Bench):
     config = bench.services.active.config
     assert config.alias_defaults == OF_ALIASES
-    assert GatewayConfig.from_json(asdict(config)) == config
+    assert load(GatewayConfig, dump(config)) == config

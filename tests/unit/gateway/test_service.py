@@ -15,6 +15,7 @@ import pytest
 from tests.support.dispatching import private_metrics
 from tests.support.pipelines import planned_config, services_of
 from tests.support.supervision import VIRTUAL_TIME
+from vecd.base.files import dump
 from vecd.gateway.app.app import App
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
@@ -124,7 +125,7 @@ class Bench:
 
     def order(self, generation: int, listening: socket.socket, model: str = "other") -> None:
         config = replace(planned_config(), model=model)
-        self.services.prepare(Prepare(generation, config.to_json()), listening)
+        self.services.prepare(Prepare(generation, dump(config)), listening)
 
     async def prepared(self, generation: int, listening: socket.socket, model: str = "other") -> FakeService:
         self.order(generation, listening, model)
@@ -167,7 +168,7 @@ async def test_a_prepared_generation_gets_no_requests_yet(bench: Bench, listenin
 
 
 async def test_the_listening_socket_of_a_message_is_taken_as_a_copy(bench: Bench, listening):
-    bench.services.on_message(Prepare(2, planned_config().to_json()), [listening.fileno()])
+    bench.services.on_message(Prepare(2, dump(planned_config())), [listening.fileno()])
     await bench.reported(Prepared(2))
     [fd] = bench.made[2].dispatcher.start.call_args.args
     assert fd != listening.fileno()

@@ -684,7 +684,7 @@ async def test_one_model_is_described_by_any_of_its_names(unknown_model):
 @pytest.mark.parametrize("is_strict", [False, True])
 async def test_the_only_model_is_described_by_any_of_its_names_alone(is_strict):
     """Embeddings have it by any name, unless names are strict."""
-    async with serving("dense", num_models=1, is_strict=is_strict, unknown_model="any") as bench:
+    async with serving("dense", num_models=1, unknown_model="refuse" if is_strict else "any") as bench:
         names = {"dense": "dense", "text-embedding-3-small": "text-embedding-3-small", "dense:latest": "dense:latest"}
         found = {"DENSE": "dense", "org/dense": "dense", "minilm-dense:v2": "dense:v2", "dense:query": "dense:query"}
         for name, listed in (names if is_strict else {**names, **found}).items():
@@ -826,7 +826,7 @@ async def test_health_and_metrics_tell_whose_files_have_changed(bench: Bench):
 
 @pytest.mark.parametrize("loads_on_demand", [True, False])
 async def test_a_model_that_has_failed_makes_the_server_unavailable_unless_it_is_loaded_on_demand(loads_on_demand):
-    async with serving(loads_on_demand=loads_on_demand) as bench:
+    async with serving(load="demand" if loads_on_demand else "start") as bench:
         for generation in (1, 2):
             bench.services.on_message(ModelIs(generation, "unloaded"), [])
         bench.services.on_message(ModelIs(3, "failed", reason="no file", wait_s=9.0), [])

@@ -77,7 +77,7 @@ class Reader:
         monkeypatch.setattr(identities, "read_identity", self)
 
     def __call__(self, plan: Plan) -> Any:
-        self.read.append(plan.gateway.loads_on_demand)
+        self.read.append(plan.gateway.is_loaded_on_demand)
         if len(self.read) <= self.num_failures:
             raise RuntimeError("a fault of the disk")
         return self._read_identity(plan)

@@ -72,7 +72,7 @@ def test_a_zygote_has_the_imports_of_several_models(plan_of: Callable[..., Plan]
     server_of_one, server_of_two = predict_server([plan]), predict_server([plan, plan])
     assert 80 * MB < server_of_one < 110 * MB, "83 to 86 MB were measured"
     assert server_of_two - server_of_one > alone.shared - beside_others.shared
-    of_two_gateways = replace(plan, gateway=replace(plan.gateway, num_gateways=2))
+    of_two_gateways = replace(plan, gateway=replace(plan.gateway, gateways=2))
     assert predict_server([of_two_gateways]) - server_of_one > 50 * MB
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,19 +16,19 @@ CERT, RANGES = ("/cert.pem", 1, 2, 3), ("/ranges.npy", 1, 2, 3)
 @pytest.fixture
 def served(planned: Callable[..., Plan]) -> Plan:
     plan = planned("--workers", "2")
-    gateway = replace(plan.gateway, tls_cert="/cert.pem", tls_key="/key.pem")
+    gateway = replace(plan.gateway, tls_cert=Path("/cert.pem"), tls_key=Path("/key.pem"))
     return replace(plan, gateway=gateway, other_files=frozenset({CERT, RANGES}))
 
 
 def test_a_plan_of_the_same_configuration_is_the_same(served: Plan, planned: Callable[..., Plan]) -> None:
     again = planned("--workers", "2", "--ready-fd", "9")
-    again = replace(again, gateway=replace(again.gateway, tls_cert="/cert.pem", tls_key="/key.pem"))
+    again = replace(again, gateway=replace(again.gateway, tls_cert=Path("/cert.pem"), tls_key=Path("/key.pem")))
     again = replace(again, other_files=served.other_files)
     assert serves_the_same(served, again, is_first=True)
     keys = (ApiKey("first", "0" * 64),)
     tokenizer = replace(again.gateway.card, tokenizer_file="/proc/1/fd/99")
     again = replace(again, gateway=replace(again.gateway, keys=keys, card=tokenizer))
-    config = replace(again.gateway, query_weights="/proc/1/fd/98", quantization_ranges="/proc/1/fd/97")
+    config = replace(again.gateway, query_weights="/proc/1/fd/98", ranges="/proc/1/fd/97")
     again = replace(again, gateway=config)
     assert serves_the_same(served, again, is_first=True), "every generation gets new keys and new copies"
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.supervision import FakeGateway, FakeProcess, num_descriptors, ready, settle
 from tests.support.supervisor_bench import WATCHDOG_S, Bench, Models, beat, supervising
 from vecd.base.failures import StartFailure
+from vecd.base.files import load
 from vecd.gateway.config import GatewayConfig
 from vecd.launch.workers import WorkerPool
 from vecd.shm.control import (
@@ -107,11 +108,11 @@ async def test_a_server_is_ready_when_all_its_models_are_connected(bench, models
             assert sorted((up.generation, up.worker) for up in gateway.sent(WorkerUp)) == [
                 (1, 0), (1, 1), (2, 2), (2, 3), (3, 4),
             ]  # fmt: skip
-        configs = [GatewayConfig.from_json(prepare.config) for prepare in gateway.sent(Prepare)]
+        configs = [load(GatewayConfig, prepare.config) for prepare in gateway.sent(Prepare)]
         assert [(config.model, config.model_index, config.first_worker) for config in configs] == [
             ("b", 1, 2), ("c", 2, 4),
         ]  # fmt: skip
-        spec = GatewayConfig.from_json(start.config).shared_metrics
+        spec = load(GatewayConfig, start.config).shared_metrics
         assert {config.shared_metrics for config in configs} == {spec}, "which all of them write to"
         assert await made.end() == 0
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import Checkpoints, change_weights, worker_config
+from vecd.base import files
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import ScoreHead
 from vecd.shm.arena import ArenaSpec
@@ -256,7 +257,7 @@ def config() -> WorkerConfig:
 
 
 def test_the_right_order_is_taken_as_it_is(config: WorkerConfig) -> None:
-    assert WorkerConfig.from_json(json.loads(json.dumps(config.to_json()))) == config, "the pair travels with it"
+    assert files.load(WorkerConfig, json.loads(json.dumps(files.dump(config)))) == config, "the pair travels with it"
     engine = Ranking()
     check_order(replace(config, ordered_pair=None), engine)  # type: ignore[arg-type]
     assert (engine.batches, engine.facts) == ([], {}), "a model without such a pair is not asked"

@@ -229,7 +229,7 @@ async def test_the_page_is_for_browsers_and_is_nobody_s_frame():
 
 async def test_without_the_page_the_root_is_a_health_check_for_browsers_too():
     without = make_plan(load_settings(["--port", "0", "--no-ui"])).gateway
-    with gateway_of(DENSE, has_ui=without.has_ui) as gateway:
+    with gateway_of(DENSE, ui=without.ui) as gateway:
         answer = await gateway.respond("GET", "/", accept=HTML)
         assert (answer.status, answer.content_type, "vary" in answer.headers) == (503, "application/json", False)
         assert (await gateway.ask("GET", "/stats"))[0] == 200

@@ -283,7 +283,7 @@ async def served_once(bench: Bench, worker: Worker) -> None:
     ],
 )
 async def test_how_long_a_batch_may_take(num_gateways, num_lives, within_s, clock):
-    async with running_bench(num_gateways=num_gateways) as bench:
+    async with running_bench(gateways=num_gateways) as bench:
         worker = bench.add_worker()
         if num_lives > 0:
             await served_once(bench, worker)

@@ -166,7 +166,7 @@ async def test_workers_with_threads_of_their_own_take_a_core_for_each():
 async def test_two_gateways_begin_with_different_workers(gateway):
     spec = SharedMetricsSpec(2, 4, 2)
     metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, gateway)
-    async with two_models(shared_metrics=metrics, num_gateways=2) as (_, _, other):
+    async with two_models(shared_metrics=metrics, gateways=2) as (_, _, other):
         request = other.request(1)
         worker, batch = await receive_any(other)
         assert worker is other.workers[gateway]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.message_checkpoints import BY_TASK, PARTS, STRIPPED
+from vecd.base.files import dump, load
 from vecd.launch.config.templates import with_text_template
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import ScoreHead, SparseHead, TextTemplate, TokenHead
@@ -40,7 +41,7 @@ def card(tmp_path: Path) -> Callable[..., ModelCard]:
 def template_of(card: ModelCard) -> TextTemplate:
     made = with_text_template(card)
     assert made.pools_prompt
-    assert ModelCard.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert load(ModelCard, json.loads(json.dumps(dump(made)))) == made
     assert made.text_template is not None
     return made.text_template
 

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tests.process.workers.process.test_zygote import failing_once
 from tests.support.checkpoints import worker_config
 from tests.support.workers import BATCH, DIM, DUMMY, as_message
+from vecd.base.files import dump
 from vecd.base.tasks import NoTasks
 from vecd.model.card import ModelError
 from vecd.shm.arena import ArenaSpec, create_arena
@@ -123,7 +124,7 @@ class ForkServer:
         self.workers: list[Worker] = []
         self.stages: list[str] = []
         select = [sys.executable, "-P", "-m", "vecd.child", "select"]
-        shared = config.to_json() if config else None
+        shared = dump(config) if config else None
         self.channel.send(ForkServerStart(os.getpid(), modules, shared, select))
 
     def until_ready(self) -> list[str]:
@@ -143,7 +144,7 @@ class ForkServer:
         ours, theirs = Channel.pair()
         arena_fd = create_arena(arena or config.arena)
         slots = map_arena(arena_fd, arena or config.arena, writable=False)[0].rows
-        self.channel.send(ForkWorker(worker, life, config.to_json()), [theirs.fileno(), arena_fd, address_fd])
+        self.channel.send(ForkWorker(worker, life, dump(config)), [theirs.fileno(), arena_fd, address_fd])
         theirs.close()
         os.close(arena_fd)
         return ours, slots
@@ -335,7 +336,7 @@ def test_a_bug_at_the_start_is_logged_and_exits_70(mortal, endpoint):
 
 def test_orders_that_are_none_are_ignored(server, endpoint):
     server.channel.send(Drain(1.0, 0.0))
-    server.channel.send(ForkWorker(0, 1, DUMMY.to_json()), [endpoint.address_fd])
+    server.channel.send(ForkWorker(0, 1, dump(DUMMY)), [endpoint.address_fd])
     server.fork(DUMMY, endpoint.address_fd).until_ready()
 
 
@@ -559,7 +560,7 @@ def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint):
     ours, theirs = Channel.pair()
     command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())]
     # Whoever is adopted has another parent than the one that started it.
-    ours.send(ForkServerStart(1, ["torch"], worker_config(checkpoint("bert")).to_json(), ["false"]))
+    ours.send(ForkServerStart(1, ["torch"], dump(worker_config(checkpoint("bert"))), ["false"]))
     ours.close()
     server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
     theirs.close()

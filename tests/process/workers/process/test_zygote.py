@@ -24,6 +24,7 @@ import pytest
 from tests.support.checkpoints import worker_config
 from tests.support.workers import BATCH, DIM, DUMMY, as_message
 from vecd.base.failures import ChildDied
+from vecd.base.files import dump
 from vecd.base.programs import self_command
 from vecd.launch.children import ForkServer, Process, Zygote, reap_orphans
 from vecd.shm.arena import create_arena
@@ -95,7 +96,7 @@ def _name(process: psutil.Process) -> str:
 
 def order(modules: list[str] | None = None, config: WorkerConfig | None = None) -> ForkServerStart:
     """Of a fork server for dummy engines, unless there is a configuration."""
-    shared = config.to_json() if config else None
+    shared = dump(config) if config else None
     return ForkServerStart(os.getpid(), modules or [], shared, self_command("select"))
 
 
@@ -221,6 +222,7 @@ async def test_a_crash_of_a_fork_server_leaves_the_other_alone(zygote, endpoint,
 # What plays the supervisor that is killed; its arguments are the configuration, or null, and the command that selects.
 _SUPERVISOR = """
 import asyncio, json, os, sys
+from vecd.base.files import load
 from vecd.launch.children import Zygote
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart
@@ -231,7 +233,7 @@ from vecd.workers.process.kernel import adopt_orphans
 async def main():
     adopt_orphans()
     zygote, (dummy, shared, command) = Zygote(), map(json.loads, sys.argv[1:])
-    dummy = WorkerConfig.from_json(dummy)
+    dummy = load(WorkerConfig, dummy)
     held = []
     for index, config in enumerate([None, shared]):
         server = zygote.fork_server(ForkServerStart(os.getpid(), [], config, command), 60, lambda stage: None)
@@ -250,9 +252,9 @@ _HANGING_COMPARISON = (
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["ready", "while a model is loaded"])
 def test_the_end_of_the_supervisor_ends_everything(checkpoint, hangs):
-    config = worker_config(checkpoint("bert"), cache_folder="").to_json() if hangs else None
+    config = dump(worker_config(checkpoint("bert"), cache_folder="")) if hangs else None
     command = [sys.executable, "-P", "-c", _HANGING_COMPARISON]
-    arguments = map(json.dumps, (DUMMY.to_json(), config, command))
+    arguments = map(json.dumps, (dump(DUMMY), config, command))
     supervisor = subprocess.Popen([sys.executable, "-P", "-c", _SUPERVISOR, *arguments])
     expected = ["forkserver", "forkserver", "worker-0", "zygote", "select" if hangs else "worker-1"]
     names: list[str] = []

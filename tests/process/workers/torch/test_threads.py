@@ -7,17 +7,19 @@ import sys
 import pytest
 
 from tests.support.checkpoints import Checkpoints, skip_without, worker_config
+from vecd.base.files import dump
 
 _PROGRAM = """
 import json, sys
 import numpy as np
 import torch
+from vecd.base.files import load
 from vecd.workers.config import WorkerConfig
 from vecd.workers.batch import PackedBatch
 from vecd.workers.parity import vectors_of
 from vecd.workers.select import build
 torch.set_num_threads(1)
-engine = build(WorkerConfig.from_json(json.load(sys.stdin)), *sys.argv[1:3])
+engine = build(load(WorkerConfig, json.load(sys.stdin)), *sys.argv[1:3])
 engine.use_threads(1)
 lengths = np.array([5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59], dtype=np.int32)
 batch = PackedBatch(lengths, np.random.default_rng(0).integers(0, 120, lengths.sum(), dtype=np.int32))
@@ -36,7 +38,7 @@ def test_leased_batches_have_the_vectors_of_one_thread(path: str, checkpoint: Ch
         skip_without("float32")
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, path, "float32"],
-        input=json.dumps(worker_config(checkpoint("bert")).to_json()),
+        input=json.dumps(dump(worker_config(checkpoint("bert")))),
         capture_output=True,
         text=True,
         check=True,

@@ -60,14 +60,14 @@ def test_a_prompts_name_with_a_mistake_in_it_is_told(name):
 @pytest.mark.parametrize("name", ["gpt", "", "E5", "other:query", "e5:v2", ":query", "query"])
 def test_other_models_are_not_found_where_names_matter(name):
     with pytest.raises(ModelNotFound) as caught:
-        changed(E5, is_strict=True).prompt_of_model_name(name)
+        changed(E5, unknown_model="refuse").prompt_of_model_name(name)
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
     assert caught.value.message == f"The model `{name}` does not exist; this server has 'e5', 'org/e5'"
 
 
 @pytest.mark.parametrize("name", [None, "e5", "org/e5", "e5:query", "org/e5:passage", "e5:latest"])
 def test_the_models_own_names_are_found_where_they_matter(name):
-    assert changed(E5, is_strict=True).prompt_of_model_name(name) == E5.prompt_of_model_name(name)
+    assert changed(E5, unknown_model="refuse").prompt_of_model_name(name) == E5.prompt_of_model_name(name)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Model:
         self.identity = Identity(aliases)
         self.num_loads = 0
         self.has_workers = True
-        config = SimpleNamespace(request_timeout_s=timeout_s)
+        config = SimpleNamespace(request_timeout=timeout_s)
         self.service = cast(
             Service,
             SimpleNamespace(info=self, config=config, residence=self, made_at=time.monotonic()),

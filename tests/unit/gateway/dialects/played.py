@@ -130,7 +130,7 @@ class Client:
     def __init__(self, models: Mapping[str, ModelCard] = MODELS, rows: Rows = telling_rows, **changes: Any) -> None:
         """`changes`: of the configuration."""
         self._models, self._rows = models, rows
-        self._changes = {"is_matryoshka": True, "allows_keep_alive": True, "max_inputs": 8, **changes}
+        self._changes = {"matryoshka": True, "client_keep_alive": True, "max_inputs": 8, **changes}
         self._loop = asyncio.new_event_loop()
         self.gateway = cache(self._make)
         """By the model, and the defaults of its alias."""

@@ -15,7 +15,7 @@ from vecd.gateway.errors import ApiError, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.request import EmbedRequest, Response
 
 NAMED = changed(PLAIN, aliases=("all-minilm", "all-minilm:33m"), prompts={"query": "query: "}, is_matryoshka=True)
-STRICT = changed(NAMED, is_strict=True)
+STRICT = changed(NAMED, unknown_model="refuse")
 PATHS = ("embed", "embeddings")
 
 
@@ -92,7 +92,7 @@ def test_a_digest_is_of_the_model_that_is_served(path):
     """Ollama's command shows twelve characters of it, and has no model without."""
     [model] = listed(PLAIN, path)
     assert re.fullmatch("[0-9a-f]{64}", model["digest"])
-    same = changed(PLAIN, aliases=("alias",), created_at=5, max_inputs=1, is_strict=True)
+    same = changed(PLAIN, aliases=("alias",), created_at=5, max_inputs=1, unknown_model="refuse")
     assert {other["digest"] for other in listed(same, path)} == {model["digest"]}
     for change in (
         {"model": "m"}, {"version": "2"}, {"dim": 8}, {"max_tokens": 8}, {"pooling": ("cls",)}, {"prompt": "p"},

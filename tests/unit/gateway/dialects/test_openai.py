@@ -196,7 +196,9 @@ def test_models_are_listed_by_all_names_and_by_prompts_that_can_be_served(pools_
     ["minilm", "org/alias", "minilm:latest", "minilm:query", "minilm:pasage", "minilm:v2", "gpt-4"],
 )
 def test_a_model_that_embeds_can_be_retrieved_and_no_other(name, is_strict):
-    model_info = changed(PLAIN, aliases=("org/alias",), prompts={"query": "q: "}, is_strict=is_strict)
+    model_info = changed(
+        PLAIN, aliases=("org/alias",), prompts={"query": "q: "}, unknown_model="refuse" if is_strict else "any"
+    )
 
     def outcome(call: Callable[[], object]) -> object:
         try:

@@ -33,7 +33,7 @@ def test_the_name_of_a_model_in_the_path_is_a_name_as_elsewhere():
     with pytest.raises(errors.BadRequest, match="'model' and 'prompt_name' contradict each other"):
         request_of(path, model=named, prompt_name="passage")
     with pytest.raises(errors.ModelNotFound):
-        request_of(path, changed(E5, is_strict=True), model="org/another")
+        request_of(path, changed(E5, unknown_model="refuse"), model="org/another")
 
 
 def test_tokens_that_have_no_room_are_refused():

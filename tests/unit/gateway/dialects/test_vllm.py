@@ -91,7 +91,7 @@ def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedDec
 
 
 def test_another_models_tokens_are_not_counted_where_names_matter():
-    strict = changed(PLAIN, is_strict=True)
+    strict = changed(PLAIN, unknown_model="refuse")
     for read, body in ((tokenize, {"prompt": "a"}), (detokenize, {"tokens": [1]})):
         with pytest.raises(errors.ModelNotFound):
             read({**body, "model": "gpt"}, strict)

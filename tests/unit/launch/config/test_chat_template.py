@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from vecd.base.files import load
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.launch.config.templates import read_chat_template
 
@@ -59,4 +60,4 @@ def test_it_survives_the_way_between_processes(tmp_path):
     spec = read_chat_template(tmp_path)
     assert spec is not None
     fields = {"source": spec.source, "tokens": spec.tokens, "command": list(spec.command)}
-    assert ChatTemplateSpec.from_json(json.loads(json.dumps(fields))) == spec
+    assert load(ChatTemplateSpec, json.loads(json.dumps(fields))) == spec

@@ -235,7 +235,7 @@ def test_gateways_read_copies_of_files(minilm_folder: Path, tmp_path: Path, monk
     ranges = str(tmp_path / "ranges.npy")
     made = make_plan(load_settings([str(minilm_folder), "--engine", "dummy", "--quantization-ranges", ranges]))
     names = [f"{tmp_path}/{name}" for name in ("tokenizer.json", "idf.json", "ranges.npy")]
-    copies = [made.gateway.card.tokenizer_file, made.gateway.query_weights, made.gateway.quantization_ranges]
+    copies = [made.gateway.card.tokenizer_file, made.gateway.query_weights, made.gateway.ranges]
     loaded = [Path(name).read_bytes() for name in names]
     for name in names:
         Path(name).write_bytes(b"another")
