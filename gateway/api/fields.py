@@ -104,21 +104,18 @@ class Wanted:
     """What a request wants: the values of its attributes, and the client's words for them. Null is the same as
     absent."""
 
-    __slots__ = ("_body", "_said", "_values", "_words")
+    __slots__ = ("_body", "_values", "_words")
 
     def __init__(
         self,
         values: JsonMapping,
         words: Mapping[str, Field[Any]] = MappingProxyType({}),
         body: JsonMapping = MappingProxyType({}),
-        said: JsonMapping | None = None,
     ) -> None:
-        """`values`: by key. `words` and `body`: what they were read from, by word. `said`: those of the values that are
-        no defaults; None: all."""
+        """`values`: by key. `words` and `body`: what they were read from, by word; without, they are defaults."""
         self._values = values
         self._words = words
         self._body = body
-        self._said = values if said is None else said
 
     def get(self, attribute: Field[T]) -> T | None:
         value: T | None = self._values.get(attribute.key)
@@ -133,23 +130,21 @@ class Wanted:
 
     def said(self, attribute: Field[T]) -> T | None:
         """The value, if it is the client's, and not an alias' default."""
-        value: T | None = self._said.get(attribute.key)
-        return value
+        return None if self._word_for(attribute.key) is None else self.get(attribute)
 
     def word(self, attribute: Field[Any]) -> str:
         """The client's word for an attribute, the first of several; the attribute's own name if there is none."""
-        return next(self._words_for(attribute), attribute.name)
+        return self._word_for(attribute.key) or attribute.name
+
+    def _word_for(self, key: str) -> str | None:
+        for name, value in self._body.items():
+            field = None if value is None else self._words.get(name)
+            if field is not None and (field.key == key or (field.key is SEVERAL and key in field.read(value, name))):
+                return name
+        return None
 
     def has(self, word: str) -> bool:
         return self._body.get(word) is not None
-
-    def _words_for(self, attribute: Field[Any]) -> Iterator[str]:
-        for name, value in self._body.items():
-            field = None if value is None else self._words.get(name)
-            if field is not None and (
-                field.key == attribute.key or (field.key == SEVERAL and attribute.key in field.read(value, name))
-            ):
-                yield name
 
     def is_within(self, keys: frozenset[str]) -> bool:
         """Whether it says nothing of other attributes."""
@@ -157,16 +152,15 @@ class Wanted:
 
     def without(self, attribute: Field[Any]) -> "Wanted":
         values = {key: value for key, value in self._values.items() if key != attribute.key}
-        return Wanted(values, self._words, self._body, self._said)
+        return Wanted(values, self._words, self._body)
 
     def __or__(self, other: "Wanted") -> "Wanted":
         """Both; what `other` says counts more."""
-        values, said = {**self._values, **other._values}, {**self._said, **other._said}
-        return Wanted(values, other._words or self._words, other._body or self._body, said)
+        return Wanted({**self._values, **other._values}, other._words or self._words, other._body or self._body)
 
 
 def agreed(said: Sequence[tuple[str, T]]) -> T:
-    """What several words say of one attribute, each with its value: the same, or of sets of allowed values those that
+    """What words say of one attribute, each with its value: the same, or of sets of allowed values those that
     are in all. Raises BadRequest, which names two words that contradict each other."""
     for (first, value), (second, other) in combinations(said, 2):
         if not (value & other if isinstance(value, frozenset) and isinstance(other, frozenset) else value == other):
@@ -190,15 +184,22 @@ class Fields:
 
     def read(self, body: JsonMapping) -> Wanted:
         """What a body wants. Raises BadRequest. Goes by the names in the body, of which most have two."""
-        if not self._objects.isdisjoint(body):
+        if self._objects and not self._objects.isdisjoint(body):
             body = self._flat(body)
+        words = self._words
         values: dict[str, Any] = {}
         for name, value in body.items():
-            if value is not None and (field := self._words.get(name)) is not None:
-                if field.key in values or field.key is SEVERAL:
-                    return Wanted(self._agreed(body), self._words, body)
-                values[field.key] = field.read(value, name)
-        return Wanted(values, self._words, body)
+            if value is not None and (field := words.get(name)) is not None:
+                key, read = field.key, field.read(value, name)
+                if key is SEVERAL:
+                    if not values.keys().isdisjoint(read):
+                        return Wanted(self._agreed(body), words, body)
+                    values |= {each: said for each, said in read.items() if said is not None}
+                elif key in values:
+                    return Wanted(self._agreed(body), words, body)
+                else:
+                    values[key] = read
+        return Wanted(values, words, body)
 
     def _flat(self, body: JsonMapping) -> JsonMapping:
         """The body, and by their words the values in its objects."""

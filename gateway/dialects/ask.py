@@ -112,6 +112,9 @@ INPUT = fields.anything(
 )
 
 
+_STRINGS = {str}
+
+
 def parse_inputs(value: Any, name: str, max_inputs: int) -> TextsOrIds:
     """A string, a list of strings, one list of token ids, or a list of such lists, of the field `name`. A string in a
     list may also be written as Jina's `{"text": "…"}`. Raises BadRequest."""
@@ -125,7 +128,10 @@ def parse_inputs(value: Any, name: str, max_inputs: int) -> TextsOrIds:
     check_num(value, name, max_inputs)
     if isinstance(value[0], list | array):
         return check_id_lists(value, name)
-    if dict in set(map(type, value)):
+    types = set(map(type, value))
+    if types == _STRINGS:
+        return value
+    if dict in types:
         value = [_unwrapped(item, f"{name}[{index}]", name) for index, item in enumerate(value)]
     return _check_texts(value, name)
 
@@ -453,16 +459,16 @@ ENDIANNESS = fields.choice(
     {"native": False, "little": False, "big": True},
     default="little",
 )
-_FLOATS = (Form(),)
-_PLAIN_FORMS = {encoding: (Form(encoding),) for encoding in Encoding}
+FLOATS = (Form(),)
+USUAL_FORMS = {name: (Form(encoding),) for name, encoding in _ENCODINGS.items()}
+"""By the value of ENCODING, of a request that says nothing else of its form."""
+ACCEPTED_FORMS = {encoding: (Form(encoding or Encoding.FLOAT),) for encoding in (None, *Encoding)}
+"""By what `Accept` prefers, of a request that says nothing of its form."""
 
 
 def forms_of(call: Call, output: Output = Output.VECTORS) -> tuple[Form]:
     """The form of a response. The client's words win over `Accept`; an alias' default is for dense vectors alone."""
-    wanted = call.wanted
-    encoding = encoding_of(call)
-    if wanted.is_within(_USUAL):
-        return _PLAIN_FORMS[encoding]
+    wanted, encoding = call.wanted, encoding_of(call)
     dtype = (wanted.get if output is Output.VECTORS else wanted.said)(DTYPE) or Dtype.FLOAT32
     return (Form(encoding, dtype, wanted.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT),)
 
@@ -549,19 +555,17 @@ CONVERSATION_FIELDS: tuple[Field[Any], ...] = (
 
 def render_conversations(
     call: Call,
+    asked: Conversations,
     proceed: Callable[[Call], Any],
     instead_of: str = INPUT.name,
     *,
     max_conversations: int | None = None,
     add_generation_prompt: bool = False,
-) -> ParsedMessages | None:
-    """The conversations of a call; None if it has none. `proceed` parses the same call with their texts in place of
+) -> ParsedMessages:
+    """The call for the texts of conversations. `proceed` parses the same call with their texts in place of
     inputs. `instead_of`: the field of texts. `max_conversations`: None for as many as inputs. `add_generation_prompt`:
     the default of the field. Raises BadRequest, also what `proceed` raises for any texts."""
     wanted, model_info = call.wanted, call.model_info
-    asked = wanted.get(INPUT)
-    if not isinstance(asked, Conversations):
-        return None
     if model_info.config.chat_template is None:
         raise BadRequest(
             f"'{MESSAGES.name}' is not supported: the model has no chat template, or --literal-special-tokens is set. "
@@ -685,7 +689,7 @@ COMMON: tuple[Field[Any], ...] = (
     *REFUSED_FIELDS,
 )
 """The words of every operation of OpenAI's kind that embeds, without its inputs."""
-_USUAL = frozenset((MODEL.key, INPUT.key, ENCODING.key, USER.key, REQUEST_ID.key))
+USUAL = frozenset((MODEL.key, INPUT.key, ENCODING.key, USER.key, REQUEST_ID.key))
 """What most requests say."""
 
 # --- all together -----------------------------------------------------------------------------------------------
@@ -708,7 +712,7 @@ def _wanted_by(defaults: AliasDefaults) -> Wanted:
         ROLE.key: None if defaults.role is None else Role(defaults.role),
         ACTIVATION.key: None if defaults.raw_scores is None else RAW if defaults.raw_scores else OWN,
     }
-    return Wanted({key: value for key, value in said.items() if value is not None}, said={})
+    return Wanted({key: value for key, value in said.items() if value is not None})
 
 
 _OF_TOKENS = frozenset((Output.TOKENS, Output.TOKEN_VECTORS, Output.HYBRID))
@@ -718,12 +722,29 @@ _WITH_WEIGHTS = frozenset((Output.SPARSE, Output.LEXICAL, Output.HYBRID))
 _USUAL_TOKENIZING = {are_own: Tokenizing(are_ids_of_model=are_own) for are_own in (False, True)}
 
 
+def usual_request(
+    call: Call,
+    inputs: Inputs,
+    forms: tuple[Form, ...],
+    *,
+    normalize: bool = False,
+    are_ids_of_model: bool = False,
+) -> EmbedRequest:
+    """As `resolve`, for dense vectors, of a call that says nothing but USUAL, of a model that no alias names."""
+    headers = call.headers
+    tokenizing = _USUAL_TOKENIZING[are_ids_of_model]
+    if (prompt := call.model_info.prompt_of_model_name(call.wanted.get(MODEL))) is not None:
+        tokenizing = tokenizing._replace(prompt=prompt)
+    timeout_s = parse_timeout_s(headers)
+    return EmbedRequest(inputs, forms, parse_priority(headers), timeout_s, tokenizing, Output.VECTORS, normalize)
+
+
 def resolve(
     call: Call,
     inputs: Inputs,
     output: Output = Output.VECTORS,
     *,
-    forms: tuple[Form, ...] = _FLOATS,
+    forms: tuple[Form, ...] = FLOATS,
     normalizes: bool | None = None,
     preferred: Overflow | None = None,
     purpose: str | None = None,
@@ -731,20 +752,14 @@ def resolve(
     are_ids_of_model: bool = False,
 ) -> EmbedRequest:
     """The request for `inputs`, with all that the call wants. `output`: any but UNNORMALIZED; only VECTORS have
-    `dimensions`. `normalizes`: whether vectors are brought to length 1 where the client does not say; None: those of
-    tokens, as with vLLM. `preferred`: the policy for long inputs where the words leave it open, in place of the
-    server's. `purpose`: of the texts, where the words say none. `has_prompt`: False if the texts have no prompt,
-    whatever the model's default is. Raises BadRequest."""
+    `dimensions`. `normalizes`: whether vectors are brought to length 1
+    where the client does not say; None: those of tokens, as with vLLM. `preferred`: the policy for long inputs where
+    the words leave it open, in place of the server's. `purpose`: of the texts, where the words say none. `has_prompt`:
+    False if the texts have no prompt, whatever the model's default is. Raises BadRequest."""
     wanted, headers, model_info, defaults = call.wanted, call.headers, call.model_info, call.model_info.defaults
     is_dense = output is Output.VECTORS
-    is_plain = is_dense and preferred is None and purpose is None and defaults is None
-    if is_plain and wanted.is_within(_USUAL):
-        prompt = model_info.prompt_of_model_name(wanted.get(MODEL))
-        tokenizing = _USUAL_TOKENIZING[are_ids_of_model]
-        if prompt is not None:
-            tokenizing = tokenizing._replace(prompt=prompt)
-        priority, timeout_s = parse_priority(headers), parse_timeout_s(headers)
-        return EmbedRequest(inputs, forms, priority, timeout_s, tokenizing, output, normalizes is True)
+    if is_dense and preferred is None and purpose is None and defaults is None and wanted.is_within(USUAL):
+        return usual_request(call, inputs, forms, normalize=normalizes is True, are_ids_of_model=are_ids_of_model)
     if has_prompt:
         prompt = _prompt_of(wanted, model_info, purpose)
     else:

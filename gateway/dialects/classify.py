@@ -66,10 +66,10 @@ _COMMON: tuple[Field[Any], ...] = (
 def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
     wanted, model_info = call.wanted, call.model_info
     head = labels.head_of(model_info)
-    if messages := ask.render_conversations(call, parse_classify):
-        return messages
+    if isinstance(value := wanted.get(INPUT), ask.Conversations):
+        return ask.render_conversations(call, value, parse_classify)
     activation, is_of_infinity = ask.activation_of(wanted), wanted.has(RAW_SCORES.name)
-    inputs = parse_inputs(wanted.get(INPUT), INPUT.name, model_info.config.max_inputs)
+    inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
     if labels.classifies_tokens(model_info):
         return _parse_tokens(call, inputs, activation)
 

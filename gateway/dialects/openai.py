@@ -19,6 +19,7 @@ from vecd.gateway.api.answer import (
     BINARY_MEDIA_TYPES,
     json_response,
     list_schema,
+    parse_accept,
     render_rows,
     report_json,
     response_headers,
@@ -28,7 +29,21 @@ from vecd.gateway.api.fields import Fields, Schema, Wanted, agreed, any_of, desc
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedMessages
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, outputs
-from vecd.gateway.dialects.ask import COMMON, ENCODING, INPUT, METADATA, forms_of, parse_inputs, resolve
+from vecd.gateway.dialects.ask import (
+    ACCEPTED_FORMS,
+    COMMON,
+    ENCODING,
+    INPUT,
+    METADATA,
+    USUAL,
+    USUAL_FORMS,
+    Conversations,
+    forms_of,
+    parse_inputs,
+    render_conversations,
+    resolve,
+    usual_request,
+)
 from vecd.gateway.dialects.classify import ZERO_SHOT
 from vecd.gateway.dialects.outputs import LATE_CHUNKING, OUTPUT
 from vecd.gateway.encoding.fragments import JsonRows, Matrix, Pieces
@@ -44,17 +59,22 @@ FIELDS = Fields(INPUT, *COMMON, ask.TASK, LATE_CHUNKING, *outputs.FIELDS)
 
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     wanted, model_info = call.wanted, call.model_info
-    if messages := ask.render_conversations(call, parse_embeddings):
-        return messages
-    value = wanted.get(INPUT)
+    value, encoding = wanted.get(INPUT), wanted.get(ENCODING)
+    is_usual = model_info.is_dense and model_info.defaults is None and wanted.is_within(USUAL)
+    if not is_usual and isinstance(value, Conversations):
+        return render_conversations(call, value, parse_embeddings)
     inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
-    kinds = outputs.requested_kinds(wanted, model_info)
-    if wanted.get(LATE_CHUNKING) is not None:
-        return outputs.parse_late(call, inputs, kinds, is_one=isinstance(value, str))
-    if kinds != outputs.DENSE_ALONE:
-        return outputs.parse_outputs(call, inputs, kinds)
-    request = resolve(call, inputs, forms=forms_of(call))
-    has_metadata = wanted.get(ENCODING) == METADATA
+    if is_usual:  # most requests
+        forms = ACCEPTED_FORMS[parse_accept(call.headers)] if encoding is None else USUAL_FORMS[encoding]
+        request = usual_request(call, inputs, forms)
+    else:
+        kinds = outputs.requested_kinds(wanted, model_info)
+        if wanted.get(LATE_CHUNKING) is not None:
+            return outputs.parse_late(call, inputs, kinds, is_one=isinstance(value, str))
+        if kinds != outputs.DENSE_ALONE:
+            return outputs.parse_outputs(call, inputs, kinds)
+        request = resolve(call, inputs, forms=forms_of(call))
+    has_metadata = encoding == METADATA
     return ParsedEmbed(request, partial(render_response, EMBEDDING, model_info.model, call.request_id, has_metadata))
 
 

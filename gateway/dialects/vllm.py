@@ -84,11 +84,11 @@ _POOLING = Item(b"pooling", b"data")
 
 def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     wanted, model_info = call.wanted, call.model_info
-    if messages := ask.render_conversations(call, parse_pooling):
-        return messages
+    if isinstance(value := wanted.get(INPUT), ask.Conversations):
+        return ask.render_conversations(call, value, parse_pooling)
     task = _task_of(wanted, model_info)
     forms = forms_of(call, task)
-    inputs = parse_inputs(wanted.get(INPUT), INPUT.name, model_info.config.max_inputs)
+    inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
     if task is not Output.VECTORS:
         _check_rows(task, wanted, model_info)
     request = ask.resolve(call, inputs, task, forms=forms, are_ids_of_model=True)
@@ -200,10 +200,10 @@ def parse_tokenize(call: Call) -> ParsedTokenize | ParsedMessages:
     conversation has none, and by default the beginning of a reply, as with vLLM."""
     wanted, model_info = call.wanted, call.model_info
     prompt = model_info.prompt_of_model_name(wanted.get(MODEL))
-    if messages := ask.render_conversations(
-        call, _tokenize_conversation, TEXT.name, max_conversations=1, add_generation_prompt=True
-    ):
-        return messages
+    if isinstance(value := wanted.get(INPUT), ask.Conversations):
+        return ask.render_conversations(
+            call, value, _tokenize_conversation, TEXT.name, max_conversations=1, add_generation_prompt=True
+        )
     text = fields.read_text(wanted.require(TEXT), TEXT.name)
     prompt = model_info.default_prompt if prompt is None else prompt
     return _tokenize(call, [text], prompt, adds_special_tokens=wanted.get(ADD_SPECIAL_TOKENS) is not False)
