@@ -178,7 +178,6 @@ class Supervisor:
         self._inherited = inherited
         self._started_at = time.monotonic()
         self._stopping = asyncio.Event()
-        self._changed = asyncio.Event()
         self._lives: dict[int, int] = {}
         self._num_gateways = plans[0].gateway.gateways
         self._has_been_ready = False
@@ -214,17 +213,13 @@ class Supervisor:
             self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
-                self._on_gateways_changed, self._system, usable_cores(), self._vector_cache_fd,
+                self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
             self._loop = asyncio.get_running_loop()
-            self._residency = Residency(
-                self._worker_pools, self._gateway_pool, self._system.files, self._memory,
-                self._start_task, self._changed, self.on_model_changed, self._send_status,
-            )  # fmt: skip
+            self._residency = Residency(self._gateway_pool, self._memory, self._start_task)
             self.reloader = Reloader(
                 lambda: load_models(load_settings(self._arguments, without=["ready_fd"])), self._plans_again,
-                self._make_worker_pool, self._worker_pools, self._gateway_pool, self._residency, self._system.files,
-                self._start_task, self._changed, self,
+                self._make_worker_pool, self._gateway_pool, self._residency, self._start_task, self,
             )  # fmt: skip
             for worker_pool in self._first:
                 await self._residency.add(worker_pool, is_loaded=_is_loaded_at_start(worker_pool))
@@ -332,10 +327,6 @@ class Supervisor:
 
     # --- messages from gateways -----------------------------------------------------------------------------
 
-    def _on_gateways_changed(self) -> None:
-        self._residency.on_gateways_changed()
-        self._changed.set()
-
     def _on_gateway_message(self, link: Link, message: Message) -> None:
         match message:
             case Heartbeat():
@@ -362,22 +353,20 @@ class Supervisor:
     def on_ready(self, worker_pool: WorkerPool, worker: ReadyWorker) -> None:
         if not self._residency.on_worker_ready(worker_pool) and self._has_been_ready:
             worker_pool.log.info("%s is ready", worker.incarnation)
-        self._on_workers_changed()
+        self._gateway_pool.reconcile()
 
     def on_down(self, worker_pool: WorkerPool, worker: ReadyWorker, reason: str) -> None:
         self._gateway_pool.reconcile()  # it may have died of changed files
         self._gateway_pool.send_down(worker.incarnation, reason, has_crashed=worker.process.has_crashed)
-        self._send_status()
 
     def on_broken(self, worker_pool: WorkerPool, reason: str) -> None:
         if self._is_active(worker_pool):
             worker_pool.log.error("no worker stays alive, requests are refused: %s", reason)
-        self._on_workers_changed()
+        self._gateway_pool.reconcile()
 
-    def on_model_changed(self, worker_pool: WorkerPool) -> None:
+    def on_model_changed(self, worker_pool: WorkerPool, why: str) -> None:
         if self._is_active(worker_pool):
-            message = "%s; reloading, so that no mixture of two models is served"
-            worker_pool.log.warning(message, worker_pool.why_read_anew)
+            worker_pool.log.warning("%s; reloading, so that no mixture of two models is served", why)
             self.request_reload()
 
     def on_stage(self, worker_pool: WorkerPool, stage: str) -> None:
@@ -395,11 +384,6 @@ class Supervisor:
 
     def _is_active(self, worker_pool: WorkerPool) -> bool:
         return self._gateway_pool.active.get(worker_pool.model) == worker_pool.generation
-
-    def _on_workers_changed(self) -> None:
-        self._gateway_pool.reconcile()
-        self._changed.set()
-        self._send_status()
 
     # --- events of reloads (ReloadObserver), and of the keys' file ------------------------------------------
 
@@ -441,17 +425,21 @@ class Supervisor:
 
     async def _announce_when_ready(self) -> None:
         pool = self._gateway_pool
-        while len(pool.ready_links) < self._num_gateways or not all(
-            pool.is_connected(one) if _is_loaded_at_start(one) else pool.is_prepared(one) for one in self._first
-        ):
-            self._changed.clear()
-            await self._changed.wait()
+
+        def is_ready(one: WorkerPool) -> bool:
+            return pool.is_connected(one) if _is_loaded_at_start(one) else pool.is_prepared(one)
+
+        await pool.until(lambda: len(pool.ready_links) == self._num_gateways and all(map(is_ready, self._first)))
         self._has_been_ready = True
         pool.start_stage = None
         if self._identities is not None:
             self._identities.read_all()
         self._announce()
         self._notifier.ready(self._status())
+        while True:
+            pool.changed.clear()
+            await pool.changed.wait()
+            self._send_status()
 
     def _announce(self) -> None:
         ready_s = time.monotonic() - self._started_at

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TypeAlias
@@ -43,7 +43,6 @@ from vecd.shm.control import (
     ModelBroken,
     ModelDrained,
     ModelFiles,
-    ModelIdentity,
     ModelIs,
     ModelState,
     NewKeys,
@@ -125,9 +124,10 @@ class CoreGrants:
         parts = self._parts()
         grants: Grants = []
         for life, holding in self._holdings.items():
-            if parts and holding.granted > parts.get(life, 0) and not holding.is_giving_back:
-                holding.granted = parts.get(life, 0)
-                grants.append((life, holding.granted))
+            part = parts.get(life, 0)
+            if parts and holding.granted > part and not holding.is_giving_back:
+                holding.granted = part
+                grants.append((life, part))
         free = self._num_cores - sum(holding.held for holding in self._holdings.values())
         for life in sorted(parts, key=lambda life: self._holdings[life].granted):
             holding = self._holdings[life]
@@ -141,17 +141,14 @@ class CoreGrants:
     def _parts(self) -> dict[Life, int]:
         """The cores of each gateway that wants any. A core that cannot be divided goes to a gateway that has it
         already, so that the same wants lead to no change."""
-        wanting = {life: holding for life, holding in self._holdings.items() if holding.wanted}
-        parts: dict[Life, int] = {}
-        rest = self._num_cores
-        if sum(holding.wanted for holding in wanting.values()) >= rest:
-            for life in sorted(wanting, key=lambda life: (wanting[life].wanted, wanting[life].granted)):
-                parts[life] = min(wanting[life].wanted, rest // (len(wanting) - len(parts)))
-                rest -= parts[life]
-        else:
-            for life in sorted(wanting, key=lambda life: (-wanting[life].wanted, -wanting[life].granted)):
-                parts[life] = max(wanting[life].wanted, -(-rest // (len(wanting) - len(parts))))
-                rest -= parts[life]
+        wanting = {life: (each.wanted, each.granted) for life, each in self._holdings.items() if each.wanted}
+        rest, num_left, parts = self._num_cores, len(wanting), dict[Life, int]()
+        are_enough = sum(wanted for wanted, _ in wanting.values()) < rest
+        for life in sorted(wanting, key=lambda life: wanting[life], reverse=are_enough):
+            wanted, _ = wanting[life]
+            parts[life] = max(wanted, -(-rest // num_left)) if are_enough else min(wanted, rest // num_left)
+            rest -= parts[life]
+            num_left -= 1
         return parts
 
 
@@ -170,10 +167,8 @@ class _Known:
     is_retiring: bool = False
     """It has requests that began before another one became active, or before their model was withdrawn."""
     is_drained: bool = False
-    identity: ModelIdentity | None = None
-    changed_files: str = ""
-    broken: str | None = None
-    state: ModelIs | None = None
+    sent: dict[type[Message], Message] = field(default_factory=dict)
+    """The newest of each kind that counts until another one comes."""
 
 
 @dataclass(slots=True)
@@ -203,6 +198,13 @@ class Link:
     def is_prepared(self, generation: int) -> bool:
         return generation in self.known and self.known[generation].is_prepared
 
+    def tell(self, generation: int, message: Message) -> None:
+        """Send what is not the same as before."""
+        sent = self.known[generation].sent
+        if sent.get(type(message)) != message:
+            sent[type(message)] = message
+            send_or_kill(self.process, message)
+
 
 class GatewayPool:
     def __init__(
@@ -210,18 +212,16 @@ class GatewayPool:
         num_gateways: int,
         listening: list[socket.socket],
         metrics_fd: int,
-        worker_pools: Mapping[int, WorkerPool],
+        worker_pools: dict[int, WorkerPool],
         on_message: Callable[[Link, Message], None],
-        on_change: Callable[[], None],
         system: System,
         num_cores: int,
         vector_cache_fd: int | None = None,
     ) -> None:
         """`listening`: the public socket, and the admin socket if there is one; closed when the drain begins.
-        `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`, by
-        generation, is read at each `reconcile`. `on_message` is called with the messages of gateways that do not change
-        a `Link`; `on_change` when a link has changed, begun or ended. `num_cores`: those that all gateways together may
-        lease."""
+        `metrics_fd`: the shared metrics; `vector_cache_fd`: the vector cache, if there is one. `worker_pools`: by
+        generation. `on_message` is called with the messages of gateways that do not change a `Link`. `num_cores`: those
+        that all gateways together may lease."""
         self.links: dict[int, Link] = {}
         """By the gateway's index; also those that are starting."""
         self.active = {worker_pool.model: generation for generation, worker_pool in sorted(worker_pools.items())}
@@ -232,17 +232,19 @@ class GatewayPool:
         self.start_stage: str | None = "workers are loading"
         """What the server's start is doing; set to None once the server is ready."""
         self.num_deaths = 0
+        self.worker_pools = worker_pools
+        self.states: dict[int, ModelIs] = {}
+        """By generation, of those whose state gateways are told. Set by `vecd.launch.residency`."""
+        self.files = system.files
+        self.changed = asyncio.Event()
+        """Set whenever a worker, a gateway, its link or the state of a model has changed."""
         self._num_gateways = num_gateways
         self._listening = listening
         self._metrics_fd = metrics_fd
         self._vector_cache_fds = [] if vector_cache_fd is None else [vector_cache_fd]
         self._metrics_spec = first.shared_metrics  # of all generations
         self._quarantine_key = secrets.token_hex(_QUARANTINE_KEY_BYTES)
-        self._worker_pools = worker_pools
-        self.states: dict[int, ModelIs] = {}
-        """By generation, of those whose state gateways are told. Set by `vecd.launch.residency`."""
         self._on_other_message = on_message
-        self._on_change = on_change
         self._system = system
         self._core_grants = CoreGrants(num_cores)
         self._drain: Drain | None = None
@@ -256,6 +258,13 @@ class GatewayPool:
     def healthy_links(self) -> list[Link]:
         now = loop_time()
         return [link for link in self.ready_links if now - link.heartbeat_at <= _HUNG_AFTER_S]
+
+    async def until(self, is_true: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait until `is_true`, which is asked after each change. Raises TimeoutError, and what it raises."""
+        async with asyncio.timeout(timeout_s):
+            while not is_true():
+                self.changed.clear()
+                await self.changed.wait()
 
     def is_connected(self, worker_pool: WorkerPool) -> bool:
         """Whether the pool is complete, and each ready gateway, one at least, is connected to all of it and awaits no
@@ -293,7 +302,7 @@ class GatewayPool:
             epoch += 1
             reason, ready_for_s = await self._run(index, epoch, backoff)
             self.num_deaths += 1
-            self._on_change()
+            self.changed.set()
             if self._is_draining.is_set():
                 log.info("%s %s", name, reason)
                 return
@@ -346,11 +355,11 @@ class GatewayPool:
                 if self.links.get(index) is link:
                     del self.links[index]
                 self._grant(self._core_grants.leave(link.life))
-                self._on_change()
+                self.changed.set()
 
     async def _start(self, link: Link, generation: int, backoff: Backoff) -> str | None:
         """Why it did not get ready; None when it did."""
-        worker_pool = self._worker_pools[generation]
+        worker_pool = self.worker_pools[generation]
         link.sent_keys, link.sent_stage = self.keys, self.start_stage
         config = dump(replace(worker_pool.plan.gateway, keys=self.keys))
         start = GatewayStart(
@@ -385,21 +394,17 @@ class GatewayPool:
         if self._drain is not None:
             send_or_kill(link.process, self._drain)
         self.reconcile()
-        self._on_change()
 
     def _on_message(self, link: Link, message: Message) -> None:
         link.heartbeat_at = loop_time()
         match message:
             case WorkerConnected():
                 link.connected.add(Incarnation(message.worker, message.life))
-            case Prepared(error="") | ModelDrained() | Retired() if message.generation not in link.known:
-                pass  # it has been discarded meanwhile
-            case Prepared(error=""):
-                link.known[message.generation].is_prepared = True
-            case ModelDrained():
-                link.known[message.generation].is_drained = True
-            case Retired():
-                link.known[message.generation].is_retiring = False
+            case Prepared(error="") | ModelDrained() | Retired():
+                if (known := link.known.get(message.generation)) is not None:  # else it has been discarded meanwhile
+                    known.is_prepared |= isinstance(message, Prepared)
+                    known.is_drained |= isinstance(message, ModelDrained)
+                    known.is_retiring &= not isinstance(message, Retired)
             case CoresWanted():
                 self._grant(self._core_grants.want(link.life, message.num))
                 return
@@ -410,7 +415,6 @@ class GatewayPool:
                 self._on_other_message(link, message)
                 return
         self.reconcile()
-        self._on_change()
 
     def activate(self, generations: dict[str, int], keys: tuple[ApiKey, ...]) -> None:
         """Let new requests for each model go to its generation, with these keys. `generations`: of all models, in the
@@ -429,6 +433,8 @@ class GatewayPool:
     # --- messages to gateways -------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
+        """Something has changed: send gateways what they have not been sent, and wake up what waits for changes."""
+        self.changed.set()
         for link in self.ready_links:
             # Before it learns of workers: until then it serves no request, with whatever key.
             if link.sent_keys is not self.keys:
@@ -437,7 +443,7 @@ class GatewayPool:
             if self.start_stage is not None and link.sent_stage != self.start_stage:
                 link.sent_stage = self.start_stage
                 send_or_kill(link.process, Progress(self.start_stage))
-            for generation, worker_pool in self._worker_pools.items():
+            for generation, worker_pool in self.worker_pools.items():
                 if generation not in link.known:
                     link.known[generation] = _Known()
                     prepare = Prepare(generation, dump(replace(worker_pool.plan.gateway, keys=self.keys)))
@@ -446,29 +452,26 @@ class GatewayPool:
                     self._send_about(worker_pool, link, link.known[generation])
             self._activate(link)
 
-    def _send_about(self, worker_pool: WorkerPool, link: Link, sent: _Known) -> None:
+    def _send_about(self, worker_pool: WorkerPool, link: Link, known: _Known) -> None:
         """What the model is goes before its workers, and its state behind them."""
-        generation, identity, changed = worker_pool.generation, worker_pool.identity, worker_pool.changed_files
-        if identity is not None and identity != sent.identity:
-            sent.identity = identity
-            send_or_kill(link.process, identity)
-        if changed != sent.changed_files:
-            sent.changed_files = changed
-            send_or_kill(link.process, ModelFiles(generation, changed))
+        generation = worker_pool.generation
+        if worker_pool.identity is not None:
+            link.tell(generation, worker_pool.identity)
+        if worker_pool.changed_files or ModelFiles in known.sent:
+            link.tell(generation, ModelFiles(generation, worker_pool.changed_files))
         for worker in worker_pool.ready.values():
             incarnation = worker.incarnation
             if incarnation not in link.sent_up:
                 link.sent_up[incarnation] = generation
-                sent.broken = None
+                known.sent.pop(ModelBroken, None)
                 up = WorkerUp(generation, incarnation.worker, incarnation.life, worker.facts)
                 send_or_kill(link.process, up, [worker.arena_fd])
-        if worker_pool.broken is not None and worker_pool.broken != sent.broken:
-            sent.broken = worker_pool.broken
-            send_or_kill(link.process, ModelBroken(generation, worker_pool.broken))
-        state, before = self.states.get(generation), sent.state
+        if worker_pool.broken is not None:
+            link.tell(generation, ModelBroken(generation, worker_pool.broken))
+        state, before = self.states.get(generation), known.sent.get(ModelIs)
         if state is not None and state != before:
-            sent.is_drained &= before is not None and state.state == before.state
-            sent.state = state
+            known.is_drained &= isinstance(before, ModelIs) and state.state == before.state
+            known.sent[ModelIs] = state
             # The pause after a failed load may be over: a new gateway lets a request wait for what is left of it.
             is_old_failure = before is None and state.state == ModelState.FAILED
             send_or_kill(link.process, replace(state, wait_s=0.0) if is_old_failure else state)
@@ -481,7 +484,7 @@ class GatewayPool:
             before = link.generations.get(model)
             if before == generation or not link.is_prepared(generation):
                 continue
-            workers = {worker.incarnation for worker in self._worker_pools[generation].ready.values()}
+            workers = {worker.incarnation for worker in self.worker_pools[generation].ready.values()}
             if before is None or self._is_unloaded(generation) or link.connected & workers:
                 if before is not None:
                     link.known[before].is_retiring = True

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +24,8 @@ from vecd.gateway.config import ApiKey
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.models import ModelEntry, numbered
 from vecd.launch.config.plan import Plan
-from vecd.launch.files import FileAccess, FilesHang
-from vecd.launch.gateways import GatewayPool
+from vecd.launch.files import FilesHang
+from vecd.launch.gateways import GatewayPool, loop_time
 from vecd.launch.residency import Residency
 from vecd.launch.workers import WorkerPool
 from vecd.model.card import ModelError
@@ -59,29 +60,23 @@ class Reloader:
         read_models: Callable[[], Sequence[ModelEntry]],
         make_plans: Callable[[Sequence[ModelEntry]], list[Plan]],
         make_worker_pool: Callable[[int, Plan, bool], WorkerPool],
-        worker_pools: dict[int, WorkerPool],
         gateway_pool: GatewayPool,
         residency: Residency,
-        files: FileAccess,
         start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
-        changed: asyncio.Event,
         observer: ReloadObserver,
     ) -> None:
         """`read_models` and `make_plans` are called in threads. `make_worker_pool` is called with the generation, the
-        plan, and whether there is no other model. `changed` is set whenever a worker, a gateway or its link has
-        changed."""
+        plan, and whether there is no other model."""
         self.problems: list[str] = []
         self._read_models = read_models
         self._make_plans = make_plans
         self._make_worker_pool = make_worker_pool
-        self._worker_pools = worker_pools
+        self._worker_pools, self._files = gateway_pool.worker_pools, gateway_pool.files
         self._gateway_pool = gateway_pool
         self._residency = residency
-        self._files = files
         self._start_task = start_task
-        self._changed = changed
         self._observer = observer
-        self._newest = max(worker_pools)
+        self._newest = max(self._worker_pools)
         self._num_requested = 0
         self._is_requested = False
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +115,7 @@ class Reloader:
 
     def _fail(self, new: WorkerPool, reason: str) -> None:
         self._failures[new.generation] = reason
-        self._changed.set()
+        self._gateway_pool.changed.set()
 
     def _request(self) -> None:
         self._num_requested += 1
@@ -265,24 +260,23 @@ class Reloader:
             log.info("reloaded: no model has changed")
 
     async def _await_connected(self, new: Sequence[WorkerPool]) -> None:
-        started_at, deaths_before = asyncio.get_running_loop().time(), self._gateway_pool.num_deaths
-        while waiting := [one for one in new if not self._gateway_pool.is_connected(one)]:
-            for one in waiting:
-                if one.generation in self._failures:
-                    raise _Refused(self._failures[one.generation])
-                if one.broken is not None:
-                    raise _Refused(f"{one.prefix}{one.broken}")
+        started_at, deaths_before = loop_time(), self._gateway_pool.num_deaths
+
+        def is_connected(one: WorkerPool) -> bool:
+            for each in new:
+                if why := self._failures.get(each.generation) or (each.broken and f"{each.prefix}{each.broken}"):
+                    raise _Refused(why)
             if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
                 raise _Refused(f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile")
-            hasty = min(waiting, key=lambda one: one.plan.settings.start_timeout)
-            timeout_s = hasty.plan.settings.start_timeout
+            return self._gateway_pool.is_connected(one)
+
+        for one in sorted(new, key=lambda one: one.plan.settings.start_timeout):
+            timeout_s = one.plan.settings.start_timeout
             try:
-                async with asyncio.timeout_at(started_at + timeout_s):
-                    self._changed.clear()
-                    await self._changed.wait()
+                await self._gateway_pool.until(partial(is_connected, one), started_at + timeout_s - loop_time())
             except TimeoutError:
                 why = f"the gateways were not connected to all new workers within {timeout_s:g} s"
-                raise _Refused(f"{hasty.prefix}{why}") from None
+                raise _Refused(f"{one.prefix}{why}") from None
 
     async def _await_unchanged(self, settings: Settings, new: Sequence[WorkerPool]) -> tuple[ApiKey, ...]:
         """The keys as they are now. Raises _Refused when a model has changed since the plans were made, and requests
@@ -309,10 +303,7 @@ class Reloader:
     async def _await_retired(self, old: WorkerPool) -> None:
         timeout_s = old.plan.settings.request_timeout + _RETIRE_MARGIN_S
         try:
-            async with asyncio.timeout(timeout_s):
-                while self._gateway_pool.serves(old.generation):
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self._gateway_pool.until(lambda: not self._gateway_pool.serves(old.generation), timeout_s)
         except TimeoutError:
             log.warning("generation %d still has requests after %g s and is ended", old.generation, timeout_s)
 

@@ -14,14 +14,14 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from vecd.base.failures import StartFailure
 from vecd.launch.config.plan import Plan
-from vecd.launch.files import FileAccess, FilesHang
+from vecd.launch.files import FilesHang
 from vecd.launch.gateways import GatewayPool, Life, Link, loop_time
 from vecd.launch.memory import Footprint, MemoryBook, measured
 from vecd.launch.workers import WorkerPool, load_pause_s
@@ -361,30 +361,18 @@ log = logging.getLogger("vecd.supervisor")
 class Residency:
     def __init__(
         self,
-        worker_pools: Mapping[int, WorkerPool],
         gateway_pool: GatewayPool,
-        files: FileAccess,
         memory: MemoryBook,
         start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
-        changed: asyncio.Event,
-        on_model_changed: Callable[[WorkerPool], None],
-        on_state: Callable[[], None],
     ) -> None:
-        """`changed` is set whenever a gateway or its link has changed. `on_model_changed` is called before a load whose
-        files are not those of its plan; it reloads. `on_state` is called after each change."""
-        self._worker_pools = worker_pools
+        self._worker_pools, self._files = gateway_pool.worker_pools, gateway_pool.files
         self._gateway_pool = gateway_pool
-        self._files = files
         self._memory = memory
         self._start_task = start_task
-        self._changed = changed
-        self._on_model_changed = on_model_changed
-        self._on_state = on_state
         self._lives: dict[int, ModelLife] = {}
         self._histories: dict[str, LoadHistory] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: dict[int, asyncio.Task[None]] = {}
-        self._wakes = asyncio.Event()
 
     # --- the generations ----------------------------------------------------------------------------------------------
 
@@ -419,7 +407,7 @@ class Residency:
             ending.cancel()
             await asyncio.wait([ending])
         await self._cancel_load(generation)
-        self._wakes.set()
+        self._gateway_pool.changed.set()
 
     def state(self, generation: int) -> ModelState:
         return self._lives[generation].state
@@ -450,17 +438,12 @@ class Residency:
             case ModelAsked():
                 life.ask_to_go()
                 self._tell(life)
-        self._wakes.set()
+        self._gateway_pool.changed.set()
         return True
 
     def _want(self, life: ModelLife) -> None:
         life.want(loop_time())
         self._tell(life)
-
-    def on_gateways_changed(self) -> None:
-        for life in self._lives.values():
-            life.forget_gateways(link.life for link in self._gateway_pool.ready_links)
-        self._wakes.set()
 
     def on_worker_ready(self, worker_pool: WorkerPool) -> bool:
         """Returns whether this is part of a load that was begun here."""
@@ -474,7 +457,6 @@ class Residency:
             if self._memory.budget is None and len(self._lives) == 1 and not life.history.is_told:
                 life.measure_at = None  # nothing depends on it
             self._tell(life)
-            self._wakes.set()
         is_part = life.has_begun and not life.is_complete
         life.is_complete |= worker_pool.is_complete
         return is_part
@@ -482,15 +464,18 @@ class Residency:
     # --- decisions and what follows -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        changed = self._gateway_pool.changed
         while True:
-            self._wakes.clear()
+            changed.clear()
             due = self._act()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
-                    await self._wakes.wait()
+                    await changed.wait()
 
     def _act(self) -> float | None:
         now, free_nbytes = loop_time(), None
+        for life in self._lives.values():
+            life.forget_gateways(link.life for link in self._gateway_pool.ready_links)
         if self._memory.budget is not None:
             held = held_nbytes(self._lives.values())
             free_nbytes = self._memory.budget - self._memory.server_nbytes - held
@@ -514,11 +499,9 @@ class Residency:
 
     async def _load(self, life: ModelLife) -> None:
         worker_pool = self._worker_pools[life.generation]
-        plan = worker_pool.plan
         try:
-            if await self._files.call(plan.card.folder, plan.model_has_changed):
-                self._on_model_changed(worker_pool)
-                raise StartFailure(f"{worker_pool.why_read_anew}; it is being read anew")
+            if why := await worker_pool.why_read_anew():
+                raise StartFailure(why)
             await worker_pool.supervise(needs_all=False)
         except (StartFailure, FilesHang, OSError) as error:
             reason = str(error).removeprefix(worker_pool.prefix)
@@ -538,7 +521,6 @@ class Residency:
             "cannot be loaded, and is not tried again for %g s: %s", pause_s, reason
         )
         self._tell(life)
-        self._wakes.set()
 
     async def _unload(self, life: ModelLife) -> None:
         worker_pool, began_at = self._worker_pools[life.generation], loop_time()
@@ -555,7 +537,6 @@ class Residency:
         del self._ending[life.generation]
         self._tell(life, has_just_gone=True)
         self._tell(life)
-        self._wakes.set()
 
     async def _cancel_load(self, generation: int) -> None:
         """One that supervises its workers ends with these."""
@@ -567,10 +548,7 @@ class Residency:
     async def _await_drained(self, worker_pool: WorkerPool) -> None:
         timeout_s = worker_pool.plan.settings.batch_timeout
         try:
-            async with asyncio.timeout(timeout_s):
-                while not self._gateway_pool.is_drained(worker_pool.generation):
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self._gateway_pool.until(lambda: self._gateway_pool.is_drained(worker_pool.generation), timeout_s)
         except TimeoutError:
             worker_pool.log.warning("a gateway still has batches after %g s, which are given up", timeout_s)
 
@@ -597,7 +575,6 @@ class Residency:
                 life.measured(footprint.total)
                 life.history.is_told = True
                 self._tell(life)
-                self._wakes.set()
 
     # --- gateways -----------------------------------------------------------------------------------------------------
 
@@ -607,8 +584,6 @@ class Residency:
                 self._ahead_s(life), loop_time(), has_just_gone=has_just_gone
             )
         self._gateway_pool.reconcile()
-        self._changed.set()
-        self._on_state()
 
     def _ahead_s(self, life: ModelLife) -> float:
         if not life.is_waiting:

@@ -113,7 +113,7 @@ class WorkerObserver(Protocol):
     def on_broken(self, worker_pool: "WorkerPool", reason: str) -> None:
         """No worker is ready, and one has died again and again."""
 
-    def on_model_changed(self, worker_pool: "WorkerPool") -> None:
+    def on_model_changed(self, worker_pool: "WorkerPool", why: str) -> None:
         """The model's files have changed since the pool was made, and a worker is about to read them."""
 
     def on_stage(self, worker_pool: "WorkerPool", stage: str) -> None:
@@ -265,9 +265,14 @@ class WorkerPool:
             fields = {"fields": {"model": self.model}}
             log.log(level, "the files of %s in %s are %s", self.model, source_of(folder), state, extra=fields)
 
-    @property
-    def why_read_anew(self) -> str:
-        return self.changed_files or "the model's files have changed"
+    async def why_read_anew(self) -> str:
+        """Why the model is read anew before a process may read its files; "" if they are those of the plan. Raises
+        FilesHang."""
+        if not await self._files.call(self.plan.card.folder, self.plan.model_has_changed):
+            return ""
+        why = self.changed_files or "the model's files have changed"
+        self._observer.on_model_changed(self, why)
+        return f"{why}; it is being read anew"
 
     # --- supervision of a worker ----------------------------------------------------------------------------
 
@@ -291,10 +296,8 @@ class WorkerPool:
         interval_s, longest_s = _MODEL_CHANGED_INTERVALS_S
         while self._has_been_ready and self.reads_model:
             try:
-                if not await self._files.call(self.plan.card.folder, self.plan.model_has_changed):
+                if not (reason := await self.why_read_anew()):
                     return
-                self._observer.on_model_changed(self)
-                reason = f"{self.why_read_anew}; it is being read anew"
             except FilesHang as error:
                 reason = str(error)
             if not self.ready:  # requests can go to no worker, and none will come

@@ -66,7 +66,7 @@ class Bench:
         self.metrics_fd = create_shared_metrics(plan.gateway.shared_metrics)
         listening: Any = [FakeSocket()]
         self.pool = GatewayPool(
-            num_gateways, listening, self.metrics_fd, self.worker_pools, self.on_message, lambda: None,
+            num_gateways, listening, self.metrics_fd, self.worker_pools, self.on_message,
             self.fakes.system, NUM_CORES,
         )  # fmt: skip
         self.tasks = [asyncio.create_task(self.pool.supervise(index)) for index in range(num_gateways)]
