@@ -171,8 +171,8 @@ class Supervisor:
         self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """A test's fork servers start no process."""
-        self._identities = Identities(self._tell_identities) if system is None else None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        on_identity = lambda: self._gateway_pool.reconcile()  # noqa: E731, PLW0108  (there is none yet)
+        self._identities = Identities(self._system.files, on_identity) if system is None else None
         self._arguments = list(arguments)
         self._notifier = notifier
         self._inherited = inherited
@@ -215,7 +215,6 @@ class Supervisor:
                 self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
                 self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
-            self._loop = asyncio.get_running_loop()
             self._residency = Residency(self._gateway_pool, self._memory, self._start_task)
             self.reloader = Reloader(
                 lambda: load_models(load_settings(self._arguments, without=["ready_fd"])), self._plans_again,
@@ -234,6 +233,8 @@ class Supervisor:
                     self._keep_notifying(), self._watch_model_files(),
                 ):  # fmt: skip
                     self._start_task(work)
+                if self._identities is not None:
+                    self._start_task(self._identities.run())
                 await self._stopping.wait()
                 if self._has_been_ready:
                     await self._drain(gateways)
@@ -285,19 +286,13 @@ class Supervisor:
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
         if self._identities is not None:
             try:
-                # From the first moment, and beside the load: the first response of a warm start has it.
+                # Beside the load: the first response of a warm start has it.
                 self._identities.add(pool)
             except OSError:
                 pool.close()
                 raise
-            pool.before_ready = partial(self._identities.confirm, pool, system.files)
+            pool.before_ready = partial(self._identities.confirm, pool)
         return pool
-
-    def _tell_identities(self) -> None:
-        """Called in whatever thread."""
-        if self._loop is not None:  # before, no gateway can be told
-            with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._gateway_pool.reconcile)
 
     def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
         plans = make_plans(models)
