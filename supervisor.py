@@ -40,7 +40,7 @@ from vecd.base.tasks import NoTasks
 from vecd.gateway.config import ApiKey
 from vecd.launch import prestart
 from vecd.launch.check import model as check_model
-from vecd.launch.children import System, Zygote
+from vecd.launch.children import ForkServer, System, Zygote
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, connections_of_gateway, make_plans, max_open_files
 from vecd.launch.config.settings import load_settings
@@ -171,6 +171,7 @@ class Supervisor:
         self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """A test's fork servers start no process."""
+        self._gateway_pool: GatewayPool
         on_identity = lambda: self._gateway_pool.reconcile()  # noqa: E731, PLW0108  (there is none yet)
         self._identities = Identities(self._system.files, on_identity) if system is None else None
         self._arguments = list(arguments)
@@ -282,7 +283,7 @@ class Supervisor:
         if plan.card.assumption:
             log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
         if self._zygote is not None and not is_only_model:
-            system = replace(system, fork_server=self._zygote.fork_server)
+            system = replace(system, fork_server=partial(ForkServer, make_process=self._zygote.fork))
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
         if self._identities is not None:
             try:

@@ -12,8 +12,9 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from vecd.base.failures import BadSetting, ChildDied, StartFailure
 from vecd.base.files import dump
@@ -176,10 +177,10 @@ def spawn(name: str, command: str) -> Process:
     return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, reap)
 
 
-def reap_adopted(pidfd: int) -> int | None:
+async def _reap_adopted(pidfd: int) -> int | None:
     """The exit status of a dead process that was adopted; None if it cannot be known."""
     try:
-        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  (does not wait)
     except ChildProcessError:
         return None  # it is not ours: its fork server lives, and hangs
     if result is None:
@@ -201,6 +202,10 @@ async def reap_everything() -> None:
             await asyncio.sleep(_REAP_INTERVAL_S)
 
 
+_Forked: TypeAlias = "tuple[int, int, asyncio.Future[int]]"
+"""Pid, pidfd and exit status of a worker."""
+
+
 class ForkServer:
     """The process that workers are forked from. Started when first needed, and again should it die."""
 
@@ -220,7 +225,7 @@ class ForkServer:
         self._has_been_ready = False
         self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None
-        self._forked: dict[Incarnation, asyncio.Future[tuple[int, int, asyncio.Future[int]]]] = {}
+        self._forked: dict[Incarnation, asyncio.Future[_Forked]] = {}
         self._exited: dict[int, asyncio.Future[int]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._ordering = asyncio.Lock()
@@ -261,7 +266,7 @@ class ForkServer:
             with suppress(TimeoutError, ChildDied):
                 async with asyncio.timeout(_REAP_TIMEOUT_S):
                     return await asyncio.shield(exited)
-            return reap_adopted(pidfd)
+            return await _reap_adopted(pidfd)
 
         return Process(str(incarnation), pid, pidfd, ours, reap)
 
@@ -309,13 +314,10 @@ class ForkServer:
             await process.await_ready(self._start_timeout_s, self._on_stage)
         except BaseException as error:
             await self._reap(process)
-            match error:
-                case StartFailure() if self._has_been_ready:
-                    raise ChildDied(f"the fork server cannot start: {error}") from error
-                case ChildDied():
-                    raise ChildDied(f"the fork server {error}") from error
-                case OSError():
-                    raise ChildDied(f"the fork server does not start: {error}") from error
+            if isinstance(error, ChildDied):
+                raise ChildDied(f"the fork server {error}") from error
+            if isinstance(error, OSError) or (isinstance(error, StartFailure) and self._has_been_ready):
+                raise ChildDied(f"the fork server cannot start: {error}") from error
             raise
         self._has_been_ready = True
         self._process = process
@@ -338,24 +340,25 @@ class ForkServer:
                 return False
             case WorkerForked() as forked, [pidfd]:
                 self._exited[forked.pid] = exited_future = asyncio.get_running_loop().create_future()
-                future = self._forked.get(Incarnation(forked.worker, forked.life))
-                if future is not None and not future.done():
+                if (future := self._waiting_for(forked)) is not None:
                     future.set_result((forked.pid, pidfd, exited_future))
                 else:
                     os.close(pidfd)  # its `fork` was given up; it ends with its control channel
             case ForkFailed() as failed, []:
-                future = self._forked.get(Incarnation(failed.worker, failed.life))
-                if future is not None and not future.done():
+                if (future := self._waiting_for(failed)) is not None:
                     future.set_exception(ChildDied(f"the fork server cannot fork: {failed.reason}"))
             case WorkerExited() as exited, []:
-                done = self._exited.pop(exited.pid, None)
-                if done is not None and not done.done():
+                if (done := self._exited.pop(exited.pid, None)) is not None and not done.done():
                     done.set_result(exited.status)
             case message, fds:
                 log.error("%s is not for the supervisor", type(message).__name__)
                 for fd in fds:
                     os.close(fd)
         return True
+
+    def _waiting_for(self, reply: WorkerForked | ForkFailed) -> "asyncio.Future[_Forked] | None":
+        future = self._forked.get(Incarnation(reply.worker, reply.life))
+        return None if future is None or future.done() else future
 
     async def _reap(self, process: Process) -> None:
         """Kill the process, and fail every `fork` and `reap` that waits for it."""
@@ -399,11 +402,6 @@ class Zygote:
         self._lock = asyncio.Lock()
         """Held for one fork server at a time: the deadline of one does not run while another's modules are imported."""
 
-    def fork_server(
-        self, start: ForkServerStart, start_timeout_s: float, on_stage: Callable[[str], None]
-    ) -> ForkServer:
-        return ForkServer(start, start_timeout_s, on_stage, self._fork)
-
     def pids(self) -> list[int]:
         return [self._process.pid] if self._process is not None else []
 
@@ -413,7 +411,7 @@ class Zygote:
         if self._watching is not None:
             await asyncio.wait([self._watching], timeout=_DYING_TIMEOUT_S)
 
-    async def _fork(self, order: ForkServerStart, timeout_s: float) -> Process:
+    async def fork(self, order: ForkServerStart, timeout_s: float) -> Process:
         """Raises ChildDied when the zygote dies or is too slow, OSError when it cannot be started or without
         descriptors."""
         async with self._lock:
@@ -425,25 +423,18 @@ class Zygote:
                     theirs.close()
                 async with asyncio.timeout(timeout_s):
                     await readable(ours.fileno())
-                received = ours.receive(0)
+                match ours.receive(0):
+                    case ForkServerForked() as forked, [pidfd]:
+                        return Process("fork server", forked.pid, pidfd, ours, partial(_reap_adopted, pidfd))
+                    case ForkServerForked(error=why), []:
+                        raise ChildDied(why)
+                raise ChildDied("the zygote died")
             except BaseException as error:
                 ours.close()
                 if isinstance(error, TimeoutError):
                     self._kill()
                     raise ChildDied(f"the zygote has not forked it after {timeout_s:g} s, and is killed") from error
                 raise
-        match received:
-            case ForkServerForked() as forked, [pidfd]:
-
-                async def reap() -> int | None:
-                    return reap_adopted(pidfd)
-
-                return Process("fork server", forked.pid, pidfd, ours, reap)
-            case ForkServerForked(error=why), []:
-                ours.close()
-                raise ChildDied(why)
-        ours.close()
-        raise ChildDied("the zygote died")
 
     def _ensure_running(self) -> Process:
         if self._process is None:

@@ -102,20 +102,26 @@ class Listeners:
         self._files: list[tuple[Path, FileId | None]] = []
         self.sockets: list[socket.socket] = []
         self.admin_url = ""
+        scheme = "https" if settings.tls_cert is not None else "http"
         try:
-            public, self.url = listen(settings, inherited.public)
-            self._add(public, settings.uds)
-            if (admin := listen_admin(settings, inherited.admin)) is not None:
-                self.admin_url = admin[1]
-                self._add(admin[0], settings.admin_uds)
+            self.url = self._open(inherited.public, settings.uds, settings.host, settings.port, scheme)
+            if inherited.admin or settings.admin_uds or settings.admin_port is not None:
+                port = settings.admin_port or 0
+                self.admin_url = self._open(inherited.admin, settings.admin_uds, settings.admin_host, port, "http")
         except StartFailure:
             self.close()
             raise
 
-    def _add(self, sock: socket.socket, path: Path | None) -> None:
+    def _open(self, inherited: socket.socket | None, path: Path | None, host: str, port: int, scheme: str) -> str:
+        """Returns the URL. A unix socket has mode 0600: only programs of the same user may connect."""
+        try:
+            sock = inherited or (_listen_unix(path) if path is not None else _listen(host, port))
+        except OSError as error:
+            raise StartFailure(f"cannot listen on {path or f'{host}:{port}'}: {error.strerror or error}") from None
         self.sockets.append(sock)
         if path is not None:
             self._files.append((path, file_id(path)))
+        return _url(sock, scheme)
 
     def close_sockets(self) -> None:
         """Gateways may have them open."""
@@ -128,46 +134,19 @@ class Listeners:
             remove_if_ours(path, ours)
 
 
-def listen(settings: Settings, inherited: socket.socket | None = None) -> tuple[socket.socket, str]:
-    """Bind and listen for clients, unless a socket is there; returns it and the URL to reach it. Raises StartFailure. A
-    unix socket has mode 0600: only programs of the same user may connect."""
-    sock = inherited or _listen(settings.uds, settings.host, settings.port)
-    return sock, _url(sock, "https" if settings.tls_cert is not None else "http")
-
-
-def listen_admin(settings: Settings, inherited: socket.socket | None = None) -> tuple[socket.socket, str] | None:
-    if inherited is None and settings.admin_uds is None and settings.admin_port is None:
-        return None
-    sock = inherited or _listen(settings.admin_uds, settings.admin_host, settings.admin_port or 0)
-    return sock, _url(sock, "http")
-
-
-def _listen(path: Path | None, host: str, port: int) -> socket.socket:
-    if path is not None:
-        return _listen_unix(path)
+def _listen(host: str, port: int) -> socket.socket:
+    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sock = socket.socket(family, kind, protocol)
     try:
-        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(_LISTEN_BACKLOG)
-        except OSError:
-            sock.close()
-            raise
-    except OSError as error:
-        raise StartFailure(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_LISTEN_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
     return sock
-
-
-def _url(sock: socket.socket, scheme: str) -> str:
-    name = sock.getsockname()
-    if sock.family == socket.AF_UNIX:
-        return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
-    host, port = name[:2]
-    return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"
 
 
 def _listen_unix(path: Path) -> socket.socket:
@@ -178,10 +157,18 @@ def _listen_unix(path: Path) -> socket.socket:
         sock.bind(str(path))
         path.chmod(_ONLY_OURS)  # whatever the umask; no client can connect before it listens
         sock.listen(_LISTEN_BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise StartFailure(f"cannot listen on {path}: {error.strerror or error}") from None
+        raise
     return sock
+
+
+def _url(sock: socket.socket, scheme: str) -> str:
+    name = sock.getsockname()
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
+    host, port = name[:2]
+    return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"
 
 
 def _remove_if_dead(path: Path) -> None:

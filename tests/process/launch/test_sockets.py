@@ -13,7 +13,7 @@ import pytest
 
 from vecd.base.failures import ConfigurationError, StartFailure
 from vecd.launch import sockets
-from vecd.launch.sockets import Inherited, listen, listen_admin, take_inherited
+from vecd.launch.sockets import Inherited, Listeners, take_inherited
 from vecd.shm.settings import GivenSettings, Settings
 
 
@@ -42,66 +42,71 @@ def can_connect(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.fixture
+def listen(close) -> Callable[..., Listeners]:
+    def listen(inherited: Inherited | None = None, **fields: Any) -> Listeners:
+        made = Listeners(settings(**fields), inherited or Inherited())
+        for sock in made.sockets:
+            close(sock)
+        return made
+
+    return listen
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_tcp_on_a_free_port(host, close):
-    sock, url = listen(settings(host=host, port=0))
-    close(sock)
+def test_tcp_on_a_free_port(host, listen):
+    made = listen(host=host, port=0)
+    [sock] = made.sockets
     assert can_connect(sock)
     address, port = sock.getsockname()[:2]
-    assert url == (f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
+    assert made.url == (f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
 
 
-def test_a_port_that_is_taken(close):
-    sock, _ = listen(settings(port=0))
-    close(sock)
-    port = sock.getsockname()[1]
+def test_a_port_that_is_taken(listen):
+    port = listen(port=0).sockets[0].getsockname()[1]
     with pytest.raises(StartFailure, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-        listen(settings(port=port))
+        listen(port=port)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_a_unix_socket_is_for_its_owner_alone_whatever_the_umask(umask, close, tmp_path):
+def test_a_unix_socket_is_for_its_owner_alone_whatever_the_umask(umask, listen, tmp_path):
     before = os.umask(umask)
     try:
-        public, public_url = listen(settings(uds=tmp_path / "public"))
-        found = listen_admin(settings(admin_uds=tmp_path / "admin"))
+        made = listen(uds=tmp_path / "public", admin_uds=tmp_path / "admin")
     finally:
         os.umask(before)
-    assert found is not None
-    admin, admin_url = found
-    assert (public_url, admin_url) == (f"unix:{tmp_path}/public", f"unix:{tmp_path}/admin")
-    for sock in (close(public), close(admin)):
+    assert (made.url, made.admin_url) == (f"unix:{tmp_path}/public", f"unix:{tmp_path}/admin")
+    for sock in made.sockets:
         assert can_connect(sock)
         assert stat.S_IMODE(Path(sock.getsockname()).stat().st_mode) == 0o600
 
 
-def test_a_file_that_a_dead_server_has_left_is_replaced(close, tmp_path):
+def test_a_file_that_a_dead_server_has_left_is_replaced(listen, tmp_path):
     path = tmp_path / "s"
-    sock, _ = listen(settings(uds=path))
-    sock.close()
+    listen(uds=path).close_sockets()
     assert path.is_socket()
-    assert can_connect(close(listen(settings(uds=path))[0]))
+    assert can_connect(listen(uds=path).sockets[0])
 
 
-def test_a_socket_that_somebody_listens_on_is_not_taken(close, tmp_path):
+def test_a_socket_that_somebody_listens_on_is_not_taken(listen, tmp_path):
     path = tmp_path / "s"
-    sock = close(listen(settings(uds=path))[0])
+    [sock] = listen(uds=path).sockets
     with pytest.raises(StartFailure, match=f"cannot listen on {path}: Address already in use"):
-        listen(settings(uds=path))
+        listen(uds=path)
     assert can_connect(sock)
 
 
-def test_a_file_that_is_no_socket_is_not_replaced(tmp_path):
+def test_a_file_that_is_no_socket_is_not_replaced(listen, tmp_path):
     path = tmp_path / "s"
     path.write_text("precious")
     with pytest.raises(StartFailure):
-        listen(settings(uds=path))
+        listen(uds=path)
     assert path.read_text() == "precious"
 
 
-def test_a_folder_that_does_not_exist(tmp_path):
+def test_a_folder_that_does_not_exist(listen, tmp_path):
     with pytest.raises(StartFailure, match="No such file or directory"):
-        listen_admin(settings(admin_uds=tmp_path / "none" / "s"))
+        listen(port=0, admin_uds=tmp_path / "none" / "s")
 
 
 # --- handed over by systemd -----------------------------------------------------------------------------------
@@ -126,23 +131,22 @@ def hand_over(monkeypatch):
 
 
 @pytest.fixture
-def listening(close) -> socket.socket:
-    return close(listen(settings(port=0))[0])
+def listening(listen) -> socket.socket:
+    return listen(port=0).sockets[0]
 
 
-def test_the_public_and_the_admin_socket(hand_over, listening, close, tmp_path):
-    admin = close(listen(settings(uds=tmp_path / "admin"))[0])
+def test_the_public_and_the_admin_socket(hand_over, listening, listen, tmp_path):
+    [admin] = listen(uds=tmp_path / "admin").sockets
     environ = hand_over(admin.fileno(), listening.fileno(), names="admin:vecd")
     found = take_inherited(settings(), environ)
     assert environ == {"X": "y"}
     assert found.public is not None
     assert found.admin is not None
-    assert listen(settings(port=1), found.public) == (found.public, f"http://127.0.0.1:{listening.getsockname()[1]}")
-    assert listen_admin(settings(), found.admin) == (found.admin, f"unix:{tmp_path}/admin")
+    made = listen(found, port=1)
+    assert made.sockets == [found.public, found.admin]
+    assert (made.url, made.admin_url) == (f"http://127.0.0.1:{listening.getsockname()[1]}", f"unix:{tmp_path}/admin")
     assert not found.public.get_inheritable()
     assert not found.admin.get_inheritable()
-    close(found.public)
-    close(found.admin)
 
 
 def test_what_is_for_another_process_is_left_alone(hand_over, listening):
@@ -203,7 +207,7 @@ def test_the_admin_socket_may_be_ours_where_the_public_one_is_not(hand_over, lis
     close(found.public)
 
 
-def test_the_url_of_a_socket_without_a_file(close):
+def test_the_url_of_a_socket_without_a_file(close, listen):
     sock = close(socket.socket(socket.AF_UNIX))
     sock.bind(f"\0vecd-test-{os.getpid()}")
-    assert listen(settings(), sock)[1] == f"unix:@vecd-test-{os.getpid()}"
+    assert listen(Inherited(sock)).url == f"unix:@vecd-test-{os.getpid()}"

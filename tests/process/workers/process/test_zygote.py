@@ -101,7 +101,7 @@ def order(modules: list[str] | None = None, config: WorkerConfig | None = None) 
 
 
 def fork_server(zygote: Zygote, modules: list[str] | None = None, timeout_s: float = DEADLINE_S) -> ForkServer:
-    return zygote.fork_server(order(modules), timeout_s, lambda stage: None)
+    return ForkServer(order(modules), timeout_s, lambda stage: None, zygote.fork)
 
 
 @dataclass
@@ -223,7 +223,7 @@ async def test_a_crash_of_a_fork_server_leaves_the_other_alone(zygote, endpoint,
 _SUPERVISOR = """
 import asyncio, json, os, sys
 from vecd.base.files import load
-from vecd.launch.children import Zygote
+from vecd.launch.children import ForkServer, Zygote
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart
 from vecd.shm.wire import Incarnation
@@ -236,7 +236,7 @@ async def main():
     dummy = load(WorkerConfig, dummy)
     held = []
     for index, config in enumerate([None, shared]):
-        server = zygote.fork_server(ForkServerStart(os.getpid(), [], config, command), 60, lambda stage: None)
+        server = ForkServer(ForkServerStart(os.getpid(), [], config, command), 60, lambda stage: None, zygote.fork)
         worker = await server.fork(Incarnation(index, 1), dummy, create_arena(dummy.arena), [0])
         held += [server, worker]
         await worker.await_ready(60)
@@ -385,7 +385,7 @@ async def test_torch_is_imported_once_and_when_a_model_needs_it(zygote, endpoint
     modules = modules_to_preload("bert", "auto")
 
     def start(config: WorkerConfig) -> ForkServer:
-        return zygote.fork_server(order(modules, config), DEADLINE_S, lambda stage: None)
+        return ForkServer(order(modules, config), DEADLINE_S, lambda stage: None, zygote.fork)
 
     servers = [start(lean), start(fused)]
     first = await fork(servers[0], endpoint, 0, lean)
