@@ -17,6 +17,7 @@ from vecd.gateway.api.operation import Operation, is_able
 from vecd.gateway.api.served import HEADER, PREFIX, ModelInfo
 from vecd.gateway.app.handle import CONDITION, Claim, claims_of
 from vecd.gateway.app.routes import Route, Table
+from vecd.gateway.dialects.ask import DIMENSIONS
 from vecd.gateway.request import HEADER as IDENTITY
 
 _STATUSES = {
@@ -33,7 +34,6 @@ _STATUSES = {
     500: "The server failed",
     503: "No answer before the deadline, or nothing to compute with",
 }
-_DIMENSIONS = {"dimensions", "output_dimension", "truncate_dim"}
 _WITH_BODY = {408, 412, 413, 415, 429, 500, 503}
 _WITH_KEY = {401, 403}
 
@@ -257,7 +257,7 @@ def _with_limits(operation: Operation, model_infos: Sequence[ModelInfo]) -> Sche
             for part in _parts(described):
                 if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
                     part["maxItems"] = max(each.config.max_inputs for each in model_infos)
-        if field.name in _DIMENSIONS:
+        if field.key == DIMENSIONS.key:
             described.update(_dimensions_of(model_infos, field.schema, returns_tokens=operation.returns_tokens))
         if field.name == "truncate_prompt_tokens":
             described["maximum"] = max(each.config.max_tokens for each in model_infos)

@@ -45,7 +45,7 @@ from vecd.gateway.dialects.ask import (
     forms_of,
     resolve,
 )
-from vecd.gateway.dialects.labels import matrices_of
+from vecd.gateway.dialects.classify import matrices_of
 from vecd.gateway.encoding.forms import WHOLE, HybridRows, normalize
 from vecd.gateway.encoding.fragments import list_pieces, matrix_pieces, runs_of, vector_json
 from vecd.gateway.encoding.result import LateChunkRows

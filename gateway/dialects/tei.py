@@ -48,7 +48,7 @@ from vecd.gateway.api.fields import (
 )
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import ask, labels, outputs, rerank
+from vecd.gateway.dialects import ask, classify, outputs, rerank
 from vecd.gateway.dialects.ask import (
     ACTIVATION,
     ANY_ACTIVATION,
@@ -175,13 +175,13 @@ FUNCTION = replace(
     key=ACTIVATION.key,
 )
 TOP_K = replace(ask.TOP_K, description="most labels of a text; default: all")
-PREDICT_OPTIONS = (TRUNCATE, DIRECTION, RAW_LABELS, FUNCTION, TOP_K, labels.AGGREGATION, labels.IGNORED)
+PREDICT_OPTIONS = (TRUNCATE, DIRECTION, RAW_LABELS, FUNCTION, TOP_K, classify.AGGREGATION, classify.IGNORED)
 CANDIDATE_LABELS = refused(
     "candidate_labels", "to choose among labels of a request is POST /v1/classify with 'labels'", nullable("array")
 )
 """Of Hugging Face's zero-shot classification, whose clients post it to the same paths."""
 
-_FLAT_LABELS = (list_of(labels.LABEL), list_of(labels.ENTITY))
+_FLAT_LABELS = (list_of(classify.LABEL), list_of(classify.ENTITY))
 LABELS_OF_INPUTS = any_of(*(each for flat in _FLAT_LABELS for each in (flat, list_of(flat))))
 
 _COMPARED = record(source_sentence=STRING, sentences=fields.TEXTS)
@@ -236,7 +236,7 @@ def parse_for_hub(call: Call) -> ParsedEmbed:
     return _by_kind(call, parse_embed, parse_by_hub)
 
 
-def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callable[[Call], ParsedEmbed]) -> ParsedEmbed:
+def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], predict: Callable[[Call], ParsedEmbed]) -> ParsedEmbed:
     """What the model is for; a model that makes vectors of texts may also do other things, by other paths."""
     model_info = call.model_info
     if model_info.is_dense:
@@ -246,7 +246,7 @@ def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], classify: Callabl
             f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'",
             can=lambda info: info.is_dense or info.card.score is not None or info.card.sparse is not None,
         )
-    return parse_embed_sparse(call) if model_info.card.score is None else classify(call)
+    return parse_embed_sparse(call) if model_info.card.score is None else predict(call)
 
 
 def parse_embed_or_compare(call: Call) -> ParsedEmbed:
@@ -335,8 +335,8 @@ def _of_one_kind(sequences: list[list[str]], name: str) -> list[str] | list[Pair
 
 
 def parse_predict(call: Call) -> ParsedEmbed:
-    labels.head_of(call.model_info)
-    if labels.classifies_tokens(call.model_info):
+    classify.head_of(call.model_info)
+    if classify.classifies_tokens(call.model_info):
         return _parse_tokens(call)
     return _parse_sequences(call, *read_sequences(call.wanted.get(INPUT), PREDICTED.name, call.model_info))
 
@@ -344,7 +344,7 @@ def parse_predict(call: Call) -> ParsedEmbed:
 def parse_by_hub(call: Call) -> ParsedEmbed:
     """At Hugging Face's paths: a flat list is one of texts, and the labels of even one text are in a list of lists,
     where its clients look for them."""
-    if labels.classifies_tokens(call.model_info):
+    if classify.classifies_tokens(call.model_info):
         return _parse_tokens(call)
     value, name = call.wanted.get(INPUT), PREDICTED.name
     if isinstance(value, list) and value and isinstance(value[0], str):
@@ -355,14 +355,14 @@ def parse_by_hub(call: Call) -> ParsedEmbed:
 
 def _parse_sequences(call: Call, inputs: list[str] | list[Pair], is_single: bool) -> ParsedEmbed:
     wanted, model_info = call.wanted, call.model_info
-    head, activation, top_k = labels.head_of(model_info), activation_of(wanted), wanted.get(TOP_K)
+    head, activation, top_k = classify.head_of(model_info), activation_of(wanted), wanted.get(TOP_K)
 
     def render(embedded: Embedded) -> Response:
-        results = written(labels.ranked_labels(embedded, head, activation, top_k))
+        results = written(classify.ranked_labels(embedded, head, activation, top_k))
         return _render_labels(results, embedded, is_single=is_single, model_info=model_info)
 
     request = _predict_request(call, inputs, Output.SCORES)
-    return ParsedEmbed(request, render, labels.is_large(len(inputs), model_info))
+    return ParsedEmbed(request, render, classify.is_large(len(inputs), model_info))
 
 
 def _parse_tokens(call: Call) -> ParsedEmbed:
@@ -372,7 +372,7 @@ def _parse_tokens(call: Call) -> ParsedEmbed:
     texts = parse_texts(value, PREDICTED.name, model_info.config.max_inputs)
     request = _predict_request(call, texts, Output.TOKEN_SCORES)
     respond = partial(_render_labels, is_single=isinstance(value, str), model_info=model_info)
-    return labels.parse_entities(request, model_info, wanted, activation_of(wanted), respond)
+    return classify.parse_entities(request, model_info, wanted, activation_of(wanted), respond)
 
 
 def _predict_request(call: Call, inputs: list[str] | list[Pair], output: Output) -> EmbedRequest:
@@ -606,7 +606,7 @@ _TOKEN = record(
     stop=nullable("integer"),
 )
 _ERROR_TYPES = ["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
-_KINDS = ("dense", *labels.NEEDS, "sparse")
+_KINDS = ("dense", *classify.NEEDS, "sparse")
 _EMBED = Operation(
     summary="Embed texts or token ids",
     needs=("dense",),
@@ -625,7 +625,7 @@ _PREDICT = Operation(
     fields=_with_parameters(PREDICTED, *PREDICT_OPTIONS, options=(*PREDICT_OPTIONS, CANDIDATE_LABELS)),
     embed=parse_predict,
     response=LABELS_OF_INPUTS,
-    needs=labels.NEEDS,
+    needs=classify.NEEDS,
 )
 _DEFAULT_FIELDS = (
     *(replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)),

@@ -25,7 +25,7 @@ from vecd.gateway.api.operation import (
     ParsedTokenize,
 )
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import ask, labels, rerank
+from vecd.gateway.dialects import ask, classify, rerank
 from vecd.gateway.dialects.ask import ADD_SPECIAL_TOKENS, DIMENSIONS, INPUT, MODEL, forms_of, parse_ids, parse_inputs
 from vecd.gateway.dialects.classify import CLASSIFY, parse_classify
 from vecd.gateway.dialects.openai import EMBEDDINGS, VECTOR, Item, parse_embeddings, render_response, response_schema
@@ -137,11 +137,11 @@ def render_arrays(
     [form] = request.forms
     fragments: Iterator[Iterable[bytes]]
     if isinstance(collector, ScoreRows):
-        scores = labels.scores_of(embedded, labels.head_of(model_info), activation)
+        scores = classify.scores_of(embedded, classify.head_of(model_info), activation)
         fragments = zip(_score_json(row, form) for row in scores)
     elif model_info.card.score is not None:
-        activate = partial(labels.activated, head=model_info.card.score, activation=activation)
-        matrices = labels.matrices_of(embedded)
+        activate = partial(classify.activated, head=model_info.card.score, activation=activation)
+        matrices = classify.matrices_of(embedded)
         if form == Form():
             fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in matrices)
         else:
@@ -149,7 +149,7 @@ def render_arrays(
             fragments = (matrix_pieces(matrix, form, steps) for matrix in matrices)
     else:
         steps = [normalize] if request.normalize else []
-        fragments = (matrix_pieces(matrix, form, steps) for matrix in labels.matrices_of(embedded))
+        fragments = (matrix_pieces(matrix, form, steps) for matrix in classify.matrices_of(embedded))
     items = (
         item_pieces(_POOLING.object, index, [(_POOLING.vector, fragment)], embedded)
         for index, fragment in enumerate(fragments)
