@@ -217,7 +217,7 @@ def test_a_template_that_loops_fails_its_request_alone(chat):
 
 
 def test_a_conversation_and_a_text_contradict_each_other(chat):
-    assert "send one of them" in refusal(chat, "/invocations", messages=CHAT, input="a")
+    assert "send one of them" in refusal(chat, "/invocations", input="a", messages=CHAT)
 
 
 def test_the_length_of_an_input_may_have_a_bound_above_the_model_s(chat):
