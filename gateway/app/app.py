@@ -8,7 +8,7 @@ are served, it counts for all of them until its model is known.
 import asyncio
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
@@ -32,7 +32,7 @@ from vecd.gateway.app.routes import (
     normalize,
     served,
 )
-from vecd.gateway.app.status import LIVE, OPEN_INFERENCE_ROUTES, OWN_ROUTES, unavailable
+from vecd.gateway.app.status import LIVE, OWN_ROUTES, unavailable
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dialects import cohere, ollama, openai, rerank, tei, vllm
 from vecd.gateway.errors import ApiError, NotFound, NotReady
@@ -136,39 +136,27 @@ DIALECTS: tuple[Dialect, ...] = (
 _BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
 
 
-def _claims() -> Iterator[tuple[str, str, Claim]]:
-    """Of all dialects, with their methods and paths."""
-    for dialect in DIALECTS:
-        for at, operation in dialect.operations.items():
-            method, _, path = at.partition(" ")
-            yield method, path, Claim(dialect, operation, endpoint_of(path, dialect.name))
-
-
-def _routes_by_capability() -> dict[str, list[str]]:
-    """The paths of the operations that need each capability, without those that hold the name of a model, and without
-    those below /openai, which repeat others."""
-    routes: dict[str, list[str]] = {}
-    for _, path, claim in _claims():
-        for capability in claim.operation.needs if "*" not in path and not path.startswith("/openai/") else ():
-            routes.setdefault(capability, []).append(path)
-    return routes
-
-
 def _make_routes() -> Table:
     """Those of the dialects, and the server's own. Both may be at one path, with different methods."""
-    claims: dict[tuple[str, str], list[Claim]] = {}
-    for method, path, claim in _claims():
-        claims.setdefault((path, method), []).append(claim)
-    table: dict[str, dict[str, Route]] = {}
-    routes = _routes_by_capability()
-    for (path, method), theirs in claims.items():
-        handler = OperationsHandler(tuple(theirs), path, routes)
-        table.setdefault(path, {})[method] = Route(handler, endpoint=theirs[0].endpoint)
+    claims: dict[str, list[Claim]] = {}
+    by_capability: dict[str, list[str]] = {}
+    for dialect in DIALECTS:
+        for at, operation in dialect.operations.items():
+            path = at.partition(" ")[2]
+            claims.setdefault(at, []).append(Claim(dialect, operation, endpoint_of(path, dialect.name)))
+            # Errors name no path that holds the name of a model, and none below /openai, which repeats another.
+            for capability in operation.needs if "*" not in path and not path.startswith("/openai/") else ():
+                by_capability.setdefault(capability, []).append(path)
     about = Operation(summary="This document", response={"type": "object"})
-    document = {"/openapi.json": {"GET": Route(openapi, ANY_SCOPE, about)}}
-    for path, methods in {**OWN_ROUTES, **OPEN_INFERENCE_ROUTES, **document}.items():
-        for method, route in methods.items():
-            table.setdefault(path, {})[method] = route._replace(endpoint=endpoint_of(path, OWN))
+    own = {**OWN_ROUTES, "GET /openapi.json": Route(openapi, ANY_SCOPE, about)}
+    table: dict[str, dict[str, Route]] = {}
+    for at in (*claims, *own):
+        method, _, path = at.partition(" ")
+        if (theirs := claims.get(at)) is not None:
+            route = Route(OperationsHandler(tuple(theirs), path, by_capability), endpoint=theirs[0].endpoint)
+        else:
+            route = own[at]._replace(endpoint=endpoint_of(path, OWN))
+        table.setdefault(path, {})[method] = route
     return table
 
 
@@ -255,7 +243,7 @@ class App:
         if models is None:
             self._check_head(self.services.active, request)
         elif models.is_complete or not path.startswith(PREFIX) or models.split(path) is not None:
-            self._check_head(self._enter(models, request), request)
+            self._check_head(self._enter(models, request)[0], request)
         else:  # its model may be still to come, and the body arrives meanwhile
             request.path = self._likeliest_reading(path)[1]
             self._check_head(self.services.active, request)
@@ -264,21 +252,35 @@ class App:
 
     async def handle(self, request: HttpRequest) -> Response:
         services = self.services
-        if services.models is not None:
-            return await self._handle_among(services.models, request)
-        choice, service = request.choice, services.active
-        if choice is not None and choice.is_made and request.timeline.model != service.config.model:
-            # Its model was withdrawn while its body arrived: the one that is left would answer in its place.
-            raise unlisted(choice.named)
-        service.num_handled += 1
+        if services.models is not None and not services.models.is_complete:
+            await self._await_models(request)
         if self.tracing is not None:
             self.tracing.begin(request)
+        if (models := services.models) is None:
+            service, choice = services.active, request.choice
+            if choice is not None and choice.is_made and request.timeline.model != service.config.model:
+                # Its model was withdrawn while its body arrived: the one that is left would answer in its place.
+                raise unlisted(choice.named)
+            held = [service]
+        else:
+            service, choice = self._enter(models, request)
+            held = [service] if choice.is_made else [*services.of_models]
+
+            def keep(model: str) -> None:
+                for each in [each for each in held if each.config.model != model]:
+                    held.remove(each)
+                    each.num_handled -= 1
+
+            choice.on_chosen = keep
+        for each in held:
+            each.num_handled += 1
         try:
             route, principal = self._find(service, request)
             request.timeline.principal = principal.name
             return await route.handler(service, request, principal)
         finally:
-            service.num_handled -= 1
+            for each in held:
+                each.num_handled -= 1
 
     def render_error(self, error: ApiError, path: str | None) -> Response:
         return render_error(error, path, self._table())
@@ -317,19 +319,14 @@ class App:
         principal = self.services.principals.identify(
             request.headers, request.client, route.scope, is_admin=request.is_admin
         )
-        if principal.models is not None and route.scope in ("embed", ANY_SCOPE):
-            # This model is one that the key reaches unless none of these is served: a configuration and its keys take
-            # effect one after the other.
-            self._check_reach(service, principal.models)
-        return route, principal
-
-    def _check_reach(self, service: Service, reached: Sequence[str]) -> None:
-        """Raises ApiError if this model is none of those."""
-        if service.config.model not in reached:
+        reached = principal.models
+        if reached is not None and route.scope in ("embed", ANY_SCOPE) and service.config.model not in reached:
+            # None that the key reaches is served: a configuration and its keys take effect one after the other.
             models = self.services.models
             if models is not None and not models.is_complete:
                 raise models.refusal("")
             raise NotFound("No model that this API key may use is served", code="model_not_found")
+        return route, principal
 
     def _table(self, *, is_admin: bool = False, is_by_path: bool = False) -> Table:
         """The routes of a listener; `is_by_path`: those of a path that names a model."""
@@ -337,33 +334,6 @@ class App:
         return tables[is_admin, is_by_path]
 
     # --- several models -------------------------------------------------------------------------------------
-
-    async def _handle_among(self, models: Models[Service], request: HttpRequest) -> Response:
-        services = self.services
-        if not models.is_complete:
-            await self._await_models(request)
-            models = services.models or models
-        if self.tracing is not None:
-            self.tracing.begin(request)
-        service = self._enter(models, request)
-        choice = request.choice
-        assert choice is not None
-        held = [service] if choice.is_made else list(services.of_models)
-        for each in held:
-            each.num_handled += 1
-
-        def release(kept: str | None) -> None:
-            for each in [each for each in held if each.config.model != kept]:
-                held.remove(each)
-                each.num_handled -= 1
-
-        choice.on_chosen = release
-        try:
-            route, principal = self._find(service, request)
-            request.timeline.principal = principal.name
-            return await route.handler(service, request, principal)
-        finally:
-            release(None)
 
     async def _await_models(self, request: HttpRequest) -> None:
         """Let a request that may be for a model which is still to come wait for it. During the server's own start no
@@ -375,10 +345,10 @@ class App:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.services.have_come.wait(), _MODELS_TIMEOUT_S)
 
-    def _enter(self, models: Models[Service], request: HttpRequest) -> Service:
+    def _enter(self, models: Models[Service], request: HttpRequest) -> tuple[Service, ModelChoice]:
         """The service of the model that a request's path or header names, or else the first one, of those that its API
-        key reaches. Raises ApiError for an unknown name in the path. Side effects: the prefix that names a model is
-        taken from the path, and the request gets its `choice`."""
+        key reaches; and the request's `choice`, made here. Raises ApiError for an unknown name in the path. Side
+        effect: the prefix that names a model is taken from the path."""
         services, all_models = self.services, models
         if services.principals.limit_models:
             names = services.principals.models_of(request.headers, is_admin=request.is_admin)
@@ -396,9 +366,9 @@ class App:
         if found is None:
             if choice.is_made:  # the model was withdrawn meanwhile
                 raise models.refusal(choice.named)
-            return first
+            return first, choice
         choice.is_made, request.timeline.model = True, found.info.model
-        return services.service_of(found)
+        return services.service_of(found), choice
 
     def _refuse(self, models: Models[Service], first: Service, request: HttpRequest) -> NoReturn:
         """Raises ApiError. Side effect: the request's path is the rest, in whose shape the error is rendered."""

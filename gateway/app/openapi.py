@@ -7,13 +7,12 @@ Specification, version 3.1.
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.gateway.api.answer import MAX_TIMEOUT_MS
 from vecd.gateway.api.fields import Schema
-from vecd.gateway.api.operation import Operation, is_able
+from vecd.gateway.api.operation import Dialect, Operation, is_able
 from vecd.gateway.api.served import HEADER, PREFIX, ModelInfo
 from vecd.gateway.app.handle import CONDITION, Claim, claims_of
 from vecd.gateway.app.routes import Route, Table
@@ -68,14 +67,6 @@ _OF_EMBEDDING = [
 _IDENTITY = {IDENTITY: {"description": "Of the model that has answered", "schema": {"type": "string"}}}
 
 
-class _Documented(NamedTuple):
-    path: str
-    method: str
-    route: Route
-    claims: Sequence[Claim]
-    """Of the operations of dialects that are described."""
-
-
 def describe_api(
     table: Table, model_infos: Sequence[ModelInfo], *, has_keys: bool, prefix: str = "", are_several: bool = False
 ) -> JsonObject:
@@ -83,14 +74,26 @@ def describe_api(
     `prefix`: that of the routes of one of several models; "": they have none. `are_several`: requests name one of
     the models, and the routes that none of them can answer are left out."""
     names = [name for each in model_infos for name in each.names] if are_several else []
-    routes = []
+    dialects, paths = dict[str, Dialect](), dict[str, JsonObject]()
     for path, methods in table.items():
+        has_name = "*" in path
         for method, route in methods.items():
             claims = claims_of(route)
             able = [claim for claim in claims if not are_several or _able(claim.operation, model_infos)]
-            if able or not claims:
-                routes.append(_Documented(path, method, route, able))
-    dialects = {claim.dialect.name: claim.dialect for each in routes for claim in each.claims}
+            if claims and not able:
+                continue
+            dialects.update({claim.dialect.name: claim.dialect for claim in able})
+            needs_key = has_keys and route.scope is not None
+            item = paths.setdefault(path.replace("*", "{name}"), {"parameters": [_NAME]} if has_name else {})
+            item[method.lower()] = {
+                "operationId": _operation_id(method, path),
+                **({"security": [{name: []} for name in _SECURITY]} if needs_key else {}),
+                **(
+                    _operation(able, model_infos, [] if has_name else names, needs_key=needs_key)
+                    if able
+                    else _own_operation(route, needs_key=needs_key)
+                ),
+            }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -101,18 +104,19 @@ def describe_api(
         **_servers(prefix, names),
         "tags": [{"name": dialect.name, "description": dialect.title} for dialect in dialects.values()]
         + [{"name": "server", "description": "What the server says of itself"}],
-        "paths": _paths(routes, model_infos, names, has_keys=has_keys),
+        "paths": paths,
         "components": {
             "schemas": {f"{name}-error": dialect.error for name, dialect in dialects.items()},
-            "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
-                "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
-                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            }
-            if has_keys
-            else {},
+            "securitySchemes": _SECURITY if has_keys else {},
         },
     }
+
+
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    **{name: {"type": "apiKey", "in": "header", "name": name} for name in ("api-key", "x-api-key")},
+}
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def _introduction(model_infos: Sequence[ModelInfo], names: Sequence[str]) -> str:
@@ -152,36 +156,11 @@ def _able(operation: Operation, model_infos: Sequence[ModelInfo]) -> list[ModelI
     return [each for each in model_infos if is_able(operation, each.card.capabilities)]
 
 
-def _paths(
-    routes: Sequence[_Documented], model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool
-) -> JsonObject:
-    """`names`: those of several models."""
-    paths: JsonObject = {}
-    for path, method, route, claims in routes:
-        has_name = "*" in path
-        item = paths.setdefault(path.replace("*", "{name}"), {"parameters": [_NAME]} if has_name else {})
-        item[method.lower()] = {
-            "operationId": _operation_id(method, path),
-            **_route(route, claims, model_infos, [] if has_name else names, has_keys=has_keys),
-        }
-    return paths
-
-
-_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-
-
 def _operation_id(method: str, path: str) -> str:
     return "-".join([method.lower(), *re.findall(r"[A-Za-z0-9_]+", path)]) + ("-name" if path.endswith("*") else "")
 
 
-def _route(
-    route: Route, claims: Sequence[Claim], model_infos: Sequence[ModelInfo], names: Sequence[str], *, has_keys: bool
-) -> JsonObject:
-    """`names`: those that the header may have; none if the path names the model, or there is one."""
-    needs_key = has_keys and route.scope is not None
-    security: JsonObject = {"security": [{"bearer": []}, {"api-key": []}, {"x-api-key": []}]} if needs_key else {}
-    if claims:
-        return {**security, **_operation(claims, model_infos, names, needs_key=needs_key)}
+def _own_operation(route: Route, *, needs_key: bool) -> JsonObject:
     about = route.about
     assert about is not None, "a route without documentation"
     responses = {str(about.status): _response([about], {})}
@@ -190,12 +169,13 @@ def _route(
         responses[str(status)] = {"description": "", "headers": _REQUEST_ID, "content": content}
     if route.scope == "admin" or needs_key:
         responses.update({str(status): _error(status, _STATUSES[status], ["openai"]) for status in sorted(_WITH_KEY)})
-    return {**security, "tags": ["server"], "summary": about.summary, "responses": responses}
+    return {"tags": ["server"], "summary": about.summary, "responses": responses}
 
 
 def _operation(
     claims: Sequence[Claim], model_infos: Sequence[ModelInfo], names: Sequence[str], *, needs_key: bool
 ) -> JsonObject:
+    """`names`: those that the header may have; none if the path names the model, or there is one."""
     operations = [claim.operation for claim in claims]
     described: JsonObject = {
         "tags": list(dict.fromkeys(claim.dialect.name for claim in claims)),
@@ -254,7 +234,7 @@ def _with_limits(operation: Operation, model_infos: Sequence[ModelInfo]) -> Sche
     for field in operation.fields:
         described = schema["properties"][field.name]
         if field.is_large:
-            for part in _parts(described):
+            for part in (described, *described.get("anyOf", ()), *described.get("oneOf", ())):
                 if part.get("type") == "array" and part.get("items", {}).get("type") != "integer":
                     part["maxItems"] = max(each.config.max_inputs for each in model_infos)
         if field.key == DIMENSIONS.key:
@@ -273,9 +253,3 @@ def _dimensions_of(model_infos: Sequence[ModelInfo], declared: Schema, *, return
         return {"maximum": max(own)}
     zero = [0] if declared.get("minimum") == 0 else []
     return {"enum": [*zero, *sorted(own.union(*(each.card.matryoshka_dims for each in model_infos))), None]}
-
-
-def _parts(schema: Schema) -> Iterator[Schema]:
-    yield schema
-    for name in ("anyOf", "oneOf"):
-        yield from schema.get(name, ())

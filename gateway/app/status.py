@@ -5,7 +5,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
@@ -17,7 +16,6 @@ from vecd.gateway.api.answer import json_response
 from vecd.gateway.api.fields import BOOLEAN, STRING, Schema, nullable, record
 from vecd.gateway.api.operation import Operation
 from vecd.gateway.app.routes import ENDPOINTS, Handler, Route, normalize
-from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.errors import NotFound
 from vecd.gateway.request import HttpRequest, Overflow, Response
@@ -43,28 +41,18 @@ def describe_info(service: Service, *, shows_tenants: bool) -> JsonObject:
     shared_metrics.publish()
     return {
         **describe_for_tei(service),
-        "model": {**describe_model(config), **_identities(service)},
+        "model": describe_model(service),
         "limits": {"max_wait_s" if name == "max_wait" else name: getattr(config, name) for name in _LIMITS},
         "queue": describe_queue(shared_metrics),
         **({"tenants": _describe_tenants(service)} if shows_tenants else {}),
         "cores": service.services.cores.describe() | {"learned": service.dispatcher.thread_model.describe()},
-        "workers": [_describe_worker(link, shared_metrics) for link in service.dispatcher.links],
+        "workers": _describe_workers(service),
         "gateway": {
             "gateway": shared_metrics.gateway,
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - service.made_at, 1),
         },
         "gateways": describe_gateways(shared_metrics),
-    }
-
-
-def describe_one(service: Service) -> JsonObject:
-    """One of several models, as `/info` lists them; what all share is not repeated."""
-    return {
-        **describe_model(service.config),
-        **_identities(service),
-        **describe_state(service),
-        "workers": [_describe_worker(link, service.services.shared_metrics) for link in service.dispatcher.links],
     }
 
 
@@ -89,26 +77,10 @@ def describe_state(service: Service) -> JsonObject:
     }
 
 
-def served_models(service: Service) -> list[ServedModel]:
-    """All models, if there are several, or if the only one is not loaded all the time."""
+def shows_models(service: Service) -> bool:
+    """There are several models, or the only one is not loaded all the time."""
     config = service.config
-    if service.services.models is None and not config.is_loaded_on_demand and config.keep_alive_s is None:
-        return []
-    return [
-        ServedModel(
-            each.config.model,
-            each.residence.status,
-            {worker: state_of(link) for worker, link in links_of(each)},
-        )
-        for each in service.services.of_models
-    ]
-
-
-def known_identities(service: Service) -> dict[str, str]:
-    """By the names of all models, and of the aliases that have one of their own."""
-    identities = [(each.config.model, each.info.identity) for each in service.services.of_models]
-    of_aliases = [one for _, identity in identities for one in identity.by_alias.items()]
-    return {name: identity.text for name, identity in (*identities, *of_aliases) if identity.text is not None}
+    return service.services.models is not None or config.is_loaded_on_demand or config.keep_alive_s is not None
 
 
 def links_of(service: Service) -> list[tuple[int, WorkerLink | None]]:
@@ -118,8 +90,11 @@ def links_of(service: Service) -> list[tuple[int, WorkerLink | None]]:
     return [(worker, by_worker.get(worker)) for worker in range(first, first + service.config.num_workers)]
 
 
-def describe_model(config: GatewayConfig) -> JsonObject:
+def describe_model(service: Service) -> JsonObject:
+    """With the identities of the model and of its aliases that have one of their own."""
+    config, identity = service.config, service.info.identity
     card, defaults = config.card, {each.alias: each.given() for each in config.alias_defaults}
+    by_alias = {alias: each.text for alias, each in identity.by_alias.items()}
     return {
         "id": config.model,
         "architecture": card.model_type,
@@ -134,13 +109,9 @@ def describe_model(config: GatewayConfig) -> JsonObject:
         **({"alias_defaults": defaults} if defaults else {}),
         "matryoshka": config.is_matryoshka,
         "matryoshka_dimensions": card.matryoshka_dims,
+        "identity": identity.text,
+        **({"alias_identities": by_alias} if by_alias else {}),
     }
-
-
-def _identities(service: Service) -> JsonObject:
-    identity = service.info.identity
-    by_alias = {alias: each.text for alias, each in identity.by_alias.items()}
-    return {"identity": identity.text, **({"alias_identities": by_alias} if by_alias else {})}
 
 
 def _are_normalized(card: ModelCard) -> bool | None:
@@ -192,35 +163,28 @@ _HAVE_VECTORS = frozenset({"dense", "multi-vector"})
 """Capabilities of models whose vectors have dimensions."""
 _INTEGER: Schema = {"type": "integer"}
 INFO_SCHEMA = record(
-    model_id=STRING,
-    model_sha=nullable("string"),
-    model_dtype=STRING,
-    served_model_name=STRING,
-    model_type={"type": "object"},
-    max_concurrent_requests=_INTEGER,
-    max_input_length=_INTEGER,
-    max_batch_tokens=_INTEGER,
+    **dict.fromkeys(("model_id", "model_dtype", "served_model_name", "version"), STRING),
+    **dict.fromkeys(("model_sha", "sha", "docker_label"), nullable("string")),
+    **dict.fromkeys(
+        ("max_concurrent_requests", "max_input_length", "max_batch_tokens", "max_client_batch_size"), _INTEGER
+    ),
     max_batch_requests=nullable("integer"),
-    max_client_batch_size=_INTEGER,
-    auto_truncate=BOOLEAN,
     tokenization_workers=_INTEGER,
-    version=STRING,
-    sha=nullable("string"),
-    docker_label=nullable("string"),
+    auto_truncate=BOOLEAN,
+    model_type={"type": "object"},
 )
 """The schema of the fields of `/info` that every caller sees."""
 
 
 def _describe_tenants(service: Service) -> JsonObject:
     """Without keys a tenant is an address, and only their number is shown."""
-    tenants = [holder.tenant for holder in service.services.principals.with_keys]
     keys = [
         {
-            "name": tenant,
-            "requests": service.admission.num_requests_of(tenant),
-            "queued_tokens": service.policy.queued_tokens_of(tenant),
+            "name": holder.tenant,
+            "requests": service.admission.num_requests_of(holder.tenant),
+            "queued_tokens": service.policy.queued_tokens_of(holder.tenant),
         }
-        for tenant in tenants
+        for holder in service.services.principals.with_keys
     ]
     return {"present": service.admission.num_tenants, "keys": keys}
 
@@ -258,18 +222,21 @@ def state_of(link: WorkerLink | None) -> str:
     return "ready" if link.is_connected else "starting"
 
 
-def _describe_worker(link: WorkerLink, shared_metrics: SharedMetrics) -> JsonObject:
-    state = state_of(link)
-    return {
-        "worker": link.incarnation.worker,
-        "life": link.incarnation.life,
-        "state": ("busy" if link.in_flight else "idle") if state == "ready" else state,
-        "batches": shared_metrics.worker_batches_in(link.key),
-        "tokens_per_s": round(link.cost_model.tokens_per_s),
-        "batch_tokens": link.cost_model.budget_tokens(FULL_BATCH_S),
-        "short_batch_tokens": link.cost_model.budget_tokens(SHORT_BATCH_S),
-        **link.facts,
-    }
+def _describe_workers(service: Service) -> list[JsonObject]:
+    """Those that are up."""
+    return [
+        {
+            "worker": link.incarnation.worker,
+            "life": link.incarnation.life,
+            "state": ("busy" if link.in_flight else "idle") if (state := state_of(link)) == "ready" else state,
+            "batches": service.services.shared_metrics.worker_batches_in(link.key),
+            "tokens_per_s": round(link.cost_model.tokens_per_s),
+            "batch_tokens": link.cost_model.budget_tokens(FULL_BATCH_S),
+            "short_batch_tokens": link.cost_model.budget_tokens(SHORT_BATCH_S),
+            **link.facts,
+        }
+        for link in service.dispatcher.links
+    ]
 
 
 # The body of `/stats`: the whole server at one moment, as numbers. The page at `/` and `vecd top` show it.
@@ -307,11 +274,11 @@ def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
     shared_metrics.publish()
     models = [
         _describe_load(one, partial(total, model=one.config.model if len(of_models) > 1 else None))
-        for one in (of_models if served_models(service) else ())
+        for one in (of_models if shows_models(service) else ())
     ]
     return {
         "now_s": now_ns / 1e9,
-        "model": describe_model(config),
+        "model": describe_model(service),
         "server": {
             "version": config.version,
             "num_gateways": config.gateways,
@@ -323,10 +290,13 @@ def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
         ],
         "totals": {name: total(counter) / counter.per_unit for name, counter in _TOTALS.items()},
         "stage_bounds_s": Histogram.TOTAL.bounds,
-        "stages": {name: _histogram(shared_metrics, histogram, "sum_s") for name, histogram in _STAGES.items()},
+        "stages": {
+            name: dict(zip(("counts", "sum_s"), shared_metrics.histogram(histogram), strict=True))
+            for name, histogram in _STAGES.items()
+        },
         **{
-            name: {"bounds": histogram.bounds, **_histogram(shared_metrics, histogram, "sum")}
-            for name, histogram in _OF_BATCHES.items()
+            name: dict(zip(("counts", "sum"), shared_metrics.histogram(each), strict=True), bounds=each.bounds)
+            for name, each in _OF_BATCHES.items()
         },
         "queue": {
             **describe_queue(shared_metrics),
@@ -375,11 +345,6 @@ def _describe_load(service: Service, total: Callable[..., int]) -> JsonObject:
     }
 
 
-def _histogram(shared_metrics: SharedMetrics, histogram: Histogram, sum_name: str) -> JsonObject:
-    counts, total = shared_metrics.histogram(histogram)
-    return {"counts": counts, sum_name: total}
-
-
 def _describe_work(service: Service, worker: int, link: WorkerLink | None, without: str) -> JsonObject:
     """What a worker has done. `without`: the state of one that is not up."""
     shared_metrics = service.services.shared_metrics
@@ -413,33 +378,26 @@ def _describe_batch(batch: tuple[int, ...]) -> JsonObject:
 async def health(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
     workers, because the caller's requests would go to it, and about the models of `_named_services`."""
-    reason = why_unavailable(service, http, principal)
-    if reason is not None:
-        return unavailable(reason)
     services = _named_services(service, http, principal)
-    body = {"status": "ok", "model_files": _describe_files(services)}
+    if (reason := _why_unavailable(services)) is not None:
+        return unavailable(reason)
+    changed = [(each.info.model, what) for each in services if (what := each.dispatcher.changed_files)]
+    files = [what if len(services) == 1 else f"{model}: {what}" for model, what in changed]
+    body = {"status": "ok", "model_files": "; ".join(files) or "as loaded"}
     if len(services) == 1 and (service.services.models is not None or services[0].residence.is_told):
         body["state"] = services[0].residence.state
     return json_response(200, body)
 
 
-def _describe_files(services: Sequence[Service]) -> str:
-    """Which files are no longer those that were loaded, with the models' names if there are several."""
-    changed = [(each.info.model, what) for each in services if (what := each.dispatcher.changed_files)]
-    return "; ".join(what if len(services) == 1 else f"{model}: {what}" for model, what in changed) or "as loaded"
-
-
-def why_unavailable(service: Service, http: HttpRequest, principal: Principal) -> str | None:
+def _why_unavailable(services: Sequence[Service]) -> str | None:
     """The reason why no embedding request can be served; None while one can. A model that is loaded on demand and
-    cannot be loaded makes the server of others no less available. Raises ApiError for a model that is not served."""
-    services = _named_services(service, http, principal)
+    cannot be loaded makes the server of others no less available."""
     if len(services) == 1:
         return services[0].why_unavailable()
     needed = [each for each in services if not (each.config.is_loaded_on_demand and each.residence.is_awaited)]
-    reasons = [(each.info.model, reason) for each in needed if (reason := each.why_unavailable()) is not None]
-    if reasons:
-        return "; ".join(f"{model}: {reason}" for model, reason in reasons)
-    return None if service.services.models is None or service.services.models.is_complete else "models are loading"
+    reasons = [f"{each.info.model}: {reason}" for each in needed if (reason := each.why_unavailable()) is not None]
+    models = services[0].services.models
+    return "; ".join(reasons) or (None if models is None or models.is_complete else "models are loading")
 
 
 def _named_services(service: Service, http: HttpRequest, principal: Principal) -> Sequence[Service]:
@@ -471,6 +429,13 @@ async def _live(path: str, service: Service, http: HttpRequest, principal: Princ
     return json_response(200, LIVE[path])
 
 
+async def ready_v2(service: Service, http: HttpRequest, principal: Principal) -> Response:
+    """The same truth as /health, for KServe, which probes the Open Inference Protocol: 503 is what its own servers
+    answer, where the protocol only says 4xx."""
+    reason = _why_unavailable(_named_services(service, http, principal))
+    return json_response(200, {"ready": True}) if reason is None else unavailable(reason, ready=False)
+
+
 async def root(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
     Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
@@ -480,9 +445,7 @@ async def root(service: Service, http: HttpRequest, principal: Principal) -> Res
         and not (http.choice is not None and http.choice.is_by_path)
     ):
         response = _page("page.html")
-    elif why_unavailable(service, http, principal) is not None:
-        response = await health(service, http, principal)
-    else:
+    elif (response := await health(service, http, principal)).status == 200:
         response = Response(200, b"vecd is running", content_type=_TEXT)
     if service.config.ui:
         response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
@@ -497,26 +460,36 @@ async def info(service: Service, http: HttpRequest, principal: Principal) -> Res
     if not (principal.sees_metrics and (http.is_admin or not service.config.has_admin_listener)):
         return json_response(200, describe_for_tei(service))
     body = describe_info(service, shows_tenants=http.is_admin or principal.is_admin)
-    return json_response(200, body | ({"models": [*map(describe_one, services)]} if len(services) > 1 else {}))
+    if len(services) > 1:
+        body["models"] = [
+            {**describe_model(each), **describe_state(each), "workers": _describe_workers(each)} for each in services
+        ]
+    return json_response(200, body)
 
 
 async def metrics(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    config, models = service.config, service.services.of_models
+    config, of_models = service.config, service.services.of_models
     usages = await _usages(service)
     service.services.shared_metrics.publish()
+    states = {each.config.model: {worker: state_of(link) for worker, link in links_of(each)} for each in of_models}
+    identities = {each.config.model: each.info.identity for each in of_models}
+    for each in of_models:
+        identities.update(each.info.identity.by_alias)
+    models = [
+        ServedModel(each.config.model, each.residence.status, states[each.config.model])
+        for each in (of_models if shows_models(service) else ())
+    ]
     render = partial(
         render_metrics,
         service.services.shared_metrics,
         version=config.version,
         model=config.model,
         endpoints=ENDPOINTS,
-        models=served_models(service),
-        worker_states={
-            worker: state_of(link) for each in service.services.of_models for worker, link in links_of(each)
-        },
+        models=models,
+        worker_states={worker: state for each in states.values() for worker, state in each.items()},
         usages=usages,
-        identities=known_identities(service),
-        changed_files={each.config.model: each.dispatcher.changed_files for each in models},
+        identities={name: each.text for name, each in identities.items() if each.text is not None},
+        changed_files={each.config.model: each.dispatcher.changed_files for each in of_models},
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
 
@@ -600,64 +573,45 @@ _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 _STATUS = record(status=STRING)
 _HEALTH_STATUS = record(
-    "state", "reason", "model_files", status=STRING, state={"enum": [*ModelState]}, reason=STRING,
-    model_files=STRING,
-)  # fmt: skip
+    "state", "reason", "model_files", status=STRING, state={"enum": [*ModelState]}, reason=STRING, model_files=STRING
+)
 _OBJECT = {"type": "object"}
 
 
-def _get(
-    handler: Handler, summary: str, response: Schema, *, scope: str | None = None, **about: Any
-) -> dict[str, Route]:
-    return {"GET": Route(handler, scope, Operation(summary=summary, response=response, **about))}
+def _route(handler: Handler, summary: str, response: Schema, scope: str | None = None, **about: Any) -> Route:
+    return Route(handler, scope, Operation(summary=summary, response=response, **about))
 
 
-_HEALTH = _get(health, "Whether a worker can serve", _HEALTH_STATUS, other_responses={503: _HEALTH_STATUS})
+_HEALTH = _route(health, "Whether a worker can serve", _HEALTH_STATUS, other_responses={503: _HEALTH_STATUS})
 _MODELS = "/admin/models/"
-_STATE = Operation(summary="", response=_OBJECT, other_responses={202: _OBJECT, 404: _OBJECT, 503: _OBJECT})
-
-
-def _order(action: str, summary: str) -> dict[str, Route]:
-    waits = "; ?wait=false does not wait until it is so"
-    return {"POST": Route(partial(_change_state, action), "admin", replace(_STATE, summary=summary + waits))}
-
-
-_RELOAD = Operation(summary="Read the configuration again, as SIGHUP does", response=_STATUS, status=202)
-_INFO = "Describe the model and the limits; to operators the queue and the workers, too"
-_STATS = "The whole server at this moment, as the page shows it"
-_METRICS = "Counters and gauges for Prometheus"
-
-OWN_ROUTES = {
-    "/health": _HEALTH,
-    "/ping": {**_HEALTH, "POST": _HEALTH["GET"]},
-    "/live": _get(partial(_live, "/live"), "Whether the gateway runs", _STATUS),
-    "/": _get(root, "Whether a worker can serve", STRING, media_type=_TEXT),
-    "/info": _get(info, _INFO, INFO_SCHEMA, scope=ANY_SCOPE),
-    "/metrics": _get(metrics, _METRICS, STRING, scope="metrics", media_type=CONTENT_TYPE),
-    "/stats": _get(stats, _STATS, _OBJECT, scope="metrics"),
-    "/admin/reload": {"POST": Route(reload, "admin", _RELOAD)},
-    "/admin/models": _get(models, "The state of each model", _OBJECT, scope="admin"),
-    "/admin/models/*/load": _order("load", "Load a model"),
-    "/admin/models/*/unload": _order("unload", "Unload a model, even if it is pinned"),
-    "/admin/keys": _get(keys, "Limits and use of each API key", _OBJECT, scope="admin"),
-    "/docs": _get(docs, "A page that shows this document", STRING, media_type=_HTML),
-}
-
-
-# The health routes of the Open Inference Protocol, which KServe probes. A server that is not ready answers 503, as
-# KServe's own servers do, where the protocol only says 4xx.
-
-
-async def ready_v2(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    """The same truth as /health."""
-    reason = why_unavailable(service, http, principal)
-    return json_response(200, {"ready": True}) if reason is None else unavailable(reason, ready=False)
-
-
-_LIVE = record(live=BOOLEAN)
 _READY = record("reason", ready=BOOLEAN, reason=STRING)
 
-OPEN_INFERENCE_ROUTES = {
-    "/v2/health/live": _get(partial(_live, "/v2/health/live"), "Whether the gateway runs", _LIVE),
-    "/v2/health/ready": _get(ready_v2, "Whether a worker can serve", _READY, other_responses={503: _READY}),
+
+def _order(action: str, summary: str) -> Route:
+    return _route(
+        partial(_change_state, action), f"{summary}; ?wait=false does not wait until it is so", _OBJECT, "admin",
+        other_responses={202: _OBJECT, 404: _OBJECT, 503: _OBJECT},
+    )  # fmt: skip
+
+
+OWN_ROUTES = {
+    "GET /health": _HEALTH,
+    "GET /ping": _HEALTH,
+    "POST /ping": _HEALTH,
+    "GET /live": _route(partial(_live, "/live"), "Whether the gateway runs", _STATUS),
+    "GET /": _route(root, "Whether a worker can serve", STRING, media_type=_TEXT),
+    "GET /info": _route(
+        info, "Describe the model and the limits; to operators the queue and the workers, too", INFO_SCHEMA, ANY_SCOPE
+    ),
+    "GET /metrics": _route(metrics, "Counters and gauges for Prometheus", STRING, "metrics", media_type=CONTENT_TYPE),
+    "GET /stats": _route(stats, "The whole server at this moment, as the page shows it", _OBJECT, "metrics"),
+    "POST /admin/reload": _route(reload, "Read the configuration again, as SIGHUP does", _STATUS, "admin", status=202),
+    "GET /admin/models": _route(models, "The state of each model", _OBJECT, "admin"),
+    "POST /admin/models/*/load": _order("load", "Load a model"),
+    "POST /admin/models/*/unload": _order("unload", "Unload a model, even if it is pinned"),
+    "GET /admin/keys": _route(keys, "Limits and use of each API key", _OBJECT, "admin"),
+    "GET /docs": _route(docs, "A page that shows this document", STRING, media_type=_HTML),
+    "GET /v2/health/live": _route(partial(_live, "/v2/health/live"), "Whether the gateway runs", record(live=BOOLEAN)),
+    "GET /v2/health/ready": _route(ready_v2, "Whether a worker can serve", _READY, other_responses={503: _READY}),
 }
+"""By method and path."""

@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from tools.binary.lean_requirements import requirements
-from vecd.gateway.app.app import ROUTES as ALL_ROUTES
-from vecd.gateway.app.status import OWN_ROUTES as ROUTES
+from vecd.gateway.app.app import ROUTES
 from vecd.launch.config.settings import load_settings
 from vecd.shm.shared_metrics import Gauge
 
@@ -311,8 +310,8 @@ def test_probes_ask_the_open_inference_protocol_s_routes() -> None:
     for probe, path in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         asked = runtime_container()[probe]["httpGet"]
         assert asked == {"path": f"/v2/health/{path}", "port": 8080}
-        assert "GET" in ALL_ROUTES[asked["path"]]
-    assert kserve("servingruntime")["spec"]["annotations"]["prometheus.kserve.io/path"] in ALL_ROUTES
+        assert "GET" in ROUTES[asked["path"]]
+    assert kserve("servingruntime")["spec"]["annotations"]["prometheus.kserve.io/path"] in ROUTES
 
 
 def test_the_runtime_s_pod_is_one_of_kubernetes() -> None:
