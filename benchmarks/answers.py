@@ -24,7 +24,7 @@ from vecd.gateway.dialects.openai import EMBEDDING, render_response
 from vecd.gateway.encoding.fragments import Encoder
 from vecd.gateway.http.reader import encode_response
 from vecd.gateway.main import keep_freed_memory
-from vecd.gateway.request import Dtype, Durations, Embedded, EmbedRequest, Encoding, Form
+from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
 
@@ -81,7 +81,7 @@ def encoder_of(dim: int, *, is_normalized: bool) -> Encoder:
 
 
 def _embedded(collectors: tuple[Any, ...], num_tokens: int) -> Embedded:
-    return Embedded(collectors, num_tokens, 0, 0, frozenset(), (), 0, Durations(0, 0, 0, 0, 0, 0))
+    return Embedded(collectors, num_tokens)
 
 
 def milliseconds(work: Callable[[], object]) -> float:

@@ -8,11 +8,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.config import GatewayConfig
@@ -43,7 +43,6 @@ from vecd.gateway.request import (
     Priority,
     RequestTimeline,
     Role,
-    Source,
     TokenizedInput,
     Tokenizing,
 )
@@ -85,20 +84,23 @@ class _MaxSims:
     """Which rows a request for MaxSim keeps: those of its queries, and of documents until all queries have come; with a
     long query, of documents until there is no room for more."""
 
-    def __init__(self, rows: MaxSimRows, num_queries: int) -> None:
+    def __init__(self, rows: MaxSimRows, num_queries: int, share: Share) -> None:
+        """`share`: of the room for rows of tokens."""
         self.rows = rows
-        self.num_queries = num_queries
-        self.has_long_query = False
         self.keeps_documents = True
-        self.has_come = asyncio.Event()
+        self._num_queries = num_queries
+        self._share = share
+        self._has_long_query = False
+        self._has_come = asyncio.Event()
         """Set when all rows of an input have come."""
         self._num_query_tokens = 0
+        rows.on_come = self._note_come
 
     def check(self, start: int, tokenized: list[TokenizedInput], most: int) -> None:
         """Count the inputs from `start` on. Raises BadRequest for queries with more than `most` tokens."""
-        for query in tokenized[: max(0, self.num_queries - start)]:
+        for query in tokenized[: max(0, self._num_queries - start)]:
             self._num_query_tokens += query.num_tokens
-            self.has_long_query |= query.num_tokens > MAX_SHORT_QUERY
+            self._has_long_query |= query.num_tokens > MAX_SHORT_QUERY
         if self._num_query_tokens > most:
             raise BadRequest(
                 f"The queries have {self._num_query_tokens} tokens or more: their vectors are kept, of at most {most} "
@@ -106,37 +108,45 @@ class _MaxSims:
                 param="input",
             )
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
+    async def make_room(self, num_queued: int) -> None:
+        """Wait until the documents that were queued no longer have to be kept, if all queries are among the
+        `num_queued` inputs."""
+        if num_queued >= self._num_queries:
+            await self._until(lambda: not self.rows.num_queries_left)
+            if self._has_long_query:
+                await self._until(lambda: self.rows.num_come == num_queued)
+                await asyncio.to_thread(self.rows.compare_held)
+                self._share.keep(self.rows.num_floats)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            self.has_come.clear()
-            await self.has_come.wait()
+            self._has_come.clear()
+            await self._has_come.wait()
+
+    def _note_come(self) -> None:
+        """With all rows of the queries, documents need no room from now on."""
+        self._has_come.set()
+        if self.keeps_documents and not self.rows.num_queries_left and not self._has_long_query:
+            self.keeps_documents = False
+            self._share.keep(self.rows.num_floats)
 
 
+@dataclass(eq=False)
 class Pipeline:
-    def __init__(
-        self,
-        config: GatewayConfig,
-        *,
-        admission: Admission,
-        tokenizer: Tokenizer,
-        policy: BatchingPolicy,
-        dispatcher: Dispatcher,
-        residence: Residence,
-        shared_metrics: SharedMetrics,
-        vector_cache: VectorCache | None = None,
-        query_weights: QueryWeights | None = None,
-    ) -> None:
-        """`query_weights`: those of a sparse model whose queries need no worker."""
-        self.config = config
+    config: GatewayConfig
+    admission: Admission
+    tokenizer: Tokenizer
+    policy: BatchingPolicy
+    dispatcher: Dispatcher
+    residence: Residence
+    shared_metrics: SharedMetrics
+    vector_cache: VectorCache | None = None
+    query_weights: QueryWeights | None = None
+    """Those of a sparse model whose queries need no worker."""
+
+    def __post_init__(self) -> None:
+        config = self.config
         self._made_at = time.monotonic()
-        self.admission = admission
-        self.tokenizer = tokenizer
-        self.policy = policy
-        self.dispatcher = dispatcher
-        self.residence = residence
-        self.shared_metrics = shared_metrics
-        self.vector_cache = vector_cache
-        self.query_weights = query_weights
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error of each request that still comes, once this has ended."""
         self.encoder = Encoder(config.card, config.ranges)
@@ -148,7 +158,7 @@ class Pipeline:
         self.token_room = TenantRoom(MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
         self.deadlines = Deadlines(self._expire)
         self.span = span_of(config.card)
-        floats_of_each = config.card.dim if query_weights is None else _FLOATS_OF_A_QUERY
+        floats_of_each = config.card.dim if self.query_weights is None else _FLOATS_OF_A_QUERY
         self.max_per_turn = max(1, FLOATS_PER_TURN // floats_of_each)
 
     # --- its end --------------------------------------------------------------------------------------------
@@ -288,24 +298,20 @@ class _Run:
         self._permit = permit
         self._share = pipeline.token_room.share(tenant)
         """Of the room for rows of tokens."""
-        self._num_tokens = self._num_truncated = self._num_chunked = self._num_late_chunks = 0
-        self._sources: set[Source] = set()
-        self._reports: list[InputReport] = []
-        self._offsets: list[NDArray[np.int32]] = []
-        self._token_ids: list[NDArray[np.int32]] = []
+        self._embedded = embedded = Embedded(num_chars=_num_chars(request.inputs))
         self._late_chunks: list[LateChunks] = []
-        self._collectors = pipeline.encoder.make_collectors(request, self._token_ids, self._late_chunks)
+        self._num_late_chunks = 0
+        embedded.collectors = pipeline.encoder.make_collectors(request, embedded.token_ids, self._late_chunks)
         self._request = request if request.late is None else request._replace(output=Output.TOKENS)
-        self._pending = PendingResult(len(request.inputs), self._collectors, asyncio.get_running_loop())
+        self._pending = PendingResult(len(request.inputs), embedded.collectors, asyncio.get_running_loop())
         self._queue = RequestQueue(self._pending, permit.priority, permit.deadline, tenant)
         self._max_sims: _MaxSims | None = None
-        if isinstance(rows := self._collectors[0], MaxSimRows):
-            self._max_sims = _MaxSims(rows, request.tokenizing.num_queries)
-            rows.on_come = partial(_note_come, self._share, self._max_sims)
+        if isinstance(rows := embedded.collectors[0], MaxSimRows):
+            self._max_sims = _MaxSims(rows, request.tokenizing.num_queries, self._share)
 
     async def rows(self, reservation: Reservation, timeline: RequestTimeline) -> Embedded:
         pipeline, request, pending, queue = self._pipeline, self._request, self._pending, self._queue
-        num_chars, permit = _num_chars(request.inputs), self._permit
+        embedded, permit = self._embedded, self._permit
         queue.batches = timeline.batches
         permit.request_queue = queue
         pipeline.pending.add(pending)
@@ -313,7 +319,7 @@ class _Run:
         try:
             take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
             num_bytes = _response_bytes(request, permit.num_tokens, pipeline.config.card)
-            num_held_bytes = num_chars or permit.num_tokens * _BYTES_OF_AN_ID
+            num_held_bytes = embedded.num_chars or permit.num_tokens * _BYTES_OF_AN_ID
             if take_room is not None and (waiting := take_room(num_bytes, num_held_bytes)) is not None:
                 permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
                 await _unless_over(pending, waiting)
@@ -326,7 +332,7 @@ class _Run:
                 await _unless_over(pending, _in_turns(later))
             request.inputs.clear()  # frees up to megabytes before the response is there
             tokenized_at = timeline.tokenized_at = time.monotonic()
-            reservation.settle(self._num_tokens)
+            reservation.settle(embedded.num_tokens)
             await pending.finished
         finally:
             pipeline.deadlines.drop(pending, tick)
@@ -337,36 +343,27 @@ class _Run:
             if self._max_sims is not None:
                 self._max_sims.rows.on_come = None  # refers to this request, and so to the rows
             reservation.note_sent(queue.num_sent_tokens)
-            timeline.num_tokens = self._num_tokens
+            timeline.num_tokens = embedded.num_tokens
         sent_at = timeline.sent_at = queue.first_sent_at or tokenized_at
         timeline.done_at = max(queue.last_done_at, sent_at)
-        return Embedded(
-            self._collectors,
-            self._num_tokens,
-            self._num_truncated,
-            self._num_chunked,
-            frozenset(self._sources),
-            tuple(self._reports),
-            num_chars,
-            timeline.durations(time.monotonic()),
-            tuple(self._token_ids),
-            tuple(self._offsets),
-        )
+        embedded.durations = timeline.durations(time.monotonic())
+        return embedded
 
     async def _queue_runs(self) -> None:
         """Workers compute the first inputs while the last are being tokenized."""
-        request, num_queued = self._request, 0
+        pipeline, request, num_queued = self._pipeline, self._request, 0
         most = len(request.inputs) if request.late is None else _LATE_INPUTS_PER_TURN
-        tokenizing = self._pipeline.tokenizer.tokenize(request.inputs, request.tokenizing, self._queue.tenant)
+        tokenizing = pipeline.tokenizer.tokenize(request.inputs, request.tokenizing, self._queue.tenant)
         async with aclosing(tokenizing) as runs:
             async for tokenized in runs:
-                await self._until_rows_have_room(num_queued)
+                if self._max_sims is not None and pipeline.token_room.num >= MAX_TOKEN_FLOATS:
+                    await self._max_sims.make_room(num_queued)
                 for at in range(0, len(tokenized), most):
                     if at:
                         await asyncio.sleep(0)
-                    part, num_tokens = tokenized[at : at + most], self._num_tokens
+                    part, num_tokens = tokenized[at : at + most], self._embedded.num_tokens
                     later = self._queue_run(num_queued, part)
-                    self._permit.note_queued(self._num_tokens - num_tokens)
+                    self._permit.note_queued(self._embedded.num_tokens - num_tokens)
                     await _in_turns(later)
                     num_queued += len(part)
 
@@ -376,15 +373,15 @@ class _Run:
         pipeline, request = self._pipeline, self._request
         self._count(tokenized)
         most, output = pipeline.config.max_request_tokens, request.output
-        if most is not None and self._num_tokens > most:
+        if most is not None and self._embedded.num_tokens > most:
             least = "" if start + len(tokenized) == len(request.inputs) else "at least "
-            message = f"Requested {least}{self._num_tokens} tokens, max {most} tokens per request"
+            message = f"Requested {least}{self._embedded.num_tokens} tokens, max {most} tokens per request"
             raise TooManyTokens(message, param="input")
         if output.is_per_token:
             self._take_room_for_tokens(start, tokenized)
-        elif self._num_chunked and not output.is_plain:
+        elif self._embedded.num_chunked and not output.is_plain:
             self._check_whole(start, tokenized, pipeline.config.max_tokens, "scores and sparse vectors are given")
-        if self._num_chunked:
+        if self._embedded.num_chunked:
             sequences = self._sequences_with_chunks(start, tokenized)
         else:
             sequences = [
@@ -404,15 +401,16 @@ class _Run:
         return [partial(take, sequences[at : at + most]) for at in range(most, len(sequences), most)]
 
     def _count(self, tokenized: list[TokenizedInput]) -> None:
+        embedded = self._embedded
         for _, num, is_truncated, source, chunks, _, offsets in tokenized:
-            self._num_tokens += num
+            embedded.num_tokens += num
             if offsets is not None:
-                self._offsets.append(offsets)
-            self._num_truncated += is_truncated
-            self._num_chunked += chunks != ()
-            self._sources.add(source)
+                embedded.offsets.append(offsets)
+            embedded.num_truncated += is_truncated
+            embedded.num_chunked += chunks != ()
+            embedded.sources.add(source)
             if self._request.wants_report:
-                self._reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
+                embedded.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
 
     def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
         for sequence in sequences:
@@ -450,14 +448,14 @@ class _Run:
         else:
             if max_sims is not None:
                 max_sims.check(start, tokenized, most)
-            elif self._num_tokens > most and start + len(tokenized) > 1:
+            elif (num_tokens := self._embedded.num_tokens) > most and start + len(tokenized) > 1:
                 raise BadRequest(
-                    f"The inputs have {self._num_tokens} tokens or more: one vector for each token is given of at most "
+                    f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most "
                     f"{most} in a request",
                     param="input",
                 )
             self._check_whole(start, tokenized, rows_per_slot, "one vector for each token is given")
-            self._token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
+            self._embedded.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
             keeps_rows = max_sims is None or max_sims.keeps_documents
             num_rows = sum(item.num_tokens for item in tokenized) if keeps_rows else 0
         self._pipeline.take(self._share, self._share.num + num_rows * width)
@@ -490,27 +488,6 @@ class _Run:
                 param="late_chunking",
             )
         return self._num_late_chunks - num_before
-
-    async def _until_rows_have_room(self, num_queued: int) -> None:
-        """Wait until the documents of a request for MaxSim that were queued no longer have to be kept, if there is
-        little room for more, and all queries are among the `num_queued` inputs."""
-        max_sims, num_taken = self._max_sims, self._pipeline.token_room.num
-        if max_sims is None or num_queued < max_sims.num_queries or num_taken < MAX_TOKEN_FLOATS:
-            return
-        rows = max_sims.rows
-        await max_sims.until(lambda: not rows.num_queries_left)
-        if max_sims.has_long_query:
-            await max_sims.until(lambda: rows.num_come == num_queued)
-            await asyncio.to_thread(rows.compare_held)
-            self._share.keep(rows.num_floats)
-
-
-def _note_come(share: Share, max_sims: _MaxSims) -> None:
-    """With all rows of the queries, documents need no room from now on."""
-    max_sims.has_come.set()
-    if max_sims.keeps_documents and not max_sims.rows.num_queries_left and not max_sims.has_long_query:
-        max_sims.keeps_documents = False
-        share.keep(max_sims.rows.num_floats)
 
 
 def _num_chars(inputs: Inputs) -> int:

@@ -229,12 +229,15 @@ class Durations(NamedTuple):
     """The time of each stage of an embedding request, and of all. Each field has a member of
     `vecd.shm.shared_metrics.Histogram` with its name."""
 
-    parse_s: float
-    tokenize_s: float
-    queue_s: float
-    compute_s: float
-    encode_s: float
-    total_s: float
+    parse_s: float = 0.0
+    tokenize_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    encode_s: float = 0.0
+    total_s: float = 0.0
+
+
+_NO_DURATIONS = Durations()
 
 
 class Collector(Protocol):
@@ -256,22 +259,24 @@ class TokenCollector(Protocol):
         """Take the next tokens of text `index`: few enough to be written in a millisecond or two."""
 
 
-class Embedded(NamedTuple):
-    """The result of an embedding request."""
+@dataclass(slots=True)
+class Embedded:
+    """The result of an embedding request, counted while its inputs are tokenized."""
 
-    collectors: "tuple[Collector, ...]"
+    collectors: "tuple[Collector, ...]" = ()
     """The rows, in each of the request's forms; of an output that has no forms, one."""
-    num_tokens: int
-    num_truncated: int
-    num_chunked: int
-    sources: frozenset[Source]
-    reports: tuple[InputReport, ...]
-    num_chars: int
-    durations: Durations
+    num_tokens: int = 0
+    num_truncated: int = 0
+    num_chunked: int = 0
+    sources: set[Source] = field(default_factory=set)
+    reports: list[InputReport] = field(default_factory=list)
+    """Of each input, where the request wants them."""
+    num_chars: int = 0
+    durations: Durations = _NO_DURATIONS
     """Until its last row had come."""
-    token_ids: tuple[NDArray[np.int32], ...] = ()
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     """Of each input, shape [T], special tokens included, where the output has a row for each token."""
-    offsets: tuple[NDArray[np.int32], ...] = ()
+    offsets: list[NDArray[np.int32]] = field(default_factory=list)
     """`TokenizedInput.offsets` of each input, where the request wants them."""
 
 

@@ -114,7 +114,7 @@ def render_response(item: Item, model: str, request_id: str, has_metadata: bool,
     return Response(200, pieces, response_headers(embedded))
 
 
-def _render_items(head: bytes, fragments: Pieces, item: Item, reports: tuple[InputReport, ...]) -> Pieces:
+def _render_items(head: bytes, fragments: Pieces, item: Item, reports: Sequence[InputReport]) -> Pieces:
     """In pieces, so that megabytes are never copied. The last item is left open."""
     pieces: Pieces = []
     before = head

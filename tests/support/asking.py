@@ -96,22 +96,13 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
 
 def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
     """The result with these collectors. `changes`: of the `Embedded`."""
-    embedded = Embedded(
-        collectors=collectors,
-        num_tokens=7,
-        num_truncated=0,
-        num_chunked=0,
-        sources=frozenset({Source.TEXT}),
-        reports=(),
-        num_chars=5,
-        durations=DURATIONS,
-    )
-    return embedded._replace(**changes)
+    usual = {"num_tokens": 7, "sources": {Source.TEXT}, "num_chars": 5, "durations": DURATIONS}
+    return Embedded(collectors, **{**usual, **changes})
 
 
-def reports_of(asked: ParsedEmbed, num_inputs: int) -> tuple[InputReport, ...]:
+def reports_of(asked: ParsedEmbed, num_inputs: int) -> list[InputReport]:
     """Those of the inputs, if they are asked for."""
-    return (InputReport(3, False, 1, Source.TEXT),) * num_inputs if asked.request.wants_report else ()
+    return [InputReport(3, False, 1, Source.TEXT)] * num_inputs if asked.request.wants_report else []
 
 
 def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Response:

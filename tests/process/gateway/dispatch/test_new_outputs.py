@@ -124,7 +124,7 @@ async def test_scores_are_those_of_each_pair_and_its_border():
         assert isinstance(collector, ScoreRows)
         assert np.array_equal(collector.logits, np.vstack([model.rows(Output.SCORES, *each) for each in inputs]))
         assert len({row.tobytes() for row in collector.logits}) == 4, "a border is a part of the input"
-        assert embedded.token_ids == ()
+        assert embedded.token_ids == []
 
 
 async def test_identical_pairs_are_computed_once_and_no_others():
@@ -192,7 +192,7 @@ async def test_all_outputs_of_a_model_with_three_kinds_go_in_one_batch(floats_pe
                 largest = {each: max(expected[np.array(ids) == each, -1]) for each in set(ids) - {0, 2}}
                 assert dict(zip(indices.tolist(), weights, strict=True)) == {k: v for k, v in largest.items() if v > 0}
         assert [ids.tolist() for ids in hybrid.token_ids] == [ids for _, *ids in inputs]
-        assert vectors.token_ids == ()
+        assert vectors.token_ids == []
 
 
 @pytest.mark.parametrize(
