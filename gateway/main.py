@@ -255,14 +255,11 @@ class Gateway:
         self._published_at = 0.0
         self._services = Services(
             config,
-            start.generation,
-            epoch=start.epoch,
-            quarantine_key=bytes.fromhex(start.quarantine_key),
+            start,
             shared_metrics=shared_metrics,
             send=self._control.send,
             cores=self._cores,
             vector_cache=vector_cache,
-            num_models=start.num_models,
         )
         self._services.active.dispatcher.start_stage = start.start_stage
         self._app = App(self._services)

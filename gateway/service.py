@@ -41,6 +41,7 @@ from vecd.model.card import ModelError
 from vecd.shm.control import (
     Activate,
     Discard,
+    GatewayStart,
     InputDeaths,
     InputsCleared,
     Message,
@@ -101,8 +102,8 @@ class Service:
             config,
             key,
             self.policy,
-            epoch=services.epoch,
-            quarantine_key=_quarantine_key(services.quarantine_key, config.model),
+            epoch=services.start.epoch,
+            quarantine_key=_quarantine_key(services.start, config.model),
             report=services.send,
             shared_metrics=counting,
             cores=services.cores,
@@ -227,8 +228,9 @@ class Service:
             self.pipeline.chat.close()
 
 
-def _quarantine_key(key: bytes, model: str) -> bytes:
+def _quarantine_key(start: GatewayStart, model: str) -> bytes:
     """The key of one model: the same token ids may end the workers of one and be harmless to another."""
+    key = bytes.fromhex(start.quarantine_key)
     return blake2b(model.encode(), key=key, digest_size=len(key)).digest()
 
 
@@ -248,23 +250,18 @@ class Services:
     def __init__(
         self,
         config: GatewayConfig,
-        generation: int,
+        start: GatewayStart,
         *,
-        epoch: int,
-        quarantine_key: bytes,
         shared_metrics: SharedMetrics,
         send: Callable[[Message], None],
         cores: Cores | None = None,
         vector_cache: VectorCacheMemory | None = None,
-        num_models: int = 1,
         read_tokenizer: Callable[[GatewayConfig], Tokenizer] = read_tokenizer,
         make_service: "Callable[[GatewayConfig, int, Tokenizer, Services], Service]" = Service,
     ) -> None:
-        """`config`, `generation`: of the first model, which is active at once. `epoch`: which of the gateway's lives
-        this is. `num_models`: those that are served once each has been activated. `read_tokenizer` is called in a
-        thread for each other generation. Raises ModelError."""
-        self.epoch = epoch
-        self.quarantine_key = quarantine_key
+        """`config`: of the first model, which is active at once. `read_tokenizer` is called in a thread for each other
+        generation. Raises ModelError."""
+        self.start = start
         self.shared_metrics = shared_metrics
         self.send = send
         self.cores = Cores(1) if cores is None else cores
@@ -285,13 +282,13 @@ class Services:
         """All models have been activated."""
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
-        self._num_awaited = num_models - 1
+        self._num_awaited = start.num_models - 1
         self._logged_models: set[str] = set()
-        self.active = first = make_service(config, generation, read_tokenizer(config), self)
+        self.active = first = make_service(config, start.generation, read_tokenizer(config), self)
         """That of the first model. Its configuration is the server's."""
         self.of_models: tuple[Service, ...] = (first,)
         """The active generation of each model, in the order of the configuration."""
-        self.all = {generation: first}
+        self.all = {start.generation: first}
         """Those that have requests, or may get them."""
         self._join_models()
 
@@ -448,33 +445,27 @@ class Services:
         if not before and self._num_awaited:
             self._num_awaited -= 1
         service.dispatcher.activate()
-        self._set_of_models([*(each for each in self.of_models if each not in before), service])
-        if service is self.active:
-            self.on_activated(config)
-        for each in before:
-            self._end_of(each)
+        self._replace(before, service)
 
     def withdraw(self, generation: int) -> None:
         """Give a generation no new request, nor another of its model, and retire it."""
-        service, first = self.all[generation], self.active
-        self._set_of_models([each for each in self.of_models if each is not service])
-        if self.active is not first:
-            self.on_activated(self.active.config)
-        self._end_of(service)
+        self._replace([self.all[generation]])
 
-    def _set_of_models(self, services: Sequence[Service]) -> None:
+    def _replace(self, before: Sequence[Service], *new: Service) -> None:
+        first = self.active
+        services = [*(each for each in self.of_models if each not in before), *new]
         self.of_models = tuple(sorted(services, key=lambda service: service.config.model_index))
         self.active = self.of_models[0]
         self._join_models()
         if not self._num_awaited:
             self.have_come.set()
-
-    def _end_of(self, service: Service) -> None:
-        """Requests that wait for its model to be loaded end: it will not."""
-        if service.residence.is_awaited:
-            message = "The model is being reloaded"
-            service.pipeline.end(partial(Unavailable, message, retry_after_s=1, code="reloading"))
-        self._retire(service)
+        if self.active is not first:
+            self.on_activated(self.active.config)
+        for service in before:
+            if service.residence.is_awaited:  # what waits for its model to be loaded ends: it will not be
+                message = "The model is being reloaded"
+                service.pipeline.end(partial(Unavailable, message, retry_after_s=1, code="reloading"))
+            self._retire(service)
 
     def _retire(self, service: Service) -> None:
         """Report as soon as its last request is answered."""

@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
@@ -15,8 +15,6 @@ from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable, quoted
 from vecd.gateway.request import Identity, Overflow, Role
 from vecd.gateway.tokenization.tokenizer import NO_VOCABULARY, TokenVocabulary
-from vecd.model.card import ModelCard
-from vecd.shm.output import Output
 
 # The purposes of texts that clients name, each with the names of prompts to look for, in this order. Sources: Cohere's
 # and Voyage's `input_type`, Jina's `task`, Nomic's and sentence-transformers' prompts.
@@ -53,7 +51,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(shown[:_MAX_LISTED]) + more
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ModelInfo:
     """One of them. What is configured counts more than what its card says."""
 
@@ -69,25 +67,19 @@ class ModelInfo:
     defaults: AliasDefaults | None = None
     """Those of the alias by which the model is seen; None for every other name. See `by_alias`."""
 
-    card: ModelCard = field(init=False)
-    model: str = field(init=False)
-    """Reported in every response."""
-    names: tuple[str, ...] = field(init=False)
-    is_strict: bool = field(init=False)
-    outputs: frozenset[Output] = field(init=False)
-    prompts: dict[str, str] = field(init=False)
-    """By the names in the model's files."""
-    overflow: Overflow = field(init=False)
-    default_prompt: str = field(init=False)
-    model_prompt: str | None = field(init=False, default=None)
-    """The model's own default prompt, where `default_prompt` is that of an alias; None: it is the model's."""
-
     def __post_init__(self) -> None:
         config, card, defaults = self.config, self.config.card, self.defaults
-        self.card, self.model, self.names = card, config.model, (config.model, *config.aliases)
+        self.card, self.outputs = card, card.outputs
+        self.model = config.model
+        """Reported in every response."""
+        self.names = (config.model, *config.aliases)
         self.is_strict = config.unknown_model == "refuse"
-        self.outputs, self.prompts, self.default_prompt = card.outputs, dict(card.prompts), card.prompt
+        self.prompts = dict(card.prompts)
+        """By the names in the model's files."""
         self.overflow = Overflow((defaults and defaults.overflow) or config.overflow)
+        self.default_prompt = card.prompt
+        self.model_prompt: str | None = None
+        """The model's own default prompt, where `default_prompt` is that of an alias; None: it is the model's."""
         if defaults is not None and (prompt := self._prompt_by(defaults)) is not None:
             self.default_prompt, self.model_prompt = prompt, card.prompt
 
@@ -288,8 +280,7 @@ class Models(Generic[M]):
         seen = {defaults.alias: model for model in by_alias if (defaults := model.info.defaults) is not None}
         aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.info.config.aliases]
         folders = [(PurePath(model.info.card.folder).name, model) for model in models]
-        self._exact = {**dict(aliases), **dict(names)}
-        self._folder = _unique(folders)
+        self._exact = {**_unique(folders), **dict(aliases), **dict(names)}
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
         self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
 
@@ -326,7 +317,7 @@ class Models(Generic[M]):
         return found
 
     def _find_whole(self, name: str) -> M | None:
-        found = self._exact.get(name) or self._folder.get(name)
+        found = self._exact.get(name)
         if found is not None or not name:
             return found
         folded = name.casefold()
@@ -361,32 +352,28 @@ class Models(Generic[M]):
         if found is not None:
             return found
         if not self.is_complete:
-            raise _not_ready()
+            raise self.refusal("")
         if name and (refuses_unknown or self._refuses_unknown):
             known = [own for model in self.able(needs) or self.all for own in model.info.names]
             raise ModelNotFound(name, listed(known))
         able = (model for need in needs for model in self.able((need,)))
         default = next(able, self.all[0])
-        if name:
-            self._log_unknown(default.info.model)
+        if name and default.info.model not in self._logged:  # the log must not have the name, which is the client's
+            self._logged.add(default.info.model)
+            log.info("requests name a model that is not configured; %s answers in its place", default.info.model)
         return default
 
     def refusal(self, name: str) -> ApiError:
         """For an unknown name that is always refused. It lists no model, because the client may have no key."""
-        return unlisted(name) if self.is_complete else _not_ready()
+        if self.is_complete:
+            return unlisted(name)
+        return Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
 
     def able(self, needs: Sequence[str]) -> tuple[M, ...]:
         """The models that have one of the capabilities; all, if none is needed."""
         if not needs:
             return self.all
         return tuple(model for model in self.all if not set(needs).isdisjoint(model.info.card.capabilities))
-
-    def _log_unknown(self, default: str) -> None:
-        """Once for each model that answers in the place of another, whose name the log must not have: it is the
-        client's."""
-        if default not in self._logged:
-            self._logged.add(default)
-            log.info("requests name a model that is not configured; %s answers in its place", default)
 
     def split(self, path: str) -> tuple[str, str] | None:
         """The name and the rest of a path that begins with PREFIX; None if no model has such a name.
@@ -403,10 +390,6 @@ class Models(Generic[M]):
 def unlisted(name: str) -> ModelNotFound:
     """The error for a name that means no model, without a list of those that do."""
     return ModelNotFound(name, "those that GET /v1/models lists")
-
-
-def _not_ready() -> Unavailable:
-    return Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
 
 
 def readings_of(path: str) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelCard
-from vecd.shm.control import Message
+from vecd.shm.control import GatewayStart, Message
 
 SPLIT = 1000
 """The first id of an input in chunks, of a token each."""
@@ -35,13 +35,15 @@ def services_of(
     *,
     sent: list[Message] | None = None,
     shared_metrics: SharedMetrics | None = None,
+    num_models: int = 1,
     **options: Any,
 ) -> Services:
     """A gateway's services, with this as the first generation. `tokenizer`: that of the configuration, without. `sent`
     gets what the supervisor is told."""
     read = read_tokenizer if tokenizer is None else lambda config: cast(Tokenizer, tokenizer)
+    start = GatewayStart({}, 0, EPOCH, generation=1, quarantine_key="aa" * 32, num_models=num_models)
     return Services(
-        config, 1, epoch=EPOCH, quarantine_key=b"k" * 32, shared_metrics=shared_metrics or private_metrics(),
+        config, start, shared_metrics=shared_metrics or private_metrics(),
         send=([] if sent is None else sent).append, **{"read_tokenizer": read, **options},
     )  # fmt: skip
 
