@@ -59,34 +59,31 @@ def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
             raise EmbedError(f"{each.name} is input and output")
     check_readable(inputs, options)
     with closing(OutputFiles(options)) as files:
-        output = EmbedRun(options, inputs, files)
-        if not output.is_complete:
-            code, why = _run(options, line, lambda service: output.embed(service, line))
+        files.resume(inputs)
+        if not files.is_complete:
+            code, why = _run(options, line, lambda service: EmbedRun(options, inputs, files, service, line).embed())
             if why:
-                num_rows = output.commit.position.row
+                num_rows = files.journal.commit.position.row
                 done = f"{num_rows:,} rows are done, the same command goes on behind them"
                 line.say(f"{why}; {done if num_rows else 'no row is done'}")
                 return code
-        how = output.finish()
-        output.forget()
-        line.say(f"{options.path}: {how}")
-        if not (rejected := output.describe_rejected(str(options.path))):
+        line.say(f"{options.path}: {files.finish()}")
+        files.forget()
+        if not (rejected := files.describe_rejected(str(options.path))):
             return EXIT_OK
         line.say(rejected)
-        return EXIT_OK if options.accepts_bad_rows else EXIT_BAD_ROWS
+        return EXIT_OK if options.on_bad_row else EXIT_BAD_ROWS
 
 
 def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
     folder = OutputFolder(options, line)
-    code, why = EXIT_OK, ""
+    code = EXIT_OK
     if left := folder.find_left():
         code, why = _run(options, line, lambda service: folder.run(service, left))
-    if why:
-        line.say(why)
-    folder.tell_end()
-    if code in (EXIT_OK, EXIT_ENDED):
-        return EXIT_OK if folder.is_complete else EXIT_ENDED
-    return code
+        if why:
+            line.say(why)
+    is_complete = folder.tell_end()
+    return code if code > EXIT_ENDED else EXIT_OK if is_complete else EXIT_ENDED
 
 
 def _run(

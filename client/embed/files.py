@@ -1,42 +1,39 @@
 """The output: .npy, .jsonl or .parquet, with the numbers of its rows and the rejected rows beside it.
 
-Owns the files, their lock, what is written for a row, and the making of the final files, which get their names only
-when they are complete.
+Owns the files, their lock, what is written for a row, the journal, and the making of the final files, which get their
+names only when they are complete.
 
     OUT.part                     dense vectors end to end (.npy: behind a header), or JSON lines
     OUT.rows.npy.part            for .npy: the number of each row
     OUT.fields.part              for .parquet of dense vectors: a JSON line a row with all but the vector
     OUT.rejected.jsonl.part      a JSON line for each row without results
-    OUT.journal                  `vecd.client.embed.files`
+    OUT.journal                  what of them is complete, and of what it is
 
-The files are written before the journal, so it never describes what is not there. In the end the journal says that the
+The journal is replaced as a whole, by rename, after all that it describes is on the disk. So it is always true: rows
+that are in the files, but not in the journal, are cut off when the run is resumed. In the end the journal says that the
 rows are complete, the files are renamed, OUT last, and the journal is removed. Each of these steps may be repeated.
 """
 
 import fcntl
 import io
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from vecd.base.files import JsonObject, dump, load
 from vecd.base.flags import flag_name
-from vecd.client.embed.inputs import RowBatch
+from vecd.client.embed.inputs import InputSource, RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, OutputLocked, RunEnded
 from vecd.client.embed.rows import Position
-from vecd.client.embed.service import Results
+from vecd.client.embed.service import Results, RunModel
 
-# The journal of a run is replaced as a whole, by rename, after all that it describes is on the disk. So it is always
-# true: rows that are in the output files, but not in the journal, are cut off when the run is resumed.
+# --- the journal ----------------------------------------------------------------------------------------------
 
 _VERSION, _VERSIONS_READ = 3, (2, 3)
 """The second names the model by more than its identity."""
@@ -68,15 +65,13 @@ class Journal:
 
     def save(self, path: Path) -> None:
         draft = path.with_name(path.name + ".new")
-        try:
+        with _named(path):
             with draft.open("wb") as file:
                 file.write(orjson.dumps({"version": _VERSION, **dump(self)}, option=orjson.OPT_INDENT_2))
                 file.flush()
                 os.fsync(file.fileno())
             draft.rename(path)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        sync_folder(path)
+        _sync_folder(path)
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -92,14 +87,8 @@ class Journal:
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise EmbedError(f"{path} cannot be read ({type(error).__name__}): --restart begins anew") from error
 
-    def check_same(self, other: Self) -> None:
-        """Raises EmbedError when `other`, which would resume this run, differs from it."""
-        if difference := self._difference(other):
-            raise EmbedError(
-                f"the unfinished run was another one: {difference}. Run it as it was, or begin anew by --restart"
-            )
-
-    def _difference(self, other: Self) -> str:
+    def difference(self, other: Self) -> str:
+        """How `other`, which would resume this run, differs from it; "" when it does not."""
         for name in other.asked.keys() | self.asked.keys():
             if other.asked.get(name) != self.asked.get(name):
                 return f"{flag_name(name)} was {self.asked.get(name)!r}, is {other.asked.get(name)!r}"
@@ -114,7 +103,7 @@ class Journal:
         return ""
 
 
-def sync_folder(path: Path) -> None:
+def _sync_folder(path: Path) -> None:
     """Make durable what was created, renamed or removed beside `path`."""
     with suppress(OSError):  # not every file system can
         fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -123,6 +112,17 @@ def sync_folder(path: Path) -> None:
         finally:
             os.close(fd)
 
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give the errors of a file its name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+# --- the files ------------------------------------------------------------------------------------------------
 
 _SUFFIXES = {
     "npy": (".rows.npy.part", ".rejected.jsonl.part"),
@@ -135,15 +135,13 @@ _SUFFIXES = {
 class OutputFile:
     """A file of an unfinished output: it only grows, and is cut back to the length in the journal.
 
-    Raises OSError, with its name, when it cannot be opened or written; RunEnded when another process writes it too, as
-    happens on file systems whose locks are not shared between machines.
+    Raises OSError, with its name, when it cannot be opened or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.num_bytes = os.fstat(self._fd).st_size
-        self._growing = threading.Lock()  # the file and `num_bytes`, for `check` in another thread
 
     def lock(self) -> bool:
         """False when another process has the lock, or has just renamed the file. Lasts until `close`."""
@@ -163,50 +161,33 @@ class OutputFile:
         self.num_bytes = num_bytes
 
     def check(self) -> None:
-        """Raises RunEnded when the file is not as long as this process has made it."""
-        with self._growing, self._named():
-            self._check()
-
-    def _check(self) -> None:
-        if (found := os.fstat(self._fd).st_size) != self.num_bytes:
+        """Raises RunEnded when the file is not as long as this process has made it, as happens when another one writes
+        it, on file systems whose locks are not shared between machines."""
+        with _named(self.path):
+            found = os.fstat(self._fd).st_size
+        if found != self.num_bytes:
             raise RunEnded(
                 f"{self.path} has {found:,} bytes where this run wrote {self.num_bytes:,}: another run writes it"
             )
 
-    def append(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview, at: int) -> None:
         view = memoryview(data)
-        with self._growing, self._named():
-            self._check()
+        with _named(self.path):
             while view:
-                num_written = os.pwrite(self._fd, view, self.num_bytes)
-                self.num_bytes += num_written
-                view = view[num_written:]
-
-    def overwrite(self, data: bytes) -> None:
-        with self._growing, self._named():
-            os.pwrite(self._fd, data, 0)
-            self.num_bytes = max(self.num_bytes, len(data))
+                num_written = os.pwrite(self._fd, view, at)
+                at, view = at + num_written, view[num_written:]
+                self.num_bytes = max(self.num_bytes, at)
 
     def sync(self) -> None:
-        with self._named():
+        with _named(self.path):
             os.fsync(self._fd)
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-
     def close(self) -> None:
-        """May be repeated."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.close(self._fd)
 
 
 class OutputFiles:
-    """The files of one output, locked. `open` and `begin`, then `append` and `sync`, and `finish` in the end."""
+    """One output, locked: `resume`, then `begin`, `append` and `save` unless it `is_complete`, `finish`, `forget`."""
 
     def __init__(self, options: EmbedOptions) -> None:
         """Raises OutputLocked when another run has them open, OSError when they cannot be created."""
@@ -216,67 +197,104 @@ class OutputFiles:
             self._main.close()
             raise OutputLocked(f"{options.path} is being made by another vecd embed")
         self._files = [self._main]
-        self._columns: Mapping[str, str] = {}
+        self.journal: Journal
+        """Its commit is on the disk."""
+        self.written: Commit
+        """The next commit: what is in the files."""
+        self.how = "the run before was complete"
+        """How its rows were made, for the last line."""
+
+    def resume(self, inputs: Sequence[InputSource]) -> None:
+        """Find where the run begins. Raises EmbedError when something else is in the place of the output."""
+        options, path = self._options, journal_path(self._options.path)
+        journal = Journal(
+            options.journal_fields(), options.on_bad_row or "blank", [each.journal_fields() for each in inputs]
+        )
+        if options.restart:
+            path.unlink(missing_ok=True)
+        elif (old := Journal.load(path)) is None:
+            if options.path.exists():
+                raise EmbedError(f"{options.path} exists; --restart replaces it")
+            if self._main.num_bytes:
+                raise EmbedError(f"{self._main.path} exists, and nothing tells what it is; --restart replaces it")
+        elif old.commit.position.row or old.commit.is_complete:  # else nothing was done: the run begins anew
+            if difference := old.difference(journal):
+                raise EmbedError(
+                    f"the unfinished run was another one: {difference}. Run it as it was, or begin anew by --restart"
+                )
+            journal = replace(old, on_bad_row=journal.on_bad_row)
+        self.journal, self.written = journal, journal.commit
 
     @property
-    def is_new(self) -> bool:
-        return self._main.num_bytes == 0
+    def is_complete(self) -> bool:
+        return self.journal.commit.is_complete
 
     @property
-    def has_columns(self) -> bool:
-        """Whether rows have results in columns, not a dense vector. To be read after `open`."""
-        return bool(self._columns)
+    def is_begun(self) -> bool:
+        return bool(self.written.lengths)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(file.num_bytes for file in self._files)
+    def _columns(self) -> Mapping[str, str]:
+        """As in `vecd.client.embed.service`; empty for dense vectors."""
+        return self.journal.model.get("columns") or {}
 
-    def open(self, dim: int, columns: Mapping[str, str] | None = None) -> None:
-        """Open the other files, for vectors of `dim` dimensions or, if there are any, for results in these `columns`,
-        which are as in `vecd.client.embed.service`. Side effects: creates them."""
-        self._dim, self._columns = dim, columns or {}
+    def begin(self, model: RunModel) -> None:
+        """Continue behind the last commit, or begin with no rows. Raises EmbedError when `model` is another than that
+        of the commit, or a file is shorter. Side effects: cuts off what an earlier run has written behind."""
+        commit = self.journal.commit
+        if not self.is_begun:
+            self.journal = replace(self.journal, model=model._asdict())
+        elif why := model.why_other(self.journal.model):
+            raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
+        self._open()
+        if not self.is_begun:  # the journal comes before the first byte: files without one are not ours to cut off
+            self.journal.save(journal_path(self._options.path))
+        for file, num_bytes in zip(self._files, commit.lengths or [0] * len(self._files), strict=True):
+            file.cut(num_bytes)
+        if not self.is_begun:
+            self._write_headers(0)
+        self.written = replace(commit, lengths=tuple(file.num_bytes for file in self._files))
+        self.journal = replace(self.journal, commit=self.written)
+
+    def _open(self) -> None:
         suffixes = _SUFFIXES[self._options.output_format]
         self._files += [OutputFile(_beside(self._options.path, suffix)) for suffix in suffixes]
 
-    def begin(self, lengths: Sequence[int]) -> None:
-        """Continue behind `lengths` bytes of each file, or begin with no rows if there are none.
-
-        Side effects: cuts off what an earlier run has written behind. Raises EmbedError when a file is shorter.
-        """
-        for file, num_bytes in zip(self._files, lengths or [0] * len(self._files), strict=True):
-            file.cut(num_bytes)
-        if not lengths:
-            self._write_headers(0)
-
-    def append(self, batch: RowBatch, results: Results) -> int:
-        """Write the rows of `batch`, and describe the rejected ones. Returns the number of rows written.
-
-        Raises OSError, RunEnded.
-        """
-        written = np.arange(len(batch.rows))
-        if self._options.on_bad_row == "skip":
-            written = np.delete(written, list(results.reasons))
-        rejected = b"".join(
-            self._describe_rejected(batch, index, why) for index, why in sorted(results.reasons.items())
+    def append(self, batch: RowBatch, results: Results) -> None:
+        """Write the rows of `batch`, and describe the rejected ones. Raises OSError, and RunEnded also for the first
+        row without results, with --on-bad-row fail."""
+        on_bad_row, reasons = self._options.on_bad_row, sorted(results.reasons.items())
+        if reasons and on_bad_row == "fail":
+            index, reason = reasons[0]
+            raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {reason}")
+        indices: Sequence[int] = range(len(batch.rows))
+        if reasons and on_bad_row == "skip":
+            indices = [index for index in indices if index not in results.reasons]
+        rejected = b"".join(self._describe_rejected(batch, index, reason) for index, reason in reasons)
+        for file, piece in zip(self._files, (*self._render(batch, results, indices), rejected), strict=True):
+            file.check()
+            file.write(piece, file.num_bytes)
+        written = self.written
+        self.written = Commit(
+            batch.end,
+            tuple(file.num_bytes for file in self._files),
+            written.num_written + len(indices),
+            written.num_rejected + len(reasons),
+            written.num_tokens + results.num_tokens,
         )
-        for file, piece in zip(self._files, (*self._render(batch, results, written), rejected), strict=True):
-            file.append(piece)
-        return len(written)
 
-    def _render(
-        self, batch: RowBatch, results: Results, written: NDArray[np.intp]
-    ) -> tuple[bytes] | tuple[bytes | memoryview, bytes]:
-        """The bytes to append to each file for the rows with the indices `written`."""
-        output_format = self._options.output_format
+    def _render(self, batch: RowBatch, results: Results, indices: Sequence[int]) -> tuple[bytes | memoryview, ...]:
+        """The bytes to append to each file for the rows with these indices."""
+        output_format, rows, first_row = self._options.output_format, results.rows, batch.first_row
         if output_format == "jsonl" or not results.are_vectors:
-            lines = b"".join(self._line(batch, index, results.record(index)) for index in written.tolist())
+            lines = b"".join(self._line(batch, index, results.record(index)) for index in indices)
             return (lines, b"") if output_format == "parquet" else (lines,)
-        matrix = results.rows if len(written) == len(batch.rows) else results.rows[written]
-        raw = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data
+        if len(indices) < len(rows):
+            rows = rows[indices]
+        raw = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
         if output_format == "npy":
-            return raw, (written.astype(np.int64) + batch.first_row).tobytes()
-        have = [self._line(batch, index, {"embedding": index not in results.reasons}) for index in written.tolist()]
-        return raw, b"".join(have)
+            return raw, (np.array(indices, np.int64) + first_row).tobytes()
+        return raw, b"".join(self._line(batch, index, {"embedding": index not in results.reasons}) for index in indices)
 
     def _line(self, batch: RowBatch, index: int, record: Mapping[str, Any]) -> bytes:
         columns = {name: record.get(name) for name in self._columns or ("embedding",)}
@@ -288,56 +306,72 @@ class OutputFiles:
         return _json_line({**line, "kept": self._kept(batch, index)} if self._options.keep else line)
 
     def _kept(self, batch: RowBatch, index: int) -> JsonObject:
-        return dict(zip_longest(self._options.keep, batch.rows[index].kept))
+        kept = batch.rows[index].kept
+        return dict(zip(self._options.keep, kept or [None] * len(self._options.keep), strict=True))
 
-    def sync(self) -> None:
-        """Bring all that was appended to the disk. Raises OSError, RunEnded. May be called from a thread."""
+    def check(self) -> None:
+        """Raises RunEnded when another process writes the files, too."""
         for file in self._files:
             file.check()
-            file.sync()
 
-    def finish(self, lengths: Sequence[int], num_rows: int) -> None:
-        """Give the complete files their final names. May be repeated by another process if the first one died.
+    def save(self, commit: Commit) -> None:
+        """Bring all that was appended, and the journal with `commit`, to the disk. Raises OSError. May be called from
+        a thread."""
+        for file in self._files:
+            file.sync()
+        self.journal = replace(self.journal, commit=commit)
+        self.journal.save(journal_path(self._options.path))
+
+    def finish(self) -> str:
+        """Give the complete files their final names. Returns what is said about them. May be repeated by another
+        process if the first one died, before `forget`.
 
         Side effects: removes the other files. Raises OSError, EmbedError, RunEnded.
         """
-        for file in self._files:
-            file.check()
-        if self._main.num_bytes >= lengths[0]:
-            self._place(lengths, num_rows)
+        if len(self._files) == 1:
+            self._open()
+        self.check()
+        if self._main.num_bytes >= self.journal.commit.lengths[0]:
+            self._place()
         elif not self._options.path.exists():
             raise EmbedError(f"{self._options.path} was complete, and is gone: --restart begins anew")
         for file in self._files:
             file.path.unlink(missing_ok=True)
+        return f"{self.journal.commit.num_written:,} rows ({self.how})"
 
-    def _place(self, lengths: Sequence[int], num_rows: int) -> None:
+    def _place(self) -> None:
         # A file that is shorter than it was already has its final name: another process has died after renaming it.
-        placed = [file for file, num_bytes in zip(self._files, lengths, strict=True) if file.num_bytes < num_bytes]
-        for file, num_bytes in zip(self._files, lengths, strict=True):
+        left = [
+            file
+            for file, num_bytes in zip(self._files, self.journal.commit.lengths, strict=True)
+            if file.num_bytes >= num_bytes
+        ]
+        for file, num_bytes in zip(self._files, self.journal.commit.lengths, strict=True):
             file.cut(min(num_bytes, file.num_bytes))
-        final = self._make_final(num_rows)
-        self.sync()
-        for file in self._files[1:]:
+        final = self._make_final()
+        for file in self._files:
+            file.sync()
+        for file in left[1:]:
             target = file.path.with_suffix("")
             is_wanted = {".npy": self._options.on_bad_row == "skip", ".jsonl": file.num_bytes > 0}.get(target.suffix)
-            if is_wanted and file not in placed:
+            if is_wanted:
                 file.path.rename(target)
-            elif is_wanted is False and file not in placed:
+            elif is_wanted is False:
                 target.unlink(missing_ok=True)  # of an earlier output
         final.rename(self._options.path)
-        sync_folder(self._options.path)
+        _sync_folder(self._options.path)
 
-    def _make_final(self, num_rows: int) -> Path:
-        options = self._options
-        self._write_headers(num_rows)
+    def _make_final(self) -> Path:
+        options, columns, main = self._options, self._columns, self._main.path
+        self._write_headers(self.journal.commit.num_written)
         if options.output_format != "parquet":
-            return self._main.path
+            return main
         from vecd.client.embed.parquet import write_parquet
 
         target = OutputFile(_beside(options.path, ".parquet.part"))
+        lines, vectors = (main, None) if columns else (self._files[1].path, main)
         try:
-            lines, vectors = (self._main.path, None) if self._columns else (self._files[1].path, self._main.path)
-            columns = self._columns or {"embedding": f"vector {self._dim}"}
+            columns = columns or {"embedding": f"vector {self.journal.model['dim']}"}
             write_parquet(lines, target.path, options.keep, columns, options.dtype, vectors)
             target.sync()
         finally:
@@ -346,17 +380,37 @@ class OutputFiles:
 
     def _write_headers(self, num_rows: int) -> None:
         if self._options.output_format == "npy":
-            self._main.overwrite(npy_header(self._options.dtype, (num_rows, self._dim)))
-            self._files[1].overwrite(npy_header("int64", (num_rows,)))
+            self._main.write(npy_header(self._options.dtype, (num_rows, self.journal.model["dim"])), 0)
+            self._files[1].write(npy_header("int64", (num_rows,)), 0)
+
+    def describe_rejected(self, out: str) -> str:
+        """What has become of rows without results, if there are any. `out`: where the output is in the end."""
+        num, options = self.written.num_rejected, self._options
+        if not num:
+            return ""
+        is_one = num == 1
+        rows, verb = ("1 row", "is") if is_one else (f"{num:,} rows", "are")
+        if options.on_bad_row == "skip":
+            effect = f"{'it' if is_one else 'they'} {verb} left out"
+        else:
+            blank = "NaN" if options.output_format == "npy" else "null"
+            what = "results are" if self._columns else f"vector{'' if is_one else 's'} {verb}"
+            effect = f"{'its' if is_one else 'their'} {what} {blank}"
+        return f"{rows} could not be embedded; {effect}. The reasons are in {out}.rejected.jsonl"
+
+    def forget(self) -> None:
+        journal_path(self._options.path).unlink(missing_ok=True)
 
     def discard(self) -> None:
+        self.forget()
         for file in self._files:
             file.cut(0)
 
     def close(self) -> None:
-        """Unlock. May be repeated. Side effects: removes the files of a run that never began."""
+        """Unlock. Side effects: removes the files of a run that never began."""
+        is_begun = self._main.num_bytes or journal_path(self._options.path).exists()
         for file in reversed(self._files):
-            if self.is_new and not journal_path(self._options.path).exists():
+            if not is_begun:
                 with suppress(OSError):
                     file.path.unlink(missing_ok=True)
             file.close()

@@ -234,14 +234,6 @@ class EmbedOptions(TlsOptions):
         return replace(self, files=[source], out=out, output_dir=None, manifest=None, work_dir=None, shard=_ALL)
 
     @property
-    def accepts_bad_rows(self) -> bool:
-        return bool(self.on_bad_row)
-
-    @property
-    def bad_rows(self) -> str:
-        return self.on_bad_row or "blank"
-
-    @property
     def path(self) -> Path:
         assert self.out is not None
         return self.out

@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -31,71 +32,64 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """Of file systems without hard links, as FAT and some that a network or a user's program serves."""
 
 
-class FolderIdentity:
-    """Raises EmbedError when the file cannot be read or made."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._url = join(folder, NAME)
-        self._is_remote = is_remote(folder)
-
-    def load(self) -> str | None:
-        """None before the first run has met its server."""
-        try:
-            if not self._is_remote:
-                return self._read(Path(self._url))
-            if not exists(self._url):
-                return None
-            with tempfile.TemporaryDirectory(prefix="vecd-embed-") as name:
-                fetch(self._url, Path(name, NAME))
-                return self._read(Path(name, NAME))
-        except FileNotFoundError:
+def read_small(path: str) -> bytes | None:
+    """The content of a file, or of an object of a store; None if there is none. Raises EmbedError, RunEnded when it
+    cannot be read."""
+    if is_remote(path):
+        if not exists(path):
             return None
-        except OSError as error:
-            raise EmbedError(f"{shown(self._url)}: cannot be read: {error.strerror}") from error
+        with tempfile.TemporaryDirectory(prefix="vecd-embed-") as folder:
+            fetch(path, copy := Path(folder, "copy"))
+            return copy.read_bytes()
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise EmbedError(f"{path}: cannot be read: {error.strerror}") from error
 
-    def _read(self, path: Path) -> str:
-        try:
-            identity = orjson.loads(path.read_bytes())["identity"]
-        except (ValueError, LookupError, TypeError):
-            identity = None
-        if not isinstance(identity, str):
-            raise EmbedError(f"{shown(self._url)}: names no identity of a model")
-        return identity
 
-    def keep(self, identity: str) -> None:
-        """Make the file, if there is none. Raises OtherIdentity when it names another one."""
-        content = orjson.dumps({"identity": identity}, option=orjson.OPT_APPEND_NEWLINE)
-        if self.load() is None:
-            if self._is_remote:
-                with tempfile.TemporaryDirectory(prefix="vecd-embed-") as name:
-                    Path(name, NAME).write_bytes(content)
-                    store(Path(name, NAME), self._url)
-            else:
-                self._create(content)
-        self.check(identity)
+def load_identity(folder: str) -> str | None:
+    """None before the first run has met its server. Raises EmbedError, RunEnded when it cannot be read."""
+    url = join(folder, NAME)
+    if (content := read_small(url)) is None:
+        return None
+    try:
+        return str(orjson.loads(content)["identity"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise EmbedError(f"{shown(url)}: names no identity of a model") from error
 
-    def check(self, identity: str) -> None:
-        """Raises OtherIdentity when the file names another one: an object store lets two runs begin at once."""
-        if (found := self.load()) not in (None, identity):
-            raise OtherIdentity(f"{shown(self._folder)} has outputs of {found}, and this run is of {identity}")
 
-    def _create(self, content: bytes) -> None:
-        """As a whole, or not at all if another run is first; without hard links, another run may for a moment read an
-        empty file, which is an error. Raises OSError."""
-        with tempfile.NamedTemporaryFile(prefix=f"{NAME}.", dir=self._folder) as draft:
-            draft.write(content)
-            draft.flush()
+def check_identity(folder: str, identity: str) -> None:
+    """Raises OtherIdentity when the folder is of another one: an object store lets two runs begin at once."""
+    if (found := load_identity(folder)) not in (None, identity):
+        raise OtherIdentity(f"{shown(folder)} has outputs of {found}, and this run is of {identity}")
+
+
+def keep_identity(folder: str, identity: str) -> None:
+    """Make it that of the folder, if it has none: as a whole, or not at all if another run is first. Without hard
+    links, another run may for a moment read an empty file, which is an error. Raises OSError, and as `check_identity`.
+    """
+    url, place = join(folder, NAME), None if is_remote(folder) else folder
+    with tempfile.NamedTemporaryFile(prefix=f"{NAME}.", dir=place) as draft:
+        draft.write(content := orjson.dumps({"identity": identity}, option=orjson.OPT_APPEND_NEWLINE))
+        draft.flush()
+        if load_identity(folder) is not None:
+            pass
+        elif is_remote(folder):
+            store(Path(draft.name), url)
+        else:
             os.fchmod(draft.fileno(), 0o644)
             try:
-                os.link(draft.name, self._url)
+                os.link(draft.name, url)
             except FileExistsError:
                 pass
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                with suppress(FileExistsError), open(self._url, "xb", buffering=0) as file:
+                with suppress(FileExistsError), open(url, "xb", buffering=0) as file:
                     file.write(content)
+    check_identity(folder, identity)
 
 
 # --- many inputs with an output each ------------------------------------------------------------------------
@@ -111,21 +105,19 @@ class Shard(NamedTuple):
     out: str
 
 
-def list_shards(options: EmbedOptions, manifest: Path | None) -> list[Shard]:
-    """Those of this run, sorted by their inputs. `manifest`: the file to read, if there is one.
+def list_shards(options: EmbedOptions) -> list[Shard]:
+    """Those of this run, sorted by their inputs.
 
     Raises EmbedError when a named input does not exist, a line of the manifest cannot be read, two inputs have one
     output, or an output is an input or the manifest: with --restart, also by another name of the same file.
     """
     assert options.output_dir is not None
-    folder = options.output_dir if is_remote(options.output_dir) else os.path.abspath(options.output_dir)
+    folder, manifest = _absolute(options.output_dir), options.manifest
     named = [pair for path in options.files for pair in _name_outputs(path, folder, options)]
     if manifest is not None:
-        try:
-            lines = manifest.read_bytes().split(b"\n")
-        except OSError as error:
-            raise EmbedError(f"{manifest}: cannot be read: {error.strerror}") from error
-        named += read_lines(lines, options)
+        if (content := read_small(manifest)) is None:
+            raise EmbedError(f"{shown(manifest)}: cannot be read: {os.strerror(errno.ENOENT)}")
+        named += read_lines(content.split(b"\n"), options)
     found = sorted({Shard(source, join(folder, name)) for source, name in named})
     if not found:
         raise EmbedError("there is no input: no file, and no line of a manifest, has one of the formats")
@@ -135,7 +127,7 @@ def list_shards(options: EmbedOptions, manifest: Path | None) -> list[Shard]:
             raise EmbedError(
                 f"{shown(other)} and {shown(source)} have one output, {shown(out)}: name it in a --manifest"
             )
-    read = [*(source for source, _ in found), *([] if options.manifest is None else [_absolute(options.manifest)])]
+    read = [*(source for source, _ in found), *([] if manifest is None else [_absolute(manifest)])]
     # What is there is replaced by --restart alone; to look at all files may take long.
     key = file_key if options.restart else str
     outs = {key(out) for _, out in found}
@@ -245,6 +237,8 @@ def _read_line(line: str, options: EmbedOptions) -> tuple[str, str]:
 _NUM_LOOKS = 16
 _NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """No other output could be written either."""
+_MADE, _THERE, _FAILED, _LOCKED, _LEFT = "made", "were there", "failed", "being made by another run", "left"
+"""What has become of an output."""
 
 
 class OutputFolder:
@@ -256,43 +250,23 @@ class OutputFolder:
         self._options = options
         self._folder = options.output_dir
         self._line = line
-        self._identity = FolderIdentity(self._folder)
         self._work = options.work_dir or Path(_user_cache(), "vecd", "embed")
-        self._shards = self._list_shards()
-        self._num_there = self._num_made = 0
-        self._failed: dict[Shard, str] = {}
-        self._locked: list[Shard] = []
+        self._fates = dict.fromkeys(list_shards(options), _LEFT)
+        self._reasons: dict[Shard, str] = {}
+        """Why outputs failed."""
         self._model: RunModel
         if not is_remote(self._folder):
             Path(self._folder).mkdir(parents=True, exist_ok=True)
 
-    def _list_shards(self) -> list[Shard]:
-        manifest = self._options.manifest
-        if manifest is None or not is_remote(manifest):
-            return list_shards(self._options, None if manifest is None else Path(manifest))
-        self._work.mkdir(parents=True, exist_ok=True)
-        copy = self._work / f"{_digest(manifest)}-{os.getpid()}.manifest"
-        try:
-            fetch(manifest, copy)
-            return list_shards(self._options, copy)
-        finally:
-            copy.unlink(missing_ok=True)
-
-    @property
-    def is_complete(self) -> bool:
-        return self._num_there + self._num_made == len(self._shards)
-
     def find_left(self) -> list[Shard]:
         """The outputs that are not complete. Raises EmbedError when this cannot be found out."""
+        shards = list(self._fates)
         if self._options.restart:
-            return self._shards
+            return shards
         with ThreadPoolExecutor(_NUM_LOOKS) as threads:
-            found = list(threads.map(self._is_there, self._shards))
-        self._num_there = sum(found)
-        return [shard for shard, is_there in zip(self._shards, found, strict=True) if not is_there]
-
-    def _is_there(self, shard: Shard) -> bool:
-        return exists(shard.out) and (is_remote(shard.out) or not journal_path(Path(shard.out)).exists())
+            found = list(threads.map(_is_there, shards))
+        self._fates |= {shard: _THERE for shard, is_there in zip(shards, found, strict=True) if is_there}
+        return [shard for shard, fate in self._fates.items() if fate == _LEFT]
 
     async def run(self, service: EmbeddingService, left: Sequence[Shard]) -> None:
         """Make the outputs `left`. A bad input does not end it.
@@ -301,80 +275,78 @@ class OutputFolder:
         output could be made.
         """
         try:
-            self._model = await service.connect(self._identity.load())
-            self._identity.keep(self._model.identity)
+            self._model = await service.connect(load_identity(self._folder))
+            keep_identity(self._folder, self._model.identity)
         except OtherIdentity as error:
             raise EmbedError(f"{error}. Outputs of two models do not mix: name another folder") from error
         for shard in left:
-            await self._try(shard, service)
+            self._fates[shard] = await self._try(shard, service)
         # Those of other runs may be complete by now, or left behind by one that was killed.
-        locked, self._locked = self._locked, []
-        for shard in locked:
-            if self._is_there(shard):
-                self._num_there += 1
-            else:
-                await self._try(shard, service)
+        for shard in [shard for shard in left if self._fates[shard] == _LOCKED]:
+            self._fates[shard] = _LEFT
+            self._fates[shard] = _THERE if _is_there(shard) else await self._try(shard, service)
 
-    async def _try(self, shard: Shard, service: EmbeddingService) -> None:
-        """Raises ServerLost, and OSError when no further output could be written."""
+    async def _try(self, shard: Shard, service: EmbeddingService) -> str:
+        """What has become of the output. Raises ServerLost, and OSError when no further output could be written."""
         try:
-            await self._make(shard, service)
+            return await self._make(shard, service)
         except OutputLocked:
-            self._locked.append(shard)
+            return _LOCKED
         except ServerLost:
             raise
         except (EmbedError, RunEnded, ValueError, OSError) as error:  # ValueError: flags that do not go with this input
             if isinstance(error, OSError) and error.errno in _NO_MORE:
                 raise
-            self._failed[shard] = told(error)
+            # Another run may have been about to remove its journal at the look before.
+            if isinstance(error, EmbedError) and not self._options.restart and _is_there(shard):
+                return _THERE
+            self._reasons[shard] = told(error)
+            return _FAILED
 
-    async def _make(self, shard: Shard, service: EmbeddingService) -> None:
-        is_remote_out = is_remote(shard.out)
+    async def _make(self, shard: Shard, service: EmbeddingService) -> str:
+        is_remote_out, name = is_remote(shard.out), shown(shard.out)
         work = self._work / _digest(shard.out)
         out = work / os.path.basename(shard.out) if is_remote_out else Path(shard.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         source = str(work / "input" / base_name(shard.source)) if is_remote(shard.source) else shard.source
         options = self._options.of_output(source, out)
         with closing(OutputFiles(options)) as files:
-            if not options.restart and self._is_there(shard):  # another run has made it just now
-                self._num_there += 1
-                return
+            if not options.restart and _is_there(shard):  # another run has made it just now
+                return _THERE
             inputs = await in_thread(lambda: _read_inputs(options, shard.source, source), "input")
-            try:
-                output = EmbedRun(options, inputs, files)
-            except EmbedError:
-                if options.restart or not self._is_there(shard):
-                    raise
-                self._num_there += 1  # another run was about to remove its journal at the look before
-                return
-            if not output.is_complete:
-                num_done = self._num_there + self._num_made + len(self._failed)
-                label = f"[{num_done + 1} of {len(self._shards)}] {inputs[0].name}: "
-                await output.embed(service, self._line, label)
+            files.resume(inputs)
+            if not files.is_complete:
+                num_done = sum(fate not in (_LEFT, _LOCKED) for fate in self._fates.values())
+                label = f"[{num_done + 1} of {len(self._fates)}] {inputs[0].name}: "
+                await EmbedRun(options, inputs, files, service, self._line, label).embed()
             if is_remote_out:
-                await in_thread(lambda: self._identity.check(self._model.identity), "identity")
-            how = output.finish()
+                await in_thread(lambda: check_identity(self._folder, self._model.identity), "identity")
+            how = files.finish()
             if is_remote_out:
                 await in_thread(lambda: _store(out, shard.out), "store")
-            output.forget()
+            files.forget()
         shutil.rmtree(work, ignore_errors=True)
-        self._num_made += 1
         if not options.quiet:
-            self._line.say(f"{shown(shard.out)}: {how}")
-        if rejected := output.describe_rejected(shown(shard.out)):
-            self._line.say(f"{shown(shard.out)}: {rejected}")
+            self._line.say(f"{name}: {how}")
+        if rejected := files.describe_rejected(name):
+            self._line.say(f"{name}: {rejected}")
+        return _MADE
 
-    def tell_end(self) -> None:
-        for shard, why in self._failed.items():
+    def tell_end(self) -> bool:
+        """Say what has become of the outputs. Returns whether all are complete."""
+        for shard, why in self._reasons.items():
             source = shown(shard.source)
             self._line.say(f"failed: {source}: {why.removeprefix(f'{source}: ')}")
-        num_done = self._num_there + self._num_made
-        parts = [f"{self._num_made} made", f"{self._num_there} were there", f"{len(self._failed)} failed"]
-        if self._locked:
-            parts.append(f"{len(self._locked)} being made by another run")
-        if num_left := len(self._shards) - num_done - len(self._failed) - len(self._locked):
-            parts.append(f"{num_left} left")
-        self._line.say(f"{num_done} of {len(self._shards)} outputs complete: {', '.join(parts)}")
+        counts = Counter(self._fates.values())
+        num_done = counts[_MADE] + counts[_THERE]
+        parts = [f"{counts[fate]} {fate}" for fate in (_MADE, _THERE, _FAILED)]
+        parts += [f"{counts[fate]} {fate}" for fate in (_LOCKED, _LEFT) if counts[fate]]
+        self._line.say(f"{num_done} of {len(self._fates)} outputs complete: {', '.join(parts)}")
+        return num_done == len(self._fates)
+
+
+def _is_there(shard: Shard) -> bool:
+    return exists(shard.out) and (is_remote(shard.out) or not journal_path(Path(shard.out)).exists())
 
 
 def _read_inputs(options: EmbedOptions, source: str, path: str) -> list[InputSource]:

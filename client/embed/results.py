@@ -54,6 +54,7 @@ _OVERFLOW_OF_TEI: dict[str | None, JsonObject] = {
     "truncate_left": {"truncate": True, "truncation_direction": "left"},
 }
 """By --overflow, the fields of text-embeddings-inference's routes."""
+_OF_ENTITY = ("label", "start", "end", "score")
 
 
 class ResultKind:
@@ -118,7 +119,8 @@ class ResultKind:
         if self.names == ("labels",):
             fields = {**_OVERFLOW_OF_TEI[options.overflow], **raw}
             if self._are_entities:
-                return [{"entities": found} for found in (yield from _entities(client, texts, fields))]
+                answers = yield from calls.answers(client, "/predict", fields, "inputs", texts)
+                return [{"entities": _entities(answer)} for answer in answers]
             fields["top_k"] = None if options.all_scores else 1
             return [
                 self._labels(found) for found in (yield from calls.answers(client, "/predict", fields, "inputs", items))
@@ -151,10 +153,8 @@ class ResultKind:
         return _finite(calls.matrix_of(answer[name], self.item, int(width) if width else None))
 
 
-def _entities(client: ClientBase, texts: Sequence[str], fields: JsonObject) -> Steps[list[list[Record]]]:
-    answers = yield from calls.answers(client, "/predict", fields, "inputs", texts)
-    found = [[part._asdict() for part in calls.entities_of(each)] for each in answers]
-    return [[{name: part[name] for name in ("label", "start", "end", "score")} for part in parts] for parts in found]
+def _entities(answer: Any) -> list[Record]:
+    return [{name: getattr(part, name) for name in _OF_ENTITY} for part in calls.entities_of(answer)]
 
 
 def _finite(numbers: NDArray[Any]) -> NDArray[Any]:

@@ -1,8 +1,8 @@
-"""One output of `vecd embed`: rows in, vectors out in the same order, and a commit every few seconds.
+"""One output of `vecd embed`: rows in, vectors out in the same order, and a commit twice a second.
 
-Owns the order and the commits. Batches are under way concurrently, and are written in the order of the input, so that
-the output is always complete up to some row. Rows count as done after a commit: the rows and the journal are on the
-disk.
+Owns the order and the times of commits. Batches are under way concurrently, and are written in the order of the input,
+so that the output is always complete up to some row. Rows count as done after a commit: the rows and the journal are on
+the disk.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from vecd.base.status_line import StatusLine
-from vecd.client.embed.files import Commit, Journal, OutputFiles, journal_path
+from vecd.client.embed.files import Commit, OutputFiles
 from vecd.client.embed.inputs import InputSource, RowBatch, check_unchanged, read_batches
 from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing, OtherIdentity, RunEnded
 from vecd.client.embed.service import EmbeddingService, Results
@@ -157,6 +157,8 @@ async def in_thread(call: Callable[[], _T], name: str) -> _T:
     return await asyncio.wrap_future(in_daemon(call, name))
 
 
+# --- the run ----------------------------------------------------------------------------------------------------
+
 _COMMIT_PAUSE_S = 0.1
 """At least, from the end of one commit to the next."""
 _TICK_S = 0.25
@@ -167,213 +169,128 @@ _BYTES_PER_CHAR = 6
 
 
 class EmbedRun:
-    """One output, from its journal to its final files: `embed` unless it `is_complete`, `finish`, and `forget`."""
+    """The rows of one output that are left, and their results."""
 
-    def __init__(self, options: EmbedOptions, inputs: Sequence[InputSource], files: OutputFiles) -> None:
-        """`files` are locked. Raises EmbedError when something else is in the place of the output."""
+    def __init__(
+        self,
+        options: EmbedOptions,
+        inputs: Sequence[InputSource],
+        files: OutputFiles,
+        service: EmbeddingService,
+        line: StatusLine,
+        label: str = "",
+    ) -> None:
+        """`files` know where the run begins. `label`: what its lines begin with."""
         self._options = options
         self._inputs = inputs
         self._files = files
-        self._how = "the run before was complete"
-        self._journal = self._find_journal()
-        self.commit = self._written = self._journal.commit
-        """What is done; the next commit, what has been written since."""
-        self._line: StatusLine
-        self._service: EmbeddingService
-        self._label = ""
+        self._first_row = files.written.position.row
+        self._service = service
+        self._line = line
+        self._label = label
         self._course: Course
         self._pending: dict[asyncio.Task[Results], RowBatch] = {}
         """Batches that are requested and not yet written, in their order."""
-        self._commit_due_at = 0.0
-        self._commit_s = options.pace.first_commit_s
+        # One thread, so that commits reach the disk in order, also when one is no longer awaited.
+        self._disk = ThreadPoolExecutor(1, "commit")
 
-    @property
-    def is_complete(self) -> bool:
-        return self.commit.is_complete
-
-    def _find_journal(self) -> Journal:
-        options = self._options
-        path = journal_path(options.path)
-        inputs = [each.journal_fields() for each in self._inputs]
-        new = Journal(options.journal_fields(), options.bad_rows, inputs)
-        if options.restart:
-            path.unlink(missing_ok=True)
-            return new
-        old = Journal.load(path)
-        if old is not None:
-            if not old.commit.position.row and not old.commit.is_complete:
-                return new  # nothing was done: the run begins anew, whatever has changed
-            old.check_same(new)
-            return replace(old, on_bad_row=options.bad_rows)
-        if options.path.exists():
-            raise EmbedError(f"{options.path} exists; --restart replaces it")
-        if not self._files.is_new:
-            raise EmbedError(f"{options.path}.part exists, and nothing tells what it is; --restart replaces it")
-        return new
-
-    async def embed(self, service: EmbeddingService, line: StatusLine, label: str = "") -> None:
-        """Embed the rows that are left. Commits what is done, however this ends, also when it is cancelled. `label`:
-        what its lines begin with.
+    async def embed(self) -> None:
+        """Embed the rows that are left. Commits what is done, however this ends, also when it is cancelled.
 
         Raises EmbedError when the server has another model than the unfinished run or the files of that are gone,
         FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left.
         """
-        self._service, self._line, self._label = service, line, label
-        began_at, first_row = time.monotonic(), self.commit.position.row
-        # One thread, so that commits reach the disk in order, also when one is no longer awaited.
-        self._disk = ThreadPoolExecutor(1, "commit")
+        files, began_at = self._files, time.monotonic()
+        await self._begin()
         try:
-            await self._embed_all(await self._begin())
+            await self._work()
+            await self._commit(replace(files.written, is_complete=True))
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, FieldMissing) and files.written.num_rejected == files.written.position.row:
+                self._disk.shutdown()  # a commit may be under way
+                files.discard()
+                raise
+            with suppress(Exception):  # if this is not possible soon, the last commit stands
+                async with asyncio.timeout(_LAST_COMMIT_S):
+                    await self._commit(files.written)
+            if isinstance(error, EmbedError):
+                raise RunEnded(str(error)) from error
+            raise
         finally:
             self._disk.shutdown(wait=False)
-        took_s, num_rows = time.monotonic() - began_at, self.commit.position.row - first_row
-        self._how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
+        took_s, num_rows = time.monotonic() - began_at, files.written.position.row - self._first_row
+        files.how = f"{num_rows:,} in {in_words(took_s)}, {num_rows / took_s:,.0f} a second"
 
-    def finish(self) -> str:
-        """Make the final files. Returns what is said about them. Raises OSError, EmbedError. Side effects: a run that
-        is repeated before `forget` comes here at once."""
-        files, commit = self._files, self.commit
-        if self._journal.commit.is_complete:
-            files.open(self._journal.model["dim"], self._journal.model.get("columns"))
-        files.finish(commit.lengths, commit.num_written)
-        return f"{commit.num_written:,} rows ({self._how})"
-
-    def forget(self) -> None:
-        journal_path(self._options.path).unlink(missing_ok=True)
-
-    def describe_rejected(self, out: str) -> str:
-        """What has become of rows without results, if there are any. `out`: where the output is in the end."""
-        num, options = self.commit.num_rejected, self._options
-        if not num:
-            return ""
-        is_one = num == 1
-        rows, verb = ("1 row", "is") if is_one else (f"{num:,} rows", "are")
-        if options.on_bad_row == "skip":
-            effect = f"{'it' if is_one else 'they'} {verb} left out"
-        else:
-            blank = "NaN" if options.output_format == "npy" else "null"
-            what = "results are" if self._files.has_columns else f"vector{'' if is_one else 's'} {verb}"
-            effect = f"{'its' if is_one else 'their'} {what} {blank}"
-        return f"{rows} could not be embedded; {effect}. The reasons are in {out}.rejected.jsonl"
-
-    async def _begin(self) -> Generator[RowBatch, None, None]:
-        """Connect to the server, and bring output and journal to where the run begins. Returns the rows left."""
-        self._line.show(lambda: f"{self._label}waiting for {self._service.target}")
-        options, service = self._options, self._service
-        is_new, theirs = not self.commit.lengths, self._journal.model.get("identity")
+    async def _begin(self) -> None:
+        """Connect to the server, and bring the files to where the run begins."""
+        files, service, line, label = self._files, self._service, self._line, self._label
+        line.show(lambda: f"{label}waiting for {service.target}")
+        is_begun = files.is_begun
         try:
-            model = await service.connect(None if is_new else theirs)
+            model = await service.connect(files.journal.model.get("identity"))
         except OtherIdentity as error:
-            if is_new:
+            if not is_begun:
                 raise
             raise EmbedError(f"the unfinished run had another model: {error}. --restart begins anew") from error
-        if is_new:
-            self._journal = replace(self._journal, model=model._asdict())
-        elif why := model.why_other(self._journal.model):
-            raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
+        files.begin(model)
         if model.columns:
-            self._line.say(f"{self._label}writes {' and '.join(service.kind.names)}: {', '.join(model.columns)}")
-        self._files.open(model.dim, model.columns)
-        if is_new:  # the journal comes before the first byte: files without one are not this command's to cut off
-            self._journal.save(journal_path(options.path))
-        else:
-            self._line.say(f"{self._label}goes on behind row {self.commit.position.row:,}")
-        self._files.begin(self.commit.lengths)
-        self.commit = self._written = replace(self.commit, lengths=self._files.lengths)
-        self._commit_due_at = time.monotonic() + self._commit_s
+            line.say(f"{label}writes {' and '.join(service.kind.names)}: {', '.join(model.columns)}")
+        if is_begun:
+            line.say(f"{label}goes on behind row {self._first_row:,}")
         self._begin_course(0)
+
+    async def _work(self) -> None:
+        options, service, files = self._options, self._service, self._files
         limited = replace(
             options,
             batch_texts=min(options.batch_texts, service.max_texts),
             batch_chars=min(options.batch_chars, max(1, service.max_bytes // _BYTES_PER_CHAR)),
         )
-        return read_batches(self._inputs, limited, self.commit.position, service.estimate)
-
-    # --- rows ---------------------------------------------------------------------------------------------
-
-    async def _embed_all(self, batches: Generator[RowBatch, None, None]) -> None:
-        """Commits what is done if it is ended. Raises FieldMissing when no row has a text, RunEnded, OSError."""
-        try:
-            await self._work(batches)
-            await self._save_commit(replace(self._written, is_complete=True))
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, FieldMissing) and self._written.num_rejected == self._written.position.row:
-                self.forget()
-                self._files.discard()
-                raise
-            with suppress(Exception):  # if this is not possible soon, the last commit stands
-                async with asyncio.timeout(_LAST_COMMIT_S):
-                    await self._save_commit(self._written)
-            if isinstance(error, EmbedError):
-                raise RunEnded(str(error)) from error
-            raise
-
-    async def _work(self, batches: Generator[RowBatch, None, None]) -> None:
+        batches = read_batches(self._inputs, limited, files.written.position, service.estimate)
         reading = asyncio.create_task(_next_batch(batches))
-        committing: asyncio.Task[None] | None = None
+        committing = asyncio.create_task(self._keep_committing())
         try:
             while True:
                 while self._pending and (first := next(iter(self._pending))).done():
-                    self._write(self._pending.pop(first), first.result())
-                if committing is not None and committing.done():
+                    batch = self._pending.pop(first)
+                    files.append(batch, first.result())
+                    self._course.add(self._moment(batch.bytes_read))
+                if committing.done():
                     committing.result()
-                    committing = None
-                if committing is None and time.monotonic() >= self._commit_due_at:
-                    committing = asyncio.create_task(self._save_commit(self._written))
                 if reading.done() and self._has_room():
-                    batch = reading.result()
-                    if batch is not None:
-                        self._start(batch)
+                    if (read := reading.result()) is not None:
+                        self._start(read)
                         reading = asyncio.create_task(_next_batch(batches))
                     elif not self._pending:
                         return
                 self._line.show(self._describe_progress)
-                tasks = {reading, committing, *self._pending}
-                waits = [task for task in tasks if task is not None and not task.done()]
+                waits = [task for task in (reading, committing, *self._pending) if not task.done()]
                 await asyncio.wait(waits, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            others = [reading, *self._pending]
-            for task in others:
+            tasks = (reading, committing, *self._pending)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             with suppress(ValueError):  # the thread is still reading
                 batches.close()
-            if committing is not None:  # one that has begun is awaited: two at a time would not be in order
-                await asyncio.wait({committing}, timeout=_LAST_COMMIT_S)
-                committing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await committing
 
     def _has_room(self) -> bool:
         num_running = sum(not task.done() for task in self._pending)
         return self._service.estimate.has_room(num_running, (batch.cost for batch in self._pending.values()))
 
     def _start(self, batch: RowBatch) -> None:
-        if batch.first_row and batch.first_row == self._journal.commit.position.row:
+        if 0 < batch.first_row == self._first_row:
             self._begin_course(batch.bytes_read)
         self._pending[asyncio.create_task(self._service.embed(batch.rows))] = batch
 
-    def _write(self, batch: RowBatch, results: Results) -> None:
-        """Raises RunEnded for the first row without results, with --on-bad-row fail."""
-        if results.reasons and self._options.on_bad_row == "fail":
-            index = min(results.reasons)
-            raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {results.reasons[index]}")
-        num_written, written = self._files.append(batch, results), self._written
-        self._written = replace(
-            written,
-            position=batch.end,
-            lengths=self._files.lengths,
-            num_written=written.num_written + num_written,
-            num_rejected=written.num_rejected + len(results.reasons),
-            num_tokens=written.num_tokens + results.num_tokens,
-        )
-        self._course.add(self._moment(batch.bytes_read))
+    # --- progress and commits -----------------------------------------------------------------------------
 
     def _begin_course(self, num_bytes: int) -> None:
         self._course = Course(sum(each.num_bytes for each in self._inputs), self._moment(num_bytes))
 
     def _moment(self, num_bytes: int) -> Moment:
-        return Moment(time.monotonic(), self._written.position.row, self._written.num_tokens, num_bytes)
+        written = self._files.written
+        return Moment(time.monotonic(), written.position.row, written.num_tokens, num_bytes)
 
     def _describe_progress(self) -> str:
         trouble = self._service.trouble
@@ -381,21 +298,23 @@ class EmbedRun:
         progress = self._course.describe(time.monotonic(), num_in_flight)
         return self._label + progress + (f", waiting: {trouble}" if trouble else "")
 
-    # --- commits ------------------------------------------------------------------------------------------
+    async def _keep_committing(self) -> None:
+        pace, files = self._options.pace, self._files
+        interval_s, took_s = pace.first_commit_s, 0.0
+        while True:
+            await asyncio.sleep(max(interval_s - took_s, min(_COMMIT_PAUSE_S, interval_s)))
+            began_at = time.monotonic()
+            if files.written != files.journal.commit:
+                await self._commit(files.written)
+                interval_s = min(2 * interval_s, pace.commit_s)
+            took_s = time.monotonic() - began_at
 
-    async def _save_commit(self, commit: Commit) -> None:
+    async def _commit(self, commit: Commit) -> None:
         """Raises RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
-        began_at = time.monotonic()
-        if commit != self.commit:
+        if commit != self._files.journal.commit:
             check_unchanged(self._inputs)
-            await asyncio.get_running_loop().run_in_executor(self._disk, self._save, commit)
-            self.commit = commit
-            self._commit_s = min(2 * self._commit_s, self._options.pace.commit_s)
-        self._commit_due_at = max(began_at + self._commit_s, time.monotonic() + min(_COMMIT_PAUSE_S, self._commit_s))
-
-    def _save(self, commit: Commit) -> None:
-        self._files.sync()
-        replace(self._journal, commit=commit).save(journal_path(self._options.path))
+            self._files.check()
+            await asyncio.get_running_loop().run_in_executor(self._disk, self._files.save, commit)
 
 
 async def _next_batch(batches: Iterator[RowBatch]) -> RowBatch | None:

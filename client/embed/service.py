@@ -37,12 +37,12 @@ from vecd.client.exchanges import (
     Reaction,
     RequestLimits,
     Send,
+    ServerError,
     Steps,
     VecdError,
     error_of,
 )
 from vecd.client.http import BadResponse, ServerResponse
-from vecd.client.sockets import TlsMismatch
 
 _RESPONSE_S = 10.0
 """As `Pace.first_response_s`, later."""
@@ -109,15 +109,15 @@ class _Refused(Exception):
 class EmbeddingService:
     """`connect` first."""
 
-    def __init__(
-        self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None] = lambda: None
-    ) -> None:
+    def __init__(self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None] | None = None) -> None:
         """`why_gone` returns why the server will not come back, or None."""
         self.target = target
         self.client = AsyncClient.of_command(
             target, "vecd-embed", api_key=options.api_key, identity=FIRST, retry_for=options.retry_for
         )
         self.client.limits = _UNLIMITED
+        if why_gone is not None:
+            self.client.why_gone = why_gone  # type: ignore[method-assign]
         self.client.silence_s, self.client.counts_silence = options.timeout, True
         self.estimate = ThroughputEstimate(options.concurrency)
         self.kind: ResultKind
@@ -125,7 +125,6 @@ class EmbeddingService:
         self.max_texts = self.max_bytes = 1 << 40
         """Of a request."""
         self._options = options
-        self._why_gone = why_gone
         self._call: ClientCall
         self._trouble = ""
         self._other_since: float | None = None
@@ -193,7 +192,7 @@ class EmbeddingService:
         try:
             info, _ = await self._run(calls.info(self.client))
         except VecdError as error:
-            if error.reaction in _LOST or isinstance(error.__cause__, TlsMismatch):
+            if error.reaction in _LOST or (error.reaction is Reaction.FATAL and error.status is None):
                 raise self._lost(error, began_at) from error
             return {}
         return info if isinstance(info, dict) else {}
@@ -237,17 +236,14 @@ class EmbeddingService:
                 served = await self._run(self.kind.steps(self.client, items), cost)
                 self._note_served(sent_at)
                 return served
-            except (VecdError, *_OTHER_FORM) as error:
-                reaction = error.reaction if isinstance(error, VecdError) else Reaction.FAILED
-                if reaction is Reaction.REFUSED:
+            except VecdError as error:
+                if error.reaction is Reaction.REFUSED:
                     self._note_served(sent_at)
                     raise _Refused(_in_a_line(error)) from error
-                if reaction is Reaction.OTHER_MODEL:
+                if error.reaction is Reaction.OTHER_MODEL:
                     max_pause_s = _MAX_NODE_PAUSE_S
-                elif reaction in _LOST or isinstance(error.__cause__, TlsMismatch):
+                elif error.reaction in (*_LOST, Reaction.FATAL):
                     raise self._lost(error, began_at) from error
-                elif reaction is Reaction.FATAL and isinstance(error, VecdError) and error.status is not None:
-                    raise ServerLost(f"{self.target} answers {error.status}: {_in_a_line(error)}") from error
                 elif not is_sample and (len(items) > 1 or await self._serves_sample()):
                     raise _Refused(_why(error)) from error
                 else:
@@ -272,9 +268,10 @@ class EmbeddingService:
         if not self._has_nodes and now - self._other_since >= min(options.pace.only_node_s, options.retry_for):
             raise OtherIdentity(f"{self.target} has another model: {why}")
 
-    def _lost(self, error: Exception, began_at: float) -> ServerLost:
-        if isinstance(error.__cause__, TlsMismatch):
-            return ServerLost(f"{self.target}: {error.__cause__}")
+    def _lost(self, error: VecdError, began_at: float) -> ServerLost:
+        if error.reaction is Reaction.FATAL:
+            status = error.status
+            return ServerLost(f"{self.target} answers {status}: {_in_a_line(error)}" if status else str(error))
         why = self._trouble if isinstance(error, IdentityMismatch) else _why(error)
         silent_s = time.monotonic() - max(self._served_at, began_at)
         return ServerLost(f"{self.target} has served nothing for {silent_s:.0f} s: {why}")
@@ -284,14 +281,12 @@ class EmbeddingService:
     async def _serves_sample(self) -> bool:
         try:
             await self._run(self.kind.steps(self.client, [self.kind.sample]), is_once=True)
-        except (VecdError, *_OTHER_FORM):
+        except VecdError:
             return False
         return True
 
     async def _run(self, steps: Steps[_T], cost: float = 0.0, *, is_once: bool = False) -> tuple[_T, int]:
-        """The result of a call, and the tokens that its responses count. `is_once`: nothing is repeated.
-
-        Raises VecdError, ServerLost when the server will not come back, and what `steps` raises."""
+        """The result of a call, and the tokens of its requests. `is_once`: nothing is repeated. Raises VecdError."""
         num_tokens = 0
         try:
             while True:
@@ -299,6 +294,12 @@ class EmbeddingService:
                     num_tokens += await self._answer(piece, cost, is_once=is_once)
         except StopIteration as done:
             return done.value, num_tokens
+        except _OTHER_FORM as error:
+            is_said = isinstance(error, ValueError)
+            words = _in_a_line(error) if is_said else f"results of another form ({type(error).__name__}: {error})"
+            failed = ServerError(words)
+            failed.reaction = Reaction.FAILED
+            raise failed from error
 
     async def _answer(self, piece: Piece, cost: float, *, is_once: bool) -> int:
         """Send `piece` until it has its answer. Returns the number of its tokens."""
@@ -311,8 +312,6 @@ class EmbeddingService:
                     outcome = await self._send(step, cost)
                     continue
                 self._trouble = _why(outcome)
-                if (gone := self._why_gone()) is not None:
-                    raise ServerLost(gone)
                 if is_once:
                     raise VecdError(self._trouble)
                 await asyncio.sleep(step.seconds)
@@ -344,11 +343,9 @@ def _why(outcome: ServerResponse | Exception | None) -> str:
     """What went wrong with a request, in a few words."""
     error = error_of(outcome, "") if isinstance(outcome, ServerResponse) else outcome
     cause = error.__cause__ if error is not None and isinstance(error.__cause__, OSError | BadResponse) else error
-    words = _in_a_line(cause) or type(cause).__name__
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
-    if isinstance(cause, LookupError | TypeError | AttributeError):
-        return f"results of another form ({type(cause).__name__}: {words})"
+    words = _in_a_line(cause) or type(cause).__name__
     return f"status {cause.status}: {words}" if isinstance(cause, VecdError) and cause.status is not None else words
 
 

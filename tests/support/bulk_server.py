@@ -18,7 +18,7 @@ from vecd.client.embed.options import Pace
 from vecd.client.embed.results import PROBE
 
 DIM = 4
-AT_ONCE = Pace(first_commit_s=0.0, commit_s=0.0, only_node_s=0.2)
+AT_ONCE = Pace(first_commit_s=0.01, commit_s=0.01, only_node_s=0.2)
 """For runs of `vecd embed` that take no second."""
 Fail: TypeAlias = Callable[[list[str]], tuple[int, str] | None]
 """For the texts of a request: the status and message to answer with, or None. Status 0: the connection is closed."""

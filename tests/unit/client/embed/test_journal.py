@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vecd.client.embed.inputs import InputSource, RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, RunEnded
 from vecd.client.embed.parquet import write_parquet
 from vecd.client.embed.rows import InputRow, Position
-from vecd.client.embed.service import Results
+from vecd.client.embed.service import Results, RunModel
 
 FORMATS = ("npy", "jsonl", "parquet")
 PARTS = {
@@ -31,9 +32,15 @@ BAD = (3, 4, 9)
 NUM_ROWS = 12
 
 
+MODEL = RunModel(DIM, {}, "identity")
+
+
 def open_output(out: Path, on_bad_row: str) -> OutputFiles:
+    """Where the last life has left it."""
     output = OutputFiles(make_options(out, on_bad_row))
-    output.open(DIM)
+    output.resume([])
+    if not output.is_complete:
+        output.begin(MODEL)
     return output
 
 
@@ -51,9 +58,12 @@ def make_done(numbers: range) -> tuple[RowBatch, Results]:
     return RowBatch(source, rows, Position(row=numbers.stop), 0), Results(vectors, reasons)
 
 
-def append(output: OutputFiles, written: Commit, numbers: range) -> Commit:
-    num_written = output.append(*make_done(numbers))
-    return Commit(Position(row=numbers.stop), output.lengths, written.num_written + num_written)
+def append(output: OutputFiles, numbers: range) -> None:
+    output.append(*make_done(numbers))
+
+
+def complete(output: OutputFiles) -> None:
+    output.save(replace(output.written, is_complete=True))
 
 
 def read_rows(out: Path, on_bad_row: str) -> tuple[list[int], np.ndarray]:
@@ -104,8 +114,6 @@ def test_killed_anywhere_every_row_is_there_once(
     """Each life appends some batches, commits some of them, and dies; what it wrote behind its last commit may be there
     in full, in part, or not at all, in each file by itself."""
     out = tmp_path_factory.mktemp("out") / f"v.{format}"
-    journal = Journal({}, on_bad_row, [], {"dim": DIM}, Commit(Position()))
-    journal.save(journal_path(out))
     for _ in range(data.draw(st.integers(0, 3), "kills")):
         live(out, on_bad_row, sizes, data, dies=True)
     live(out, on_bad_row, sizes, data, dies=False)
@@ -113,37 +121,26 @@ def test_killed_anywhere_every_row_is_there_once(
 
 
 def live(out: Path, on_bad_row: str, sizes: list[int], data: st.DataObject, *, dies: bool) -> None:
-    journal = Journal.load(journal_path(out))
-    assert journal is not None
-    output = open_output(out, on_bad_row)
-    output.begin(journal.commit.lengths)
-    written = committed = replace(journal.commit, lengths=output.lengths)
-    batches = itertools.cycle(sizes)
-    num_batches = data.draw(st.integers(0, 6), "batches") if dies else 1000
-    while written.position.row < NUM_ROWS and num_batches:
-        num_batches -= 1
-        start = written.position.row
-        written = append(output, written, range(start, min(start + next(batches), NUM_ROWS)))
-        if dies and data.draw(st.booleans(), "commits"):
-            replace(journal, commit=written).save(journal_path(out))
-            committed = written
-    output.close()
-    if dies:
-        for suffix, safe, most in zip(PARTS[out.suffix], committed.lengths, written.lengths, strict=True):
-            part = out.with_name(out.name + suffix)
-            length = data.draw(st.integers(safe, most), "left")
-            part.write_bytes(part.read_bytes()[:length])
-        journal_path(out).with_name(out.name + ".journal.new").write_bytes(b'{"half of')
-    else:
-        finish(out, on_bad_row, journal, written)
-
-
-def finish(out: Path, on_bad_row: str, journal: Journal, written: Commit) -> None:
-    replace(journal, commit=written).save(journal_path(out))
-    output = open_output(out, on_bad_row)
-    output.finish(written.lengths, written.num_written)
-    journal_path(out).unlink()
-    output.close()
+    with closing(open_output(out, on_bad_row)) as output:
+        batches = itertools.cycle(sizes)
+        num_batches = data.draw(st.integers(0, 6), "batches") if dies else 1000
+        while (start := output.written.position.row) < NUM_ROWS and num_batches:
+            num_batches -= 1
+            append(output, range(start, min(start + next(batches), NUM_ROWS)))
+            if dies and data.draw(st.booleans(), "commits"):
+                output.save(output.written)
+        if not dies:
+            complete(output)
+            output.finish()
+            output.forget()
+            return
+    for suffix, safe, most in zip(
+        PARTS[out.suffix], output.journal.commit.lengths, output.written.lengths, strict=True
+    ):
+        part = out.with_name(out.name + suffix)
+        length = data.draw(st.integers(safe, most), "left")
+        part.write_bytes(part.read_bytes()[:length])
+    journal_path(out).with_name(out.name + ".journal.new").write_bytes(b'{"half of')
 
 
 class Killed(BaseException):
@@ -156,27 +153,25 @@ def test_killed_at_any_step_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, on_bad_row: str
 ) -> None:
     """Before each rename, removal and write in turn; then once more in the next life, at the same step of that one."""
-    steps = [(Path, "rename"), (Path, "unlink"), (OutputFile, "overwrite"), (OutputFile, "cut"), (OutputFile, "sync")]
+    steps = [(Path, "rename"), (Path, "unlink"), (OutputFile, "write"), (OutputFile, "cut"), (OutputFile, "sync")]
     for num_steps in itertools.count(1):
         folder = tmp_path / str(num_steps)
         folder.mkdir()
         out = folder / f"v.{format}"
-        output = open_output(out, on_bad_row)
-        output.begin(())
-        commit = append(output, Commit(Position()), range(NUM_ROWS))
-        output.close()
+        with closing(open_output(out, on_bad_row)) as output:
+            append(output, range(NUM_ROWS))
+            complete(output)
         deaths = 0
         for limit in (num_steps, num_steps, 1000):
-            with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch, closing(open_output(out, on_bad_row)) as output:
                 left = [limit]
                 for owner, name in steps:
                     patch.setattr(owner, name, counted(getattr(owner, name), left))
-                output = open_output(out, on_bad_row)
                 try:
-                    output.finish(commit.lengths, commit.num_written)
+                    output.finish()
                 except Killed:
                     deaths += 1
-                output.close()
+        journal_path(out).unlink()
         check_whole(out, on_bad_row)
         if not deaths:
             break
@@ -194,13 +189,18 @@ def counted(step: Any, left: list[int]) -> Any:
 
 
 def test_parts_that_are_shorter_than_the_journal_says_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "v.npy.part").write_bytes(b"short")
-    output = open_output(tmp_path / "v.npy", "blank")
-    with pytest.raises(EmbedError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
-        output.begin((160, 144, 0))
-    with pytest.raises(EmbedError, match=r"v\.npy was complete, and is gone"):
-        output.finish((160, 144, 0), 2)
-    output.close()
+    out = tmp_path / "v.npy"
+    with closing(open_output(out, "blank")) as output:
+        append(output, range(2))
+        output.save(output.written)
+        (tmp_path / "v.npy.part").write_bytes(b"short")
+    with closing(OutputFiles(make_options(out))) as output:
+        output.resume([])
+        with pytest.raises(EmbedError, match=r"v\.npy\.part has 5 bytes, the journal knows of 160: --restart"):
+            output.begin(MODEL)
+    replace(output.journal, commit=replace(output.journal.commit, is_complete=True)).save(journal_path(out))
+    with closing(open_output(out, "blank")) as output, pytest.raises(EmbedError, match=r"v\.npy was complete, and is"):
+        output.finish()
 
 
 def test_two_runs_cannot_have_one_output(tmp_path: Path) -> None:
@@ -211,28 +211,28 @@ def test_two_runs_cannot_have_one_output(tmp_path: Path) -> None:
     OutputFiles(make_options(tmp_path / "v.npy")).close()
 
 
-@pytest.mark.parametrize("then", ["append", "sync", "finish"])
+@pytest.mark.parametrize("then", ["append", "check", "finish"])
 def test_a_run_ends_when_another_that_no_lock_keeps_away_writes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """Without that, what the first run appends next would lie behind a hole of zeros."""
     monkeypatch.setattr(OutputFile, "lock", lambda self: True)  # as where locks are each machine's own
-    first, second = (open_output(tmp_path / "v.npy", "blank") for _ in range(2))
-    first.begin(())
-    commit = append(first, Commit(Position()), range(6))
-    second.begin(())
+    out = tmp_path / "v.npy"
+    first = open_output(out, "blank")
+    append(first, range(6))
+    second = open_output(out, "blank")
     steps: dict[str, Callable[[], object]] = {
-        "append": lambda: append(first, commit, range(6, NUM_ROWS)),
-        "sync": first.sync,
-        "finish": lambda: first.finish(commit.lengths, commit.num_written),
-    }
+        "append": lambda: append(first, range(6, NUM_ROWS)), "check": first.check, "finish": first.finish,
+    }  # fmt: skip
     with pytest.raises(RunEnded, match=r"v\.npy\.part has 128 bytes where this run wrote 224: another run writes it"):
         steps[then]()
-    whole = append(second, Commit(Position()), range(NUM_ROWS))
-    second.finish(whole.lengths, whole.num_written)
+    append(second, range(NUM_ROWS))
+    complete(second)
+    second.finish()
+    second.forget()
     first.close()
     second.close()
-    check_whole(tmp_path / "v.npy", "blank")
+    check_whole(out, "blank")
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 4), (10**12, 10**5)])

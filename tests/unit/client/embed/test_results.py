@@ -177,7 +177,6 @@ def test_the_main_results_of_a_model(capabilities: tuple[str, ...], results: tup
 
 
 def test_the_settings_of_an_output_are_those_of_all() -> None:
-    flags = ("a.txt", "--output-dir", "out", "--dtype", "float16")
-    blank = parse_options([*flags, "--on-bad-row", "blank"]).of_output("a.txt", Path("/tmp/a.npy"))
-    assert (blank.accepts_bad_rows, blank.dtype, blank.path) == (True, "float16", Path("/tmp/a.npy"))
-    assert not parse_options(flags).of_output("a.txt", Path("/tmp/a.npy")).accepts_bad_rows
+    flags = ("a.txt", "--output-dir", "out", "--dtype", "float16", "--on-bad-row", "blank")
+    options = parse_options(flags).of_output("a.txt", Path("/tmp/a.npy"))
+    assert (options.on_bad_row, options.dtype, options.path) == ("blank", "float16", Path("/tmp/a.npy"))

@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def outputs(options: EmbedOptions, manifest: Path | None = None) -> list[tuple[str, str]]:
-    return [(source, out) for source, out in list_shards(options, manifest)]
+def outputs(options: EmbedOptions) -> list[tuple[str, str]]:
+    return [(source, out) for source, out in list_shards(options)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_no_output_is_an_input_or_the_manifest(folder: Path) -> None:
     manifest.write_text(f"{folder}/a.txt\tm.jsonl\n")
     flags = ("--output-format", "jsonl", "--manifest", str(manifest))
     with pytest.raises(EmbedError, match=r"m\.jsonl is input and output"):
-        outputs(options_of(*flags, out=str(folder)), manifest)
+        outputs(options_of(*flags, out=str(folder)))
     with pytest.raises(EmbedError, match=r"m\.jsonl is input and output"):
         outputs(options_of(str(manifest), *flags[:2], out=str(folder)))
 
@@ -122,7 +122,7 @@ def test_messages_about_names_have_no_secret(tmp_path: Path) -> None:
     manifest.write_text("sftp://me:hush@h/a.txt\nsftp://me:hush@h/b/a.txt\n")
     said = r"^sftp://me@h/a\.txt and sftp://me@h/b/a\.txt have one output, sftp://me@h/out/a"
     with pytest.raises(EmbedError, match=said):
-        outputs(options_of("--manifest", str(manifest), out="sftp://me:hush@h/out"), manifest)
+        outputs(options_of("--manifest", str(manifest), out="sftp://me:hush@h/out"))
 
 
 def test_shards_have_each_input_once(folder: Path) -> None:
