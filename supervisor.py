@@ -62,8 +62,12 @@ from vecd.shm.control import (
     Heartbeat,
     InputDeaths,
     InputsCleared,
+    KeepAlive,
     Message,
+    ModelAsked,
     ModelState,
+    ModelUsed,
+    ModelWanted,
     Prepared,
     Progress,
     Quarantined,
@@ -341,7 +345,9 @@ class Supervisor:
                 link.process.kill()
             case Prepared():
                 self.reloader.on_unprepared(message.generation, message.error)
-            case _ if not self._residency.on_message(link, message):
+            case ModelWanted() | ModelUsed() | ModelAsked() | KeepAlive():
+                self._residency.on_message(link, message)
+            case _:
                 log.error("%s from %s is not for the supervisor", type(message).__name__, link.process.name)
 
     # --- events of workers (WorkerObserver) -----------------------------------------------------------------

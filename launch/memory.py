@@ -241,21 +241,18 @@ def make_book(plans: Sequence[Plan]) -> MemoryBook:
     """The book for the models of one configuration, whose budget they fit into. Reads the file system: not for an event
     loop. Raises ConfigurationError, with a table of who needs what, for models that do not fit, and for a share of a
     memory whose size is not known. Side effect: closes the plans then."""
+    settings = plans[0].settings
     try:
-        book = read_book(plans)
-        if problems := why_too_much(plans, book):
+        book = MemoryBook(
+            _budget_of(settings), settings.cache_folder, predict_server(plans), is_only_model=len(plans) == 1
+        )
+        if problems := _why_too_much(plans, book):
             raise ConfigurationError(*problems, *_needs(plans, book))
     except BaseException:
         for plan in plans:
             plan.close()
         raise
     return book
-
-
-def read_book(plans: Sequence[Plan]) -> MemoryBook:
-    """As `make_book`, for models that need not fit."""
-    settings = plans[0].settings
-    return MemoryBook(_budget_of(settings), settings.cache_folder, predict_server(plans), is_only_model=len(plans) == 1)
 
 
 def in_mb(nbytes: int) -> str:
@@ -284,44 +281,32 @@ def _budget_of(settings: Settings) -> int | None:
     return read_memory_budget(settings.memory_budget, memory_mb << 20)
 
 
-def why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
+def _why_too_much(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
     """Lines for the operator; none for models that fit. Without a budget nothing is read."""
     if book.budget is None:
         return []
     totals = {plan.gateway.model: book.expect(plan).total for plan in plans}
-    pinned = [plan.gateway for plan in plans if plan.gateway.pinned]
-    at_start = [plan.gateway for plan in plans if not plan.gateway.is_loaded_on_demand]
-    kept = book.server_nbytes + sum(totals[config.model] for config in pinned)
-    needs = [("the models that are loaded at the start", sum(totals[each.model] for each in at_start))] * bool(at_start)
-    needs = [(what, nbytes + book.server_nbytes) for what, nbytes in needs]
-    needs += [("the pinned models", kept)] * bool(pinned)
-    needs += [
-        (config.model, kept + totals[config.model])
-        for config in (plan.gateway for plan in plans)
-        if config.is_loaded_on_demand and not config.pinned
-    ]
-    too_much = [(what, nbytes) for what, nbytes in needs if nbytes > book.budget]
-    if not too_much:
-        return []
-    given = plans[0].settings.memory_budget
+    configs = [plan.gateway for plan in plans]
+    pinned = sum(totals[each.model] for each in configs if each.pinned)
+    at_start = sum(totals[each.model] for each in configs if not each.is_loaded_on_demand)
+    needs = {"the models that are loaded at the start": at_start, "the pinned models": pinned}
+    for each in configs:
+        if each.is_loaded_on_demand and not each.pinned:
+            needs[each.model] = pinned + totals[each.model]
+    given = f"--memory-budget: {plans[0].settings.memory_budget} given, which is {in_mb(book.budget)}"
     return [
-        f"--memory-budget: {given} given, which is {in_mb(book.budget)}: {what} would need {in_mb(nbytes)} with the "
-        "server itself" + (" and the pinned models" if pinned and what in totals else "")
-        for what, nbytes in too_much
+        f"{given}: {what} would need {in_mb(nbytes + book.server_nbytes)} with the server itself"
+        + (" and the pinned models" if pinned and what in totals else "")
+        for what, nbytes in needs.items()
+        if nbytes and nbytes + book.server_nbytes > book.budget
     ]
 
 
 def _needs(plans: Sequence[Plan], book: MemoryBook) -> list[str]:
     rows = [["model", "load", "memory", "pinned", "known by"]]
-    rows += [
-        [
-            plan.gateway.model,
-            plan.settings.load,
-            in_mb(book.expect(plan).total),
-            "yes" if plan.gateway.pinned else "no",
-            "measurement" if book.recall(plan) else "prediction",
-        ]
-        for plan in plans
-    ]
+    for plan in plans:
+        total, is_pinned = in_mb(book.expect(plan).total), "yes" if plan.gateway.pinned else "no"
+        known_by = "measurement" if book.recall(plan) else "prediction"
+        rows.append([plan.gateway.model, plan.settings.load, total, is_pinned, known_by])
     rows.append(["(the server itself)", "start", in_mb(book.server_nbytes), "yes", "prediction"])
     return as_table(rows)

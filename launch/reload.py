@@ -80,7 +80,6 @@ class Reloader:
         self._num_requested = 0
         self._is_requested = False
         self._task: asyncio.Task[None] | None = None
-        self._failures: dict[int, str] = {}
 
     @property
     def active(self) -> list[WorkerPool]:
@@ -110,11 +109,11 @@ class Reloader:
 
     def on_unprepared(self, generation: int, error: str) -> None:
         """A gateway cannot prepare for a generation that is not active yet."""
-        if generation in self._worker_pools:
-            self._fail(self._worker_pools[generation], f"{self._worker_pools[generation].prefix}{error}")
+        if (new := self._worker_pools.get(generation)) is not None:
+            self._fail(new, f"{new.prefix}{error}")
 
     def _fail(self, new: WorkerPool, reason: str) -> None:
-        self._failures[new.generation] = reason
+        new.failure = reason
         self._gateway_pool.changed.set()
 
     def _request(self) -> None:
@@ -227,11 +226,10 @@ class Reloader:
         as `_await_connected` and `_await_unchanged`."""
         new = self._new_of(pools)
         for worker_pool in new:
-            if self._residency.stays_loaded(worker_pool.plan):
-                await self._residency.add(worker_pool, is_loaded=True)
+            is_loaded = self._residency.stays_loaded(worker_pool.plan)
+            await self._residency.add(worker_pool, is_loaded=is_loaded)
+            if is_loaded:
                 self._start_task(self._supervise(worker_pool))
-            else:
-                await self._residency.add(worker_pool, is_loaded=False)
         await asyncio.sleep(0)  # all of them have begun, so that `_end` finds what it must end
         self._gateway_pool.reconcile()
         await self._await_connected(new)
@@ -249,13 +247,12 @@ class Reloader:
         self._gateway_pool.activate({worker_pool.model: worker_pool.generation for worker_pool in pools}, keys)
         settings = pools[0].plan.settings
         logs.change(settings.log_level, settings.log_format)
+        old = [worker_pool for worker_pool in before if worker_pool not in pools]
         replaced = {worker_pool.model for worker_pool in before}
         for worker_pool in new:
             if worker_pool.model not in replaced:
-                _log_served(worker_pool)
-        successors = {worker_pool.model: worker_pool for worker_pool in new}
-        old = [worker_pool for worker_pool in before if worker_pool not in pools]
-        await asyncio.gather(*(self._retire(worker_pool, successors.get(worker_pool.model)) for worker_pool in old))
+                self._log_served(worker_pool.model)
+        await asyncio.gather(*map(self._retire, old))
         if not new and not old:
             log.info("reloaded: no model has changed")
 
@@ -264,7 +261,7 @@ class Reloader:
 
         def is_connected(one: WorkerPool) -> bool:
             for each in new:
-                if why := self._failures.get(each.generation) or (each.broken and f"{each.prefix}{each.broken}"):
+                if why := each.failure or (each.broken and f"{each.prefix}{each.broken}"):
                     raise _Refused(why)
             if self._gateway_pool.num_deaths - deaths_before >= _MAX_GATEWAY_DEATHS:
                 raise _Refused(f"gateways have died {_MAX_GATEWAY_DEATHS} times meanwhile")
@@ -291,14 +288,16 @@ class Reloader:
 
     # --- the end of a generation ----------------------------------------------------------------------------
 
-    async def _retire(self, old: WorkerPool, successor: WorkerPool | None) -> None:
-        """`successor`: None if the model is no longer served."""
+    async def _retire(self, old: WorkerPool) -> None:
         await self._await_retired(old)
-        if successor is None:
-            log.info("reloaded: %s is no longer served", old.model)
+        if old.model in self._gateway_pool.active:
+            self._log_served(old.model)
         else:
-            _log_served(successor)
+            log.info("reloaded: %s is no longer served", old.model)
         await self._end(old)
+
+    def _log_served(self, model: str) -> None:
+        log.info("reloaded: %s is served by generation %d", model, self._gateway_pool.active[model])
 
     async def _await_retired(self, old: WorkerPool) -> None:
         timeout_s = old.plan.settings.request_timeout + _RETIRE_MARGIN_S
@@ -314,15 +313,10 @@ class Reloader:
         await worker_pool.stop()
         worker_pool.close()
         worker_pool.plan.close()
-        self._failures.pop(worker_pool.generation, None)
 
 
 class _Refused(Exception):
     """The new generation cannot take over. The message says why."""
-
-
-def _log_served(worker_pool: WorkerPool) -> None:
-    log.info("reloaded: %s is served by generation %d", worker_pool.model, worker_pool.generation)
 
 
 def serves_the_same(served: Plan, plan: Plan, *, is_first: bool) -> bool:

@@ -25,7 +25,7 @@ from vecd.launch.files import FilesHang
 from vecd.launch.gateways import GatewayPool, Life, Link, loop_time
 from vecd.launch.memory import Footprint, MemoryBook, measured
 from vecd.launch.workers import WorkerPool, load_pause_s
-from vecd.shm.control import UNLOAD_REASONS, KeepAlive, Message, ModelAsked, ModelIs, ModelState, ModelUsed, ModelWanted
+from vecd.shm.control import UNLOAD_REASONS, KeepAlive, ModelAsked, ModelIs, ModelState, ModelUsed, ModelWanted
 
 # Decides which models make room for one that requests wait for.
 #
@@ -102,10 +102,6 @@ class ModelLife:
     def is_resident(self) -> bool:
         """Workers of it run, or are being started."""
         return self.state in (ModelState.LOADING, ModelState.READY)
-
-    @property
-    def is_held(self) -> bool:
-        return self.state is ModelState.READY and self.held_nbytes > 0
 
     @property
     def is_waiting(self) -> bool:
@@ -188,8 +184,8 @@ class ModelLife:
         self._use, self._use_at = self.recent_use(now) + compute_s / _USE_TIME_CONSTANT_S, now
 
     def forget_gateways(self, living: Iterable[Life]) -> None:
-        for gone in self._unanswered.keys() - set(living):
-            del self._unanswered[gone]
+        living = set(living)
+        self._unanswered = {life: each for life, each in self._unanswered.items() if life in living}
 
     def begin_load(self, now: float, *, is_first: bool = False) -> None:
         """`is_first`: with the server's start or in a reload."""
@@ -253,36 +249,33 @@ def decide(lives: Sequence[ModelLife], free_nbytes: int | None, now: float) -> t
     they were first wanted. None passes one that waits for memory: it would take what becomes free for that one."""
     decisions: list[Decision] = []
     due: list[float] = []
+
+    def at(time: float | None, decision: Decision) -> None:
+        if time is not None and time <= now:
+            decisions.append(decision)
+        elif time is not None:
+            due.append(time)
+
     for life in lives:
         if life.is_asked_to_go:
             decisions.append(Decision("unload", life, "operator"))
             continue
-        if life.measure_at is not None:
-            if life.measure_at <= now:
-                decisions.append(Decision("measure", life))
-            else:
-                due.append(life.measure_at)
-        if life.state is ModelState.READY and (idle_at := life.idle_at(now)) is not None:
-            if idle_at <= now:
-                decisions.append(Decision("unload", life, life.why_idle))
-            else:
-                due.append(idle_at)
+        at(life.measure_at, Decision("measure", life))
+        if life.state is ModelState.READY:
+            at(life.idle_at(now), Decision("unload", life, life.why_idle))
     num_loads = sum(life.state is ModelState.LOADING and life.has_begun for life in lives)
     waiting = sorted((life for life in lives if life.is_waiting), key=lambda life: life.wanted_at or 0.0)
     due += [life.not_before for life in waiting if life.not_before > now]
     most_nbytes = (free_nbytes or 0) + held_nbytes(life for life in lives if not life.is_pinned)
     for life in [life for life in waiting if life.not_before <= now]:
-        if free_nbytes is not None:
-            missing = life.total_nbytes - most_nbytes
-            if missing > 0:
-                why = f"no memory: {math.ceil(missing / 2**20)} MB of the budget are missing beside the pinned models"
-                decisions.append(Decision("refuse", life, why))
-                continue
+        if free_nbytes is not None and (missing := life.total_nbytes - most_nbytes) > 0:
+            why = f"no memory: {math.ceil(missing / 2**20)} MB of the budget are missing beside the pinned models"
+            decisions.append(Decision("refuse", life, why))
+            continue
         if num_loads >= MAX_LOADS:
             break
         if free_nbytes is not None:
-            needed = life.total_nbytes - free_nbytes
-            if needed > 0:
+            if (needed := life.total_nbytes - free_nbytes) > 0:
                 leaving = {each.life.generation for each in decisions if each.action == "unload"}
                 decisions += _make_room(life, needed, lives, leaving, now)
                 due.append(now + _MEMORY_WAIT_S)
@@ -311,7 +304,12 @@ def _make_room(
     for each in lives:
         if each.state is ModelState.DRAINING or each.generation in leaving:
             needed -= each.held_nbytes
-        elif each is not life and num_generations[each.model] == 1 and each.is_held:
+        elif (
+            each is not life
+            and num_generations[each.model] == 1
+            and each.state is ModelState.READY
+            and each.held_nbytes
+        ):
             resident.append(each)
     if needed <= 0:
         return []
@@ -418,32 +416,24 @@ class Residency:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def on_message(self, link: Link, message: Message) -> bool:
-        """Returns whether it was for this object."""
-        if not isinstance(message, ModelWanted | ModelUsed | ModelAsked | KeepAlive):
-            return False
+    def on_message(self, link: Link, message: ModelWanted | ModelUsed | ModelAsked | KeepAlive) -> None:
         if (life := self._lives.get(message.generation)) is None:
-            return True
+            return
         now = loop_time()
         match message:
-            case ModelWanted():
-                self._want(life)
             case ModelUsed():
                 life.use(link.life, message.compute_s, message.num_requests, now)
             case KeepAlive():
                 life.keep(message.seconds)
-            case ModelAsked(action="load"):
-                life.not_before = min(life.not_before, now)
-                self._want(life)
-            case ModelAsked():
+            case ModelAsked(action="unload"):
                 life.ask_to_go()
                 self._tell(life)
+            case _:
+                if isinstance(message, ModelAsked):
+                    life.not_before = min(life.not_before, now)
+                life.want(now)
+                self._tell(life)
         self._gateway_pool.changed.set()
-        return True
-
-    def _want(self, life: ModelLife) -> None:
-        life.want(loop_time())
-        self._tell(life)
 
     def on_worker_ready(self, worker_pool: WorkerPool) -> bool:
         """Returns whether this is part of a load that was begun here."""

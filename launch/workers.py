@@ -148,6 +148,8 @@ class WorkerPool:
         self.ready: dict[int, ReadyWorker] = {}
         self.broken: str | None = None
         """Why there is no use in waiting for a worker; None while there is."""
+        self.failure = ""
+        """Why the generation cannot take over."""
         self.identity: ModelIdentity | None = None
         """Set by `vecd.launch.identities`; None until it is known."""
         self.changed_files = ""

@@ -13,7 +13,7 @@ from vecd.base.failures import ConfigurationError
 from vecd.launch import memory
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
-from vecd.launch.memory import Footprint, MemoryBook, make_book, measured, predict, predict_server, read_book
+from vecd.launch.memory import Footprint, MemoryBook, make_book, measured, predict, predict_server
 from vecd.model.card import ModelError
 from vecd.workers.machine import Processor
 
@@ -230,7 +230,7 @@ def test_what_must_be_there_together_must_fit(
 
 def test_the_operator_learns_who_needs_what(of_models: Callable[..., list[Plan]]) -> None:
     first, second, third = of_models("1.5GB", small="", large="--pinned", other="--load demand --workers 3")
-    read_book([first, second, third]).remember(third, Footprint(GB - 2, 1, 2))
+    MemoryBook(None, third.settings.cache_folder, is_only_model=False).remember(third, Footprint(GB - 2, 1, 2))
     with pytest.raises(ConfigurationError) as refused:
         make_book([first, second, third])
     assert refused.value.problems == [
