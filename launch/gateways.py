@@ -233,8 +233,6 @@ class GatewayPool:
         """What the server's start is doing; set to None once the server is ready."""
         self.num_deaths = 0
         self.worker_pools = worker_pools
-        self.states: dict[int, ModelIs] = {}
-        """By generation, of those whose state gateways are told. Set by `vecd.launch.residency`."""
         self.files = system.files
         self.changed = asyncio.Event()
         """Set whenever a worker, a gateway, its link or the state of a model has changed."""
@@ -269,7 +267,7 @@ class GatewayPool:
     def is_connected(self, worker_pool: WorkerPool) -> bool:
         """Whether the pool is complete, and each ready gateway, one at least, is connected to all of it and awaits no
         other model. If the pool's model is not loaded: whether each `is_prepared`."""
-        if self._is_unloaded(worker_pool.generation):
+        if worker_pool.is_unloaded:
             return self.is_prepared(worker_pool)
         workers = {worker.incarnation for worker in worker_pool.ready.values()}
         links = self.ready_links
@@ -285,10 +283,6 @@ class GatewayPool:
     def is_drained(self, generation: int) -> bool:
         known = (link.known[generation] for link in self.ready_links if link.is_prepared(generation))
         return all(each.is_drained for each in known)
-
-    def _is_unloaded(self, generation: int) -> bool:
-        state = self.states.get(generation)
-        return state is not None and state.state not in (ModelState.LOADING, ModelState.READY)
 
     # --- supervision ----------------------------------------------------------------------------------------
 
@@ -468,7 +462,7 @@ class GatewayPool:
                 send_or_kill(link.process, up, [worker.arena_fd])
         if worker_pool.broken is not None:
             link.tell(generation, ModelBroken(generation, worker_pool.broken))
-        state, before = self.states.get(generation), known.sent.get(ModelIs)
+        state, before = worker_pool.state, known.sent.get(ModelIs)
         if state is not None and state != before:
             known.is_drained &= isinstance(before, ModelIs) and state.state == before.state
             known.sent[ModelIs] = state
@@ -485,7 +479,7 @@ class GatewayPool:
             if before == generation or not link.is_prepared(generation):
                 continue
             workers = {worker.incarnation for worker in self.worker_pools[generation].ready.values()}
-            if before is None or self._is_unloaded(generation) or link.connected & workers:
+            if before is None or self.worker_pools[generation].is_unloaded or link.connected & workers:
                 if before is not None:
                     link.known[before].is_retiring = True
                 link.generations[model] = generation

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -67,13 +67,9 @@ class LoadHistory:
 class ModelLife:
     """One generation's model: where it is, and since when. All times are in seconds of the caller's clock."""
 
-    generation: int
-    model: str
-    keep_alive_s: float | None
-    is_pinned: bool
+    pool: WorkerPool
     total_nbytes: int
     """Memory that it needs when it is loaded: predicted or measured."""
-    request_timeout_s: float
     history: LoadHistory
     since: float
     state: ModelState = ModelState.UNLOADED
@@ -95,8 +91,18 @@ class ModelLife:
     _use: float = 0.0
     """Core-seconds per second, an exponential mean that ends at `_use_at`."""
     _use_at: float = 0.0
+    load: "asyncio.Task[None] | None" = None
+    unload: "asyncio.Task[None] | None" = None
 
     # --- what is said of it -------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> str:
+        return self.pool.model
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pool.plan.gateway.pinned
 
     @property
     def is_resident(self) -> bool:
@@ -134,7 +140,7 @@ class ModelLife:
             wait_s = ahead_s + self.load_s
         nbytes = self.total_nbytes if state is ModelState.LOADING else self.held_nbytes or self.total_nbytes
         return ModelIs(
-            self.generation, state, reason, round(wait_s, 3), nbytes, history.num_loads,
+            self.pool.generation, state, reason, round(wait_s, 3), nbytes, history.num_loads,
             history.num_failed_loads, round(history.load_s, 3), dict(history.num_unloads),
         )  # fmt: skip
 
@@ -147,11 +153,11 @@ class ModelLife:
 
     def num_unanswered(self, now: float) -> int:
         """At all gateways. One that a gateway has not mentioned for as long as a request may take has been answered."""
-        return sum(num for num, at in self._unanswered.values() if now - at <= self.request_timeout_s)
+        return sum(num for num, at in self._unanswered.values() if now - at <= self.pool.plan.settings.request_timeout)
 
     def idle_at(self, now: float) -> float | None:
         """When it is unloaded because it is not used; None: it is in use, or stays for ever."""
-        keep_alive_s = self.client_keep_alive_s if self.client_keep_alive else self.keep_alive_s
+        keep_alive_s = self.client_keep_alive_s if self.client_keep_alive else self.pool.plan.gateway.keep_alive_s
         if keep_alive_s is None or self.wanted_at is not None or self.num_unanswered(now):
             return None
         return max(self.used_at, self.since) + keep_alive_s + _REPORT_S
@@ -276,7 +282,7 @@ def decide(lives: Sequence[ModelLife], free_nbytes: int | None, now: float) -> t
             break
         if free_nbytes is not None:
             if (needed := life.total_nbytes - free_nbytes) > 0:
-                leaving = {each.life.generation for each in decisions if each.action == "unload"}
+                leaving = [each.life for each in decisions if each.action == "unload"]
                 decisions += _make_room(life, needed, lives, leaving, now)
                 due.append(now + _MEMORY_WAIT_S)
                 break
@@ -295,21 +301,16 @@ def held_nbytes(lives: Iterable[ModelLife]) -> int:
 
 
 def _make_room(
-    life: ModelLife, needed: int, lives: Sequence[ModelLife], leaving: Collection[int], now: float
+    life: ModelLife, needed: int, lives: Sequence[ModelLife], leaving: Sequence[ModelLife], now: float
 ) -> list[Decision]:
     """Whom to unload for a load that needs `needed` bytes more than are free; none while enough is on its way out.
-    `leaving`: the generations that are about to go. One that is being replaced gives nothing back, and stays."""
+    `leaving`: those that are about to go. One that is being replaced gives nothing back, and stays."""
     num_generations = Counter(each.model for each in lives)
     resident = []
     for each in lives:
-        if each.state is ModelState.DRAINING or each.generation in leaving:
+        if each.state is ModelState.DRAINING or each in leaving:
             needed -= each.held_nbytes
-        elif (
-            each is not life
-            and num_generations[each.model] == 1
-            and each.state is ModelState.READY
-            and each.held_nbytes
-        ):
+        elif each.state is ModelState.READY and each.held_nbytes and num_generations[each.model] == 1:
             resident.append(each)
     if needed <= 0:
         return []
@@ -363,14 +364,12 @@ class Residency:
         memory: MemoryBook,
         start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
     ) -> None:
-        self._worker_pools, self._files = gateway_pool.worker_pools, gateway_pool.files
+        self._files = gateway_pool.files
         self._gateway_pool = gateway_pool
         self._memory = memory
         self._start_task = start_task
         self._lives: dict[int, ModelLife] = {}
         self._histories: dict[str, LoadHistory] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ending: dict[int, asyncio.Task[None]] = {}
 
     # --- the generations ----------------------------------------------------------------------------------------------
 
@@ -381,10 +380,8 @@ class Residency:
         expected = await self._files.call(plan.card.folder, lambda: self._memory.expect(plan))
         now = loop_time()
         life = self._lives[worker_pool.generation] = ModelLife(
-            worker_pool.generation, worker_pool.model, plan.gateway.keep_alive_s, plan.gateway.pinned,
-            expected.total, plan.settings.request_timeout,
-            self._histories.setdefault(worker_pool.model, LoadHistory()), now,
-        )  # fmt: skip
+            worker_pool, expected.total, self._histories.setdefault(worker_pool.model, LoadHistory()), now
+        )
         life.history.is_told |= not is_loaded
         if is_loaded:
             life.begin_load(now, is_first=True)
@@ -399,12 +396,9 @@ class Residency:
 
     async def forget(self, generation: int) -> None:
         """The caller ends the generation, and removes its worker pool after this."""
-        self._lives.pop(generation, None)
-        self._gateway_pool.states.pop(generation, None)
-        if (ending := self._ending.pop(generation, None)) is not None:
-            ending.cancel()
-            await asyncio.wait([ending])
-        await self._cancel_load(generation)
+        if (life := self._lives.pop(generation, None)) is not None:
+            await _cancel(life.unload)
+            await self._cancel_load(life)
         self._gateway_pool.changed.set()
 
     def state(self, generation: int) -> ModelState:
@@ -475,88 +469,77 @@ class Residency:
                 case "load":
                     life.begin_load(now)
                     self._tell(life)
-                    self._tasks[life.generation] = self._start_task(self._load(life))
+                    life.load = self._start_task(self._load(life))
                 case "unload":
                     life.begin_draining(reason, now)
                     self._tell(life)
-                    self._ending[life.generation] = self._start_task(self._unload(life))
+                    life.unload = self._start_task(self._unload(life))
                 case "refuse":
                     self._fail(life, reason)
                 case "measure":
                     life.measure_at = None
-                    self._start_task(self._measure(life, self._worker_pools[life.generation]))
+                    self._start_task(self._measure(life))
         return due
 
     async def _load(self, life: ModelLife) -> None:
-        worker_pool = self._worker_pools[life.generation]
+        pool = life.pool
         try:
-            if why := await worker_pool.why_read_anew():
+            if why := await pool.why_read_anew():
                 raise StartFailure(why)
-            await worker_pool.supervise(needs_all=False)
+            await pool.supervise(needs_all=False)
         except (StartFailure, FilesHang, OSError) as error:
-            reason = str(error).removeprefix(worker_pool.prefix)
+            reason = str(error).removeprefix(pool.prefix)
         except Exception as error:
             log.exception("internal error in a load")
             reason = f"unexpected {type(error).__name__}"
         else:
             return
-        self._gateway_pool.withdraw_workers(life.generation, reason)
+        self._gateway_pool.withdraw_workers(pool.generation, reason)
         self._fail(life, reason)
 
     def _fail(self, life: ModelLife, reason: str) -> None:
-        if life.generation not in self._lives or life.state is ModelState.DRAINING:
-            return
-        pause_s = life.fail(reason, loop_time())
-        self._worker_pools[life.generation].log.error(
-            "cannot be loaded, and is not tried again for %g s: %s", pause_s, reason
-        )
-        self._tell(life)
+        if life.pool.generation in self._lives and life.state is not ModelState.DRAINING:
+            pause_s = life.fail(reason, loop_time())
+            life.pool.log.error("cannot be loaded, and is not tried again for %g s: %s", pause_s, reason)
+            self._tell(life)
 
     async def _unload(self, life: ModelLife) -> None:
-        worker_pool, began_at = self._worker_pools[life.generation], loop_time()
-        held_mb = life.held_nbytes >> 20
-        await self._await_drained(worker_pool)
-        await self._cancel_load(life.generation)
-        await worker_pool.stop()
-        self._gateway_pool.withdraw_workers(life.generation, f"unloaded: {life.reason}")
+        pool, began_at, timeout_s = life.pool, loop_time(), life.pool.plan.settings.batch_timeout
+        held = f", about {life.held_nbytes >> 20} MB before" if life.held_nbytes >> 20 else ""
+        try:
+            await self._gateway_pool.until(lambda: self._gateway_pool.is_drained(pool.generation), timeout_s)
+        except TimeoutError:
+            pool.log.warning("a gateway still has batches after %g s, which are given up", timeout_s)
+        await self._cancel_load(life)
+        await pool.stop()
+        self._gateway_pool.withdraw_workers(pool.generation, f"unloaded: {life.reason}")
         life.end_draining(loop_time())
-        worker_pool.log.info(
-            "%s in %.1f s%s: %s", life.state, loop_time() - began_at, f", about {held_mb} MB before" if held_mb else "",
-            life.reason,
-        )  # fmt: skip
-        del self._ending[life.generation]
+        pool.log.info("%s in %.1f s%s: %s", life.state, loop_time() - began_at, held, life.reason)
+        life.unload = None
         self._tell(life, has_just_gone=True)
         self._tell(life)
 
-    async def _cancel_load(self, generation: int) -> None:
+    async def _cancel_load(self, life: ModelLife) -> None:
         """One that supervises its workers ends with these."""
-        task = self._tasks.pop(generation, None)
-        if task is not None and not self._worker_pools[generation].is_supervised:
-            task.cancel()
-            await asyncio.wait([task])
-
-    async def _await_drained(self, worker_pool: WorkerPool) -> None:
-        timeout_s = worker_pool.plan.settings.batch_timeout
-        try:
-            await self._gateway_pool.until(lambda: self._gateway_pool.is_drained(worker_pool.generation), timeout_s)
-        except TimeoutError:
-            worker_pool.log.warning("a gateway still has batches after %g s, which are given up", timeout_s)
+        if not life.pool.is_supervised:
+            await _cancel(life.load)
+        life.load = None
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    async def _measure(self, life: ModelLife, worker_pool: WorkerPool) -> None:
+    async def _measure(self, life: ModelLife) -> None:
         """Replace what was expected, unless not all workers are there. Workers that have not computed a full batch yet
         will need more, so that they count with what was expected at least."""
-        ready_at = life.since
-        if not worker_pool.is_complete:
+        ready_at, pool = life.since, life.pool
+        if not pool.is_complete:
             return
-        pids, workers = worker_pool.pids(), [worker.process.pid for worker in worker_pool.ready.values()]
+        pids, workers = pool.pids(), [worker.process.pid for worker in pool.ready.values()]
 
         def measure() -> Footprint | None:
             if (footprint := measured(pids, workers)) is not None:
-                expected = self._memory.expect(worker_pool.plan)
+                expected = self._memory.expect(pool.plan)
                 footprint = replace(footprint, per_worker=max(footprint.per_worker, expected.per_worker))
-                self._memory.remember(worker_pool.plan, footprint)
+                self._memory.remember(pool.plan, footprint)
             return footprint
 
         with suppress(FilesHang, OSError):
@@ -569,17 +552,19 @@ class Residency:
     # --- gateways -----------------------------------------------------------------------------------------------------
 
     def _tell(self, life: ModelLife, *, has_just_gone: bool = False) -> None:
-        if life.history.is_told and life.generation in self._lives:
-            self._gateway_pool.states[life.generation] = life.message(
-                self._ahead_s(life), loop_time(), has_just_gone=has_just_gone
-            )
+        if life.history.is_told and life.pool.generation in self._lives:
+            life.pool.state = life.message(self._ahead_s(life), loop_time(), has_just_gone=has_just_gone)
         self._gateway_pool.reconcile()
 
     def _ahead_s(self, life: ModelLife) -> float:
         if not life.is_waiting:
             return 0.0
-        wanted_at = life.wanted_at or -math.inf
-        before = [
-            each.load_s for each in self._lives.values() if each.is_waiting and (each.wanted_at or 0.0) < wanted_at
-        ]
+        waiting = (each for each in self._lives.values() if each.is_waiting)
+        before = [each.load_s for each in waiting if (each.wanted_at or 0.0) < (life.wanted_at or -math.inf)]
         return sum(before) / 2
+
+
+async def _cancel(task: "asyncio.Task[None] | None") -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])

@@ -22,7 +22,7 @@ from vecd.launch.config.plan import Plan
 from vecd.launch.files import FilesHang
 from vecd.model.files import source_of
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart, ModelIdentity, WorkerReady
+from vecd.shm.control import ForkServerStart, ModelIdentity, ModelIs, ModelState, WorkerReady
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import modules_to_preload
 
@@ -152,6 +152,8 @@ class WorkerPool:
         """Why the generation cannot take over."""
         self.identity: ModelIdentity | None = None
         """Set by `vecd.launch.identities`; None until it is known."""
+        self.state: ModelIs | None = None
+        """What gateways are told; None if that is nothing. Set by `vecd.launch.residency`."""
         self.changed_files = ""
         self.before_ready: Callable[[], Awaitable[None]] | None = None
         """Awaited before a worker is announced that has read the model's files."""
@@ -179,6 +181,10 @@ class WorkerPool:
     @property
     def is_complete(self) -> bool:
         return len(self.ready) == len(self.plan.workers)
+
+    @property
+    def is_unloaded(self) -> bool:
+        return self.state is not None and self.state.state not in (ModelState.LOADING, ModelState.READY)
 
     def zmq_listening(self, gateway: int) -> int:
         return self._endpoints[gateway][0].fileno()

@@ -1,5 +1,6 @@
 """When a model is loaded and when it goes, with a clock that the test plays; and which one goes for another."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ GATEWAY, OTHER = (0, 1), (1, 1)
 
 
 def made(generation: int = 1, **changes: Any) -> ModelLife:
-    values: dict[str, Any] = {
-        "generation": generation, "model": f"m{generation}", "keep_alive_s": 10.0, "is_pinned": False,
-        "total_nbytes": 100, "request_timeout_s": 300.0,
-        "history": LoadHistory(load_s=1.0), "since": 0.0,
-    }  # fmt: skip
-    return ModelLife(**{**values, **changes})
+    told = {"keep_alive_s": 10.0, "pinned": False}
+    config = SimpleNamespace(**{name: changes.pop(name, default) for name, default in told.items()})
+    plan = SimpleNamespace(gateway=config, settings=SimpleNamespace(request_timeout=300.0))
+    model = changes.pop("model", f"m{generation}")
+    pool: Any = SimpleNamespace(generation=generation, model=model, plan=plan)
+    values: dict[str, Any] = {"total_nbytes": 100, "history": LoadHistory(load_s=1.0), "since": 0.0}
+    return ModelLife(pool, **{**values, **changes})
 
 
 def loaded(generation: int = 1, now: float = 0.0, **changes: Any) -> ModelLife:
@@ -104,7 +106,7 @@ def test_no_load_passes_one_that_waits_for_memory() -> None:
 def test_three_that_fit_one_at_a_time_wait_for_their_turns() -> None:
     lives = [made(generation) for generation in (1, 2, 3)]
     for life in lives:
-        life.want(life.generation)
+        life.want(life.pool.generation)
     assert decide(lives, 100, 5) == ([Decision("load", lives[0])], 6.0), "the others have no room yet, and may wait"
     lives[0].begin_load(5)
     assert decide(lives, 0, 6) == ([], 7.0)
@@ -116,7 +118,7 @@ def test_a_model_that_is_being_replaced_counts_once_and_stays() -> None:
     waiting.want(1)
     assert held_nbytes([before, after, waiting]) == 100
     assert decide([before, after, waiting], 40, 100) == ([], 101.0), "neither would give anything back"
-    pinned = [loaded(number, model="a", keep_alive_s=None, is_pinned=True) for number in (1, 2)]
+    pinned = [loaded(number, model="a", keep_alive_s=None, pinned=True) for number in (1, 2)]
     assert decide([*pinned, waiting], 100, 100) == ([Decision("load", waiting)], None)
 
 
@@ -131,7 +133,7 @@ def test_requests_that_wait_across_an_unload_keep_it() -> None:
 
 
 def test_what_never_fits_fails_at_once_and_lets_the_next_pass() -> None:
-    pinned, large, small = loaded(1, is_pinned=True), made(2, total_nbytes=1 << 30), made(3)
+    pinned, large, small = loaded(1, pinned=True), made(2, total_nbytes=1 << 30), made(3)
     large.want(1)
     small.want(2)
     refused, load = decide([pinned, large, small], 100, 3)[0]
@@ -166,7 +168,7 @@ def resident(
     resident_s: float = 60.0,
 ) -> ModelLife:
     return made(
-        model=model, held_nbytes=nbytes, is_pinned=is_pinned, since=NOW - resident_s, state=ModelState.READY,
+        model=model, held_nbytes=nbytes, pinned=is_pinned, since=NOW - resident_s, state=ModelState.READY,
         history=LoadHistory(num_loads=2, load_s=reload_s), used_at=NOW if is_busy else 0.0, _use=use, _use_at=NOW,
     )  # fmt: skip
 
