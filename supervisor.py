@@ -116,7 +116,8 @@ def serve(arguments: Sequence[str]) -> int:
             plans = make_plans(load_models(settings), _report_early)
             memory = make_book(plans)
         _prepare_process()
-        return asyncio.run(Supervisor(plans, arguments, notifier, inherited, listeners, memory=memory).run())
+        listeners = listeners or Listeners(settings, inherited)
+        return asyncio.run(Supervisor(plans, arguments, notifier, listeners, memory=memory).run())
     except ConfigurationError as error:
         for problem in error.problems:
             logs.say(problem, logging.ERROR)
@@ -163,8 +164,7 @@ class Supervisor:
         plans: Sequence[Plan],
         arguments: Sequence[str],
         notifier: Notifier,
-        inherited: Inherited,
-        listeners: Listeners | None = None,
+        listeners: Listeners,
         system: System | None = None,
         memory: MemoryBook | None = None,
     ) -> None:
@@ -180,7 +180,6 @@ class Supervisor:
         self._identities = Identities(self._system.files, on_identity) if system is None else None
         self._arguments = list(arguments)
         self._notifier = notifier
-        self._inherited = inherited
         self._started_at = time.monotonic()
         self._stopping = asyncio.Event()
         self._lives: dict[int, int] = {}
@@ -188,8 +187,7 @@ class Supervisor:
         self._has_been_ready = False
         self._exit_code = EXIT_OK
         self._listeners = listeners
-        self._url = self._admin_url = ""
-        self.reload_socket = ReloadSocket(self.request_reload, lambda: self._url)
+        self.reload_socket = ReloadSocket(self.request_reload, lambda: listeners.url)
         try:
             self._first = [
                 self._make_worker_pool(index + 1, plan, len(plans) == 1)
@@ -213,12 +211,9 @@ class Supervisor:
         Raises StartFailure when a child cannot start or keeps dying."""
         self._install_signal_handlers()
         try:
-            settings = self._first[0].plan.settings
-            listeners = self._listeners = self._listeners or Listeners(settings, self._inherited)
-            self._url, self._admin_url = listeners.url, listeners.admin_url
             self._gateway_pool = GatewayPool(
-                self._num_gateways, listeners.sockets, self._metrics_fd, self._worker_pools, self._on_gateway_message,
-                self._system, usable_cores(), self._vector_cache_fd,
+                self._num_gateways, self._listeners.sockets, self._metrics_fd, self._worker_pools,
+                self._on_gateway_message, self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
             self._residency = Residency(self._gateway_pool, self._memory, self._start_task)
             self.reloader = Reloader(
@@ -305,10 +300,11 @@ class Supervisor:
         return list(map(self._with_inherited, plans))
 
     def _with_inherited(self, plan: Plan) -> Plan:
+        inherited = self._listeners.inherited
         return plan.with_gateway(
-            has_admin_listener=plan.gateway.has_admin_listener or self._inherited.admin is not None,
-            keeps_listening=self._inherited.public is not None,
-            keeps_admin_listening=self._inherited.admin is not None,
+            has_admin_listener=plan.gateway.has_admin_listener or inherited.admin is not None,
+            keeps_listening=inherited.public is not None,
+            keeps_admin_listening=inherited.admin is not None,
         )
 
     async def _drain(self, gateways: Sequence["asyncio.Task[None]"]) -> None:
@@ -317,7 +313,6 @@ class Supervisor:
         deadline_s = settings.drain_grace + settings.drain_timeout
         log.info("draining, for at most %g s", deadline_s)
         self._notifier.stopping("Stopping: answering the accepted requests", deadline_s + 2 * _DRAIN_MARGIN_S)
-        assert self._listeners is not None
         self._listeners.close_sockets()  # the gateways' copies decide from now on when connects are refused
         self._gateway_pool.drain(Drain(deadline_s, settings.drain_grace))
         _, pending = await asyncio.wait(gateways, timeout=deadline_s + _DRAIN_MARGIN_S)
@@ -448,11 +443,12 @@ class Supervisor:
         (plan, facts), *others = [
             (pool.plan, next((worker.facts for worker in pool.ready.values()), None)) for pool in self._first
         ]
-        lines, fields = summary(plan, self._url, self._admin_url, facts, self._memory_mb(), ready_s, others)
+        url, admin_url = self._listeners.url, self._listeners.admin_url
+        lines, fields = summary(plan, url, admin_url, facts, self._memory_mb(), ready_s, others)
         logs.announce(lines, **fields)
         if (ready_fd := self.plan.settings.ready_fd) is not None:
             with suppress(OSError), open(ready_fd, "w") as ready:
-                ready.write(json.dumps({"url": self._url, "admin_url": self._admin_url, "pid": os.getpid()}) + "\n")
+                ready.write(json.dumps({"url": url, "admin_url": admin_url, "pid": os.getpid()}) + "\n")
 
     def _memory_mb(self) -> int:
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
@@ -465,18 +461,14 @@ class Supervisor:
             self._notifier.status(self._status())
 
     def _status(self) -> str:
-        pools = [(pool, self._residency.state(pool.generation)) for pool in self.reloader.active]
-        models = [
-            (pool.model, len(pool.ready), len(pool.plan.workers), pool.broken)
-            for pool, state in pools
-            if state is ModelState.READY
-        ]
-        others = [
-            (pool.model, self._residency.description(pool.generation))
-            for pool, state in pools
-            if state is not ModelState.READY
-        ]
-        return serving(models, self._url, "; ".join(self.reloader.problems), others)
+        models = []
+        others = []
+        for pool in self.reloader.active:
+            if self._residency.state(pool.generation) is ModelState.READY:
+                models.append((pool.model, len(pool.ready), len(pool.plan.workers), pool.broken))
+            else:
+                others.append((pool.model, self._residency.description(pool.generation)))
+        return serving(models, self._listeners.url, "; ".join(self.reloader.problems), others)
 
     async def _keep_notifying(self) -> None:
         """The watchdog's notification stays out if a restart is needed."""
@@ -501,11 +493,7 @@ class Supervisor:
         if not self._has_been_ready or self._stopping.is_set():
             return HEALTHY
         links = self._gateway_pool.healthy_links
-        active = [
-            worker_pool
-            for worker_pool in self.reloader.active
-            if self._residency.state(worker_pool.generation) is ModelState.READY
-        ]
+        active = [pool for pool in self.reloader.active if self._residency.state(pool.generation) is ModelState.READY]
         usable = {worker.incarnation for pool in active for worker in pool.ready.values() if not worker.is_stuck}
         can_serve = not active or any(link.connected & usable for link in links)
         return HealthSignals(bool(links), can_serve, all(worker_pool.broken is not None for worker_pool in active))
@@ -525,8 +513,7 @@ class Supervisor:
             task.cancel()
 
     def _close(self) -> None:
-        if self._listeners is not None:
-            self._listeners.close()
+        self._listeners.close()
         for worker_pool in self._worker_pools.values():
             worker_pool.close()
         os.close(self._metrics_fd)

@@ -138,7 +138,7 @@ class Reloader:
         """Serve by the configuration as it is now. Returns why that cannot be; then all is as before."""
         pools: list[WorkerPool] = []
         try:
-            pools = await self._prepare()
+            await self._prepare(pools)
             keys = await self._start(pools)
         except ConfigurationError as error:
             problems = error.problems
@@ -155,9 +155,10 @@ class Reloader:
 
     # --- the new generations --------------------------------------------------------------------------------
 
-    async def _prepare(self) -> list[WorkerPool]:
-        """The worker pools of the configuration as it is now, in the order of the models' indices: those that serve, of
-        models that have not changed; of the others, new ones that are not started. Raises what reading can raise."""
+    async def _prepare(self, pools: list[WorkerPool]) -> None:
+        """Append the worker pools of the configuration as it is now, in the order of the models' indices: those that
+        serve, of models that have not changed; of the others, new ones that are not started. Raises what reading can
+        raise."""
         models = await self._files.call("the configuration", self._read_models)
         for path in _files_of(models):  # one that hangs is named, and refuses the reload at once
             with suppress(OSError):
@@ -165,7 +166,6 @@ class Reloader:
         plans = await self._files.call(
             "the model", lambda: self._make_plans(models), timeout_s=_PLAN_TIMEOUT_S, discard=_close
         )
-        pools: list[WorkerPool] = []
         try:
             plans = self._fitted(plans)
             for plan in plans:
@@ -173,10 +173,7 @@ class Reloader:
                 pools.append(pool)
         except BaseException:
             _close(plans[len(pools) :])
-            for new in self._new_of(pools):
-                await self._end(new)
             raise
-        return pools
 
     def _new_of(self, pools: Sequence[WorkerPool]) -> list[WorkerPool]:
         active = self.active

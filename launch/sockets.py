@@ -101,6 +101,7 @@ class Listeners:
         """Bind and listen, where no socket was handed over. Raises StartFailure."""
         self._files: list[tuple[Path, FileId | None]] = []
         self.sockets: list[socket.socket] = []
+        self.inherited = inherited
         self.admin_url = ""
         scheme = "https" if settings.tls_cert is not None else "http"
         try:

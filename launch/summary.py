@@ -47,10 +47,9 @@ def summary(
     engine = _ON_DEMAND
     if facts is not None:
         parity = facts.get("agreement", {})
-        agrees = ", not compared with the reference model"
-        if parity is not None:
-            compared_with = f"the reference model in {parity['compared_with']}" if parity else ""
-            agrees = f", within {parity['max_abs_diff']:.1e} of {compared_with}" if parity else ""
+        agrees = ", not compared with the reference model" if parity is None else ""
+        if parity:
+            agrees = f", within {parity['max_abs_diff']:.1e} of the reference model in {parity['compared_with']}"
         engine = f"{facts.get('path')}, {facts.get('dtype')}{agrees}"
     worker = plan.workers[0]
     device = worker.device.partition(":")[0]

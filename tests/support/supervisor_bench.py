@@ -13,7 +13,7 @@ from tests.support.supervision import FakeGateway, FakeNotifier, Fakes, FakeSock
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import make_plans
 from vecd.launch.config.settings import load_settings
-from vecd.launch.sockets import Inherited
+from vecd.launch.sockets import Inherited, Listeners
 from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.shm.control import Heartbeat
 from vecd.shm.settings import Settings
@@ -63,9 +63,9 @@ class Bench:
         self.folder, self.fakes, self.arguments, self.notifier = folder, fakes, arguments, FakeNotifier(WATCHDOG_S)
         self.config = folder / "vecd.toml"
         self.socket = FakeSocket()
-        inherited = Inherited(public=self.socket)  # type: ignore[arg-type]
+        listeners = Listeners(Settings(), Inherited(public=self.socket))  # type: ignore[arg-type]
         self.plans = make_plans(load_models(load_settings(arguments)))
-        self.supervisor = Supervisor(self.plans, arguments, self.notifier, inherited, system=fakes.system)
+        self.supervisor = Supervisor(self.plans, arguments, self.notifier, listeners, system=fakes.system)
         self.reloads = self.supervisor.reload_socket = FakeReloadSocket()
         self.task = asyncio.create_task(self.supervisor.run())
 
