@@ -144,7 +144,7 @@ def run(channel: Channel) -> int:
         signal.signal(number, signal.SIG_IGN)
     received = channel.receive()  # this process may be started before the supervisor knows the model
     if received is not None and isinstance(received[0], GatewayListen):
-        received = _await_start(channel, received[0], [socket.socket(fileno=fd) for fd in received[1]])
+        received = uvloop.run(_await_start(channel, received[0], [socket.socket(fileno=fd) for fd in received[1]]))
     if received is None:
         return 0
     start, (metrics_fd, zmq_fd, *other_fds) = received
@@ -183,23 +183,13 @@ def run(channel: Channel) -> int:
     return uvloop.run(gateway.serve(zmq_fd, public, admin))
 
 
-def _await_start(
+async def _await_start(
     channel: Channel, order: GatewayListen, sockets: list[socket.socket]
 ) -> tuple[Message, list[int]] | None:
     """Answer what the start is doing until there is a configuration; returns the message that brings it, or None when
     the supervisor is gone. Then the files of its unix sockets are removed."""
     logs.configure("gateway", order.log_level, order.log_format)
     files = [(sock.getsockname(), file_id(sock.getsockname())) for sock in sockets if sock.family == socket.AF_UNIX]
-    received = uvloop.run(_answer_until_started(channel, order, sockets))
-    if received is None:
-        for path, ours in files:
-            remove_if_ours(path, ours)
-    return received
-
-
-async def _answer_until_started(
-    channel: Channel, order: GatewayListen, sockets: list[socket.socket]
-) -> tuple[Message, list[int]] | None:
     app = StartingApp(order.stage)
     started: asyncio.Future[tuple[Message, list[int]] | None] = asyncio.get_running_loop().create_future()
 
@@ -232,6 +222,9 @@ async def _answer_until_started(
         await server.drain(_LAST_EARLY_RESPONSES_S, 0)
     for sock in sockets:
         sock.close()
+    if started.result() is None:
+        for path, ours in files:
+            remove_if_ours(path, ours)
     return started.result()
 
 

@@ -446,19 +446,19 @@ NO_ROUTE = Endpoint("other", "none")
 """Requests at paths that do not exist."""
 
 
+@dataclass(slots=True)
 class ModelChoice:
     """Which model a request is for, where several are served. `vecd.gateway.app.app` reads the path and the header; for
     a request that names no model there, `vecd.gateway.app.handle` chooses by the body."""
 
-    def __init__(self, named: str, *, is_made: bool, is_by_path: bool = False) -> None:
-        self.named = named
-        """By the path or the header, as the client wrote it; "" if neither names a model."""
-        self.is_made = is_made
-        """The path or the header has named a model that is served."""
-        self.is_by_path = is_by_path
-        """The path has named it: the request is about the model, and about nothing of the operator's."""
-        self.on_chosen: Callable[[str], None] = lambda model: None
-        """Called with the name of the model once the body has been read; no other is held for the request then."""
+    named: str
+    """By the path or the header, as the client wrote it; "" if neither names a model."""
+    is_made: bool = False
+    """The path or the header has named a model that is served."""
+    is_by_path: bool = False
+    """The path has named it: the request is about the model, and about nothing of the operator's."""
+    on_chosen: Callable[[str], None] = lambda model: None
+    """Called with the name of the model once the body has been read; no other is held for the request then."""
 
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

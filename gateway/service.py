@@ -283,7 +283,6 @@ class Services:
         self._read_tokenizer = read_tokenizer
         self._make_service = make_service
         self._num_awaited = start.num_models - 1
-        self._logged_models: set[str] = set()
         self.active = first = make_service(config, start.generation, read_tokenizer(config), self)
         """That of the first model. Its configuration is the server's."""
         self.of_models: tuple[Service, ...] = (first,)
@@ -317,7 +316,6 @@ class Services:
                     each.by_alias(defaults) for each in self.of_models for defaults in each.config.alias_defaults
                 ],
                 is_complete=not self._num_awaited,
-                logged=self._logged_models,
             )
         if before is not None or self.models is not None:
             for service in self.of_models:

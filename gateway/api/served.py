@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import PurePath
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
@@ -254,8 +255,8 @@ M = TypeVar("M", bound=_Described)
 
 
 class Models(Generic[M]):
-    """The served models, in the order of the configuration, or those of them that an API key reaches. Immutable, but
-    for what was logged. May be called in any thread."""
+    """The served models, in the order of the configuration, or those of them that an API key reaches. May be called
+    in any thread."""
 
     def __init__(
         self,
@@ -264,18 +265,15 @@ class Models(Generic[M]):
         refuses_unknown: bool,
         by_alias: Sequence[M] = (),
         is_complete: bool = True,
-        logged: set[str] | None = None,
     ) -> None:
         """`by_alias`: for each alias that has request defaults its model once more, with `ModelInfo.by_alias`, which is
         what the alias finds. `is_complete`: False while models of the configuration are still to come; until then no
-        other model answers for them. `logged`: the models of which it was logged that they answer for others; changed
-        here."""
+        other model answers for them."""
         self.all = tuple(models)
         self.is_complete = is_complete
         self._by_alias = by_alias
         self._refuses_unknown = refuses_unknown
         self._limited: dict[tuple[str, ...], Models[M]] = {}
-        self._logged = set() if logged is None else logged
         names = [(model.info.model, model) for model in models]
         seen = {defaults.alias: model for model in by_alias if (defaults := model.info.defaults) is not None}
         aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.info.config.aliases]
@@ -296,7 +294,6 @@ class Models(Generic[M]):
                 refuses_unknown=self._refuses_unknown,
                 by_alias=[model for model in self._by_alias if model.info.model in names],
                 is_complete=self.is_complete,
-                logged=self._logged,
             )
         return found
 
@@ -358,9 +355,8 @@ class Models(Generic[M]):
             raise ModelNotFound(name, listed(known))
         able = (model for need in needs for model in self.able((need,)))
         default = next(able, self.all[0])
-        if name and default.info.model not in self._logged:  # the log must not have the name, which is the client's
-            self._logged.add(default.info.model)
-            log.info("requests name a model that is not configured; %s answers in its place", default.info.model)
+        if name:
+            log_stand_in(default.info.model)
         return default
 
     def refusal(self, name: str) -> ApiError:
@@ -385,6 +381,12 @@ class Models(Generic[M]):
         exact = [reading for reading in readings if reading[0] in self._exact]
         found = (reading for reading in readings if self.find(reading[0]) is not None)
         return exact[-1] if exact else next(found, None)
+
+
+@cache
+def log_stand_in(model: str) -> None:
+    """Log once that a model answers in the place of others, whose names are the client's, and not for the log."""
+    log.info("requests name a model that is not configured; %s answers in its place", model)
 
 
 def unlisted(name: str) -> ModelNotFound:

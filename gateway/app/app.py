@@ -68,7 +68,6 @@ _HEADER_NAMES = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+(?:[ \t]*,[ \t]*[!#$%&'*
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
         """`origins`: as in `GatewayConfig.cors_origins`; empty: no page may call."""
-        self._allows_any = ANY in origins
         self.preflight_route = Route(self.respond_to_preflight, scope=None)
         """Replaces the route of the path, if the request is a preflight."""
         self._origins = frozenset(map(_as_browsers_write_it, origins))
@@ -106,7 +105,7 @@ class Cors:
             if response.status != 204:
                 names = [name for name in response.headers if name not in _READABLE_ANYWAY]
                 added["access-control-expose-headers"] = ", ".join(dict.fromkeys((*_ALWAYS_EXPOSED, *names)))
-        if not self._allows_any:
+        if ANY not in self._origins:
             # Also on responses without the other headers: a cache must not give them to other origins.
             vary = response.headers.get("vary")
             added["vary"] = f"{vary}, origin" if vary else "origin"
@@ -117,7 +116,7 @@ class Cors:
         origin = headers.get("origin")
         if origin is None:
             return None
-        if self._allows_any:
+        if ANY in self._origins:
             return ANY
         return origin if origin in self._origins else None
 
@@ -350,9 +349,8 @@ class App:
         key reaches; and the request's `choice`, made here. Raises ApiError for an unknown name in the path. Side
         effect: the prefix that names a model is taken from the path."""
         services, all_models = self.services, models
-        if services.principals.limit_models:
-            names = services.principals.models_of(request.headers, is_admin=request.is_admin)
-            models = models if names is None else models.only(names)
+        names = services.principals.models_of(request.headers, is_admin=request.is_admin)
+        models = models if names is None else models.only(names)
         # A key that reaches some models alone learns nothing of others.
         first = services.active if models is all_models or not models.all else services.service_of(models.all[0])
         choice = request.choice
@@ -360,7 +358,7 @@ class App:
             named, is_by_path = request.headers.get(MODEL_HEADER, ""), request.path.startswith(PREFIX)
             if is_by_path:
                 named, request.path = models.split(request.path) or self._refuse(models, first, request)
-            choice = request.choice = ModelChoice(named, is_made=False, is_by_path=is_by_path)
+            choice = request.choice = ModelChoice(named, is_by_path=is_by_path)
         # Found again when the rest of a body has arrived: another generation may be the active one then.
         found = models.find(choice.named) if choice.named else None
         if found is None:
@@ -394,7 +392,8 @@ def _is_large(request: HttpRequest) -> bool:
     return not length.isdecimal() or int(length) > _LARGE_BODY_BYTES
 
 
-_PROBES = ("/", "/health", "/ping")
+_PROBES: Mapping[str, Mapping[str, bool]] = {"/": {}, "/health": {}, "/ping": {}, "/v2/health/ready": {"ready": False}}
+"""What the body has besides the reason."""
 
 
 class StartingApp:
@@ -412,9 +411,7 @@ class StartingApp:
         if path in LIVE:
             return json_response(200, LIVE[path])
         if path in _PROBES:
-            return unavailable(self.stage)
-        if path == "/v2/health/ready":
-            return unavailable(self.stage, ready=False)
+            return unavailable(self.stage, **_PROBES[path])
         raise NotReady(self.stage, time.monotonic() - self._started_at)
 
     async def handle(self, request: HttpRequest) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.asking import PLAIN, changed
-from vecd.gateway.api.served import PURPOSES, ModelInfo, Models, header_value
+from vecd.gateway.api.served import PURPOSES, ModelInfo, Models, header_value, log_stand_in
 from vecd.gateway.config import AliasDefaults
 from vecd.gateway.errors import BadRequest, ModelNotFound, Unavailable
 
@@ -314,11 +314,11 @@ def test_while_models_are_still_to_come_no_other_answers_for_them():
 
 
 def test_that_a_model_answers_for_others_is_logged_once_without_their_names(caplog):
-    logged: set[str] = set()
+    log_stand_in.cache_clear()
     with caplog.at_level(logging.INFO, "vecd.gateway"):
         for _ in range(3):
-            models(logged=logged).choose("gpt-4\n" + "x" * 2**20, ("rerank",))
-            models(logged=logged).choose("ranker", ("rerank",))
+            models().choose("gpt-4\n" + "x" * 2**20, ("rerank",))
+            models().choose("ranker", ("rerank",))
         [record] = caplog.records
         assert "ranker answers" in record.message
         assert "gpt" not in record.message
