@@ -6,17 +6,17 @@ change a layer's computation. Reads no tensor and knows no backend.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard
-from vecd.workers.families import FAMILIES, Family
+from vecd.workers.families import FAMILIES, EncoderSpec, Family, LayerSpec
 
 ACTIVATIONS = MappingProxyType(
     {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
@@ -26,77 +26,6 @@ ACTIVATIONS = MappingProxyType(
 
 class NotDescribed(Exception):
     """No table describes this model's layers. Raised before any computation; the model then runs in another way."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """Full names of tensors, without ".weight" and ".bias"."""
-
-    qkv: tuple[str, ...]
-    """Query, key and value; or one tensor with the rows of all three. The keys may have fewer heads than the
-    queries."""
-    query_norm: str | None
-    key_norm: str | None
-    """Of each head by itself, [head dim], before the rotation."""
-    out: str
-    attended_norm: str | None
-    attention_norm: str | None
-    up: tuple[str, ...]
-    """One; with a gate, the gate first: two, or one tensor with the rows of both (`EncoderSpec.is_gate_last`)."""
-    down: str
-    fed_forward_norm: str | None
-    norm: str
-    theta: float | None
-    """The base of the rotary positions of queries and keys; None: positions are added to the words."""
-    frequency_divisor: float
-    """Of every frequency of the rotary positions; 1 where they are not scaled."""
-    window: int | None
-    """The largest distance that a token sees, in tokens; None: any."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSpec:
-    """A stack of layers, with the norms after the residual sums
-
-    x ─┬─ qkv ─ attention ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
-       └───────────────────────┘            └──────────────────────┘
-
-    or before the two halves, if there is a final norm:
-
-    x ─┬─ norm ─ qkv ─ attention ─ out + x ─┬─ norm ─ up, activation ─ down + x ─ x
-       └──────────────────────────────┘     └─────────────────────────────┘
-
-    Gemma's have one more in each half, before the sum: `attended_norm`, `fed_forward_norm`.
-    """
-
-    num_heads: int
-    epsilon: float
-    """Of each norm."""
-    is_rms: bool
-    norm_offset: float
-    """Added to the weights of every norm."""
-    has_all_biases: bool
-    """False: a bias is added where the weights have one."""
-    is_causal: bool
-    """A token sees no later one."""
-    is_gated: bool
-    is_gate_last: bool
-    """In one tensor with the rows of both, the gate comes second."""
-    activation: str
-    words: str
-    words_factor: float
-    positions: str | None
-    """None: the layers have rotary positions."""
-    types: str | None
-    embedding_norm: str | None
-    projection: str | None
-    """ELECTRA's, from the tables' width to the layers', after the norm; None: the widths are the same."""
-    positions_after: int | None
-    """The padding id after which positions begin; None: positions begin at 0."""
-    distance_bias: str | None
-    """MPNet's table of a bias by the distance of two tokens, the same in every layer, [buckets, heads]."""
-    layers: tuple[LayerSpec, ...]
-    final_norm: str | None
 
 
 def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
@@ -111,41 +40,45 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         raise NotDescribed("an architecture under another name")
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
-    has_types = family.has_token_types and config.get("type_vocab_size") != 0
-    epsilon, after = family.norm_epsilon, family.positions_after
-    projection = _named(prefix, family.projection)
-    return EncoderSpec(
+    encoder, epsilon, after = family.encoder, family.norm_epsilon, family.positions_after
+    layers = tuple(_layer(family, config, prefix, index) for index in range(int(config[family.num_layers])))
+    found = _named(
+        encoder,
+        prefix,
         num_heads=int(config[family.num_heads]),
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
         activation=ACTIVATIONS[config[family.activation]],
-        is_rms=family.is_rms,
-        norm_offset=family.norm_offset,
-        has_all_biases=family.has_all_biases,
-        is_causal=family.is_causal and not _sees_later(config),
-        is_gated=family.is_gated,
-        is_gate_last=family.is_gate_last,
-        words=prefix + family.words,
+        is_causal=encoder.is_causal and not _sees_later(config),
         words_factor=card.hidden_size**0.5 if family.is_scaled_by_width else 1.0,
-        positions=f"{prefix}embeddings.position_embeddings" if family.thetas is None else None,
-        types=f"{prefix}embeddings.token_type_embeddings" if has_types else None,
-        embedding_norm=_named(prefix, family.embedding_norm),
-        projection=projection if f"{projection}.weight" in names else None,
         positions_after=int(config[after]) if isinstance(after, str) else after,
-        distance_bias=_named(prefix, family.distance_bias),
-        layers=tuple(_layer(family, config, prefix, index) for index in range(int(config[family.num_layers]))),
-        final_norm=_named(prefix, family.final_norm),
+        layers=layers,
+    )
+    return replace(
+        found,
+        types=found.types if config.get("type_vocab_size") != 0 else None,
+        projection=found.projection if f"{found.projection}.weight" in names else None,
     )
 
 
-def _named(prefix: str, name: str | None) -> str | None:
-    return None if name is None else prefix + name
+S = TypeVar("S", EncoderSpec, LayerSpec)
+
+
+def _named(spec: S, prefix: str, **numbers: Any) -> S:
+    """With the names of its tensors in full, and the numbers of one model."""
+    given = ((each.name, getattr(spec, each.name)) for each in fields(spec) if each.name not in numbers)
+    names = {
+        name: prefix + value if isinstance(value, str) else tuple(prefix + part for part in value)
+        for name, value in given
+        if isinstance(value, str | tuple)
+    }
+    return replace(spec, **names, **numbers)
 
 
 def _prefix(family: Family, names: Collection[str]) -> str:
     for prefix in family.prefixes:
-        if f"{prefix}{family.words}.weight" in names:
+        if f"{prefix}{family.encoder.words}.weight" in names:
             return prefix
-    raise NotDescribed(f"the weights have no {family.words}.weight")
+    raise NotDescribed(f"the weights have no {family.encoder.words}.weight")
 
 
 def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> None:
@@ -154,7 +87,7 @@ def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> Non
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise NotDescribed("a decoder: its tokens do not see later tokens")
     sees_later = _sees_later(config) and not family.may_see_later
-    if family.is_causal and (sees_later or config.get("is_causal") is False):
+    if family.encoder.is_causal and (sees_later or config.get("is_causal") is False):
         raise NotDescribed("a decoder whose tokens see later tokens")
     if "query_pre_attn_scalar" in config and config["query_pre_attn_scalar"] != config["head_dim"]:
         raise NotDescribed("scores that are not divided by the square root of the width of a head")
@@ -167,24 +100,11 @@ def _sees_later(config: Mapping[str, Any]) -> bool:
 
 
 def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -> LayerSpec:
-    at = prefix + family.layer.format(index)
     window = _window(config, index)
     theta, divisor = (None, 1.0) if family.thetas is None else _rotary(family.thetas, config, window)
-    return LayerSpec(
-        qkv=tuple(at + name for name in family.qkv),
-        query_norm=_named(at, family.query_norm),
-        key_norm=_named(at, family.key_norm),
-        out=at + family.out,
-        attended_norm=_named(at, family.attended_norm),
-        attention_norm=None if family.is_first_norm_absent and index == 0 else at + family.attention_norm,
-        up=tuple(at + name for name in family.up),
-        down=at + family.down,
-        fed_forward_norm=_named(at, family.fed_forward_norm),
-        norm=at + family.norm,
-        theta=theta,
-        frequency_divisor=divisor,
-        window=window,
-    )
+    at = prefix + family.layer_prefix.format(index)
+    layer = _named(family.layer, at, theta=theta, frequency_divisor=divisor, window=window)
+    return replace(layer, attention_norm=None) if family.is_first_norm_absent and index == 0 else layer
 
 
 def _window(config: Mapping[str, Any], index: int) -> int | None:

@@ -11,53 +11,94 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Names of tensors, without ".weight" and ".bias". Names in a layer are relative to it."""
+class LayerSpec:
+    """Names of tensors, without ".weight" and ".bias": of a family relative to the layer, of a model in full. The
+    defaults are BERT's."""
 
-    prefixes: tuple[str, ...]
-    """Possible prefixes of the names; training heads put the encoder one level down."""
-    words: str = "embeddings.word_embeddings"
-    is_scaled_by_width: bool = False
-    """Embeddings are multiplied by the square root of their number of elements."""
-    embedding_norm: str | None = "embeddings.LayerNorm"
-    layer: str = "encoder.layer.{}."
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
-    """Or one name for all three, in this order."""
+    """Query, key and value; or one tensor with the rows of all three. The keys may have fewer heads than the
+    queries."""
     query_norm: str | None = None
     key_norm: str | None = None
-    """Of each head by itself, before the rotation."""
+    """Of each head by itself, [head dim], before the rotation."""
     out: str = "attention.output.dense"
     attended_norm: str | None = None
-    attention_norm: str = "attention.output.LayerNorm"
+    attention_norm: str | None = "attention.output.LayerNorm"
     up: tuple[str, ...] = ("intermediate.dense",)
-    is_gated: bool = False
-    """`up` is a gate, which is activated, and what is multiplied with it: two names, or one for both."""
-    is_gate_last: bool = False
-    """In one tensor for both, the gate comes second."""
+    """One; with a gate, the gate first: two, or one tensor with the rows of both (`EncoderSpec.is_gate_last`)."""
     down: str = "output.dense"
     fed_forward_norm: str | None = None
     norm: str = "output.LayerNorm"
-    final_norm: str | None = None
-    """None: each norm comes after its residual sum. Otherwise before its half of the layer, and this one at the end."""
-    is_first_norm_absent: bool = False
-    """The first layer has no norm before its attention."""
+    theta: float | None = None
+    """The base of the rotary positions of queries and keys; None: positions are added to the words."""
+    frequency_divisor: float = 1.0
+    """Of every frequency of the rotary positions; 1 where they are not scaled."""
+    window: int | None = None
+    """The largest distance that a token sees, in tokens; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """A stack of layers, with the norms after the residual sums
+
+    x ─┬─ qkv ─ attention ─ out + x ─ norm ─┬─ up, activation ─ down + x ─ norm ─ x
+       └───────────────────────┘            └──────────────────────┘
+
+    or before the two halves, if there is a final norm:
+
+    x ─┬─ norm ─ qkv ─ attention ─ out + x ─┬─ norm ─ up, activation ─ down + x ─ x
+       └──────────────────────────────┘     └─────────────────────────────┘
+
+    Gemma's have one more in each half, before the sum: `attended_norm`, `fed_forward_norm`. The numbers below
+    `final_norm` are a model's own, which its family does not know.
+    """
+
+    words: str = "embeddings.word_embeddings"
+    positions: str | None = "embeddings.position_embeddings"
+    """None: the layers have rotary positions."""
+    types: str | None = "embeddings.token_type_embeddings"
+    embedding_norm: str | None = "embeddings.LayerNorm"
+    projection: str | None = None
+    """ELECTRA's, from the tables' width to the layers', after the norm, if the weights have it."""
+    distance_bias: str | None = None
+    """MPNet's table of a bias by the distance of two tokens, the same in every layer, [buckets, heads]."""
     is_rms: bool = False
     norm_offset: float = 0.0
+    """Added to the weights of every norm."""
     has_all_biases: bool = True
     """False: a bias is added where the weights have one."""
-    thetas: Mapping[str, str] | None = None
-    """The settings with the base of the rotary positions, for each of transformers' types of layers; None: a table of
-    positions is added to the words."""
     is_causal: bool = False
+    """A token sees no later one."""
+    is_gated: bool = False
+    is_gate_last: bool = False
+    """In one tensor with the rows of both, the gate comes second."""
+    final_norm: str | None = None
+    num_heads: int = 0
+    epsilon: float = 0.0
+    """Of each norm."""
+    activation: str = ""
+    words_factor: float = 1.0
+    positions_after: int | None = None
+    """The padding id after which positions begin; None: positions begin at 0."""
+    layers: tuple[LayerSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    prefixes: tuple[str, ...]
+    """Possible prefixes of the names; training heads put the encoder one level down."""
+    encoder: EncoderSpec = EncoderSpec()
+    layer: LayerSpec = LayerSpec()
+    layer_prefix: str = "encoder.layer.{}."
+    is_first_norm_absent: bool = False
+    """The first layer has no norm before its attention."""
+    is_scaled_by_width: bool = False
+    """Embeddings are multiplied by the square root of their number of elements."""
+    thetas: Mapping[str, str] | None = None
+    """The settings with the base of the rotary positions, for each of transformers' types of layers."""
     may_see_later: bool = False
-    """But it does where the setting use_bidirectional_attention says so."""
-    has_token_types: bool = True
-    """Every token has type 0, as in a single sentence."""
+    """Of a causal one: a token does see later ones where the setting use_bidirectional_attention says so."""
     positions_after: str | int | None = None
-    distance_bias: str | None = None
-    """A table by the distance of two tokens, the same in every layer."""
-    projection: str | None = None
-    """From the tables' width to the layers', after the norm of the embeddings, if the weights have it."""
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
     activation: str = "hidden_act"
@@ -67,19 +108,19 @@ class Family:
 
 _ONE_THETA = MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_theta"})
 
-_BERT = Family(prefixes=("", "bert."))
 _ROBERTA = Family(prefixes=("", "roberta."), positions_after="pad_token_id")
-_ELECTRA = Family(prefixes=("", "electra."), projection="embeddings_project")
 _DISTILBERT = Family(
     prefixes=("", "distilbert."),
-    layer="transformer.layer.{}.",
-    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-    out="attention.out_lin",
-    attention_norm="sa_layer_norm",
-    up=("ffn.lin1",),
-    down="ffn.lin2",
-    norm="output_layer_norm",
-    has_token_types=False,
+    encoder=EncoderSpec(types=None),
+    layer_prefix="transformer.layer.{}.",
+    layer=LayerSpec(
+        qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        out="attention.out_lin",
+        attention_norm="sa_layer_norm",
+        up=("ffn.lin1",),
+        down="ffn.lin2",
+        norm="output_layer_norm",
+    ),
     num_layers="n_layers",
     num_heads="n_heads",
     activation="activation",
@@ -87,62 +128,75 @@ _DISTILBERT = Family(
 )
 _MPNET = Family(
     prefixes=("", "mpnet."),
-    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
-    out="attention.attn.o",
-    attention_norm="attention.LayerNorm",
-    has_token_types=False,
+    encoder=EncoderSpec(types=None, distance_bias="encoder.relative_attention_bias"),
+    layer=LayerSpec(
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        out="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+    ),
     positions_after=1,
-    distance_bias="encoder.relative_attention_bias",
 )
 _MODERNBERT = Family(
     prefixes=("", "model."),
-    words="embeddings.tok_embeddings",
-    embedding_norm="embeddings.norm",
-    layer="layers.{}.",
-    qkv=("attn.Wqkv",),
-    out="attn.Wo",
-    attention_norm="attn_norm",
-    up=("mlp.Wi",),
-    is_gated=True,
-    down="mlp.Wo",
-    norm="mlp_norm",
-    final_norm="final_norm",
+    encoder=EncoderSpec(
+        words="embeddings.tok_embeddings",
+        positions=None,
+        types=None,
+        embedding_norm="embeddings.norm",
+        has_all_biases=False,
+        is_gated=True,
+        final_norm="final_norm",
+    ),
+    layer_prefix="layers.{}.",
+    layer=LayerSpec(
+        qkv=("attn.Wqkv",),
+        out="attn.Wo",
+        attention_norm="attn_norm",
+        up=("mlp.Wi",),
+        down="mlp.Wo",
+        norm="mlp_norm",
+    ),
     is_first_norm_absent=True,
-    has_all_biases=False,
-    has_token_types=False,
     thetas=MappingProxyType({"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}),
     activation="hidden_activation",
     norm_epsilon="norm_eps",
 )
 _MISTRAL = Family(
     prefixes=("", "model."),
-    words="embed_tokens",
-    embedding_norm=None,
-    layer="layers.{}.",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.o_proj",
-    attention_norm="input_layernorm",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    is_gated=True,
-    down="mlp.down_proj",
-    norm="post_attention_layernorm",
-    final_norm="norm",
-    is_rms=True,
-    has_all_biases=False,
-    has_token_types=False,
+    encoder=EncoderSpec(
+        words="embed_tokens",
+        positions=None,
+        types=None,
+        embedding_norm=None,
+        is_rms=True,
+        has_all_biases=False,
+        is_causal=True,
+        is_gated=True,
+        final_norm="norm",
+    ),
+    layer_prefix="layers.{}.",
+    layer=LayerSpec(
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.o_proj",
+        attention_norm="input_layernorm",
+        up=("mlp.gate_proj", "mlp.up_proj"),
+        down="mlp.down_proj",
+        norm="post_attention_layernorm",
+    ),
     thetas=_ONE_THETA,
-    is_causal=True,
     norm_epsilon="rms_norm_eps",
 )
-_QWEN3 = replace(_MISTRAL, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_QWEN3 = replace(_MISTRAL, layer=replace(_MISTRAL.layer, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"))
 _GEMMA3 = replace(
     _QWEN3,
+    encoder=replace(_QWEN3.encoder, norm_offset=1.0),
+    layer=replace(
+        _QWEN3.layer,
+        attended_norm="post_attention_layernorm",
+        norm="pre_feedforward_layernorm",
+        fed_forward_norm="post_feedforward_layernorm",
+    ),
     is_scaled_by_width=True,
-    attended_norm="post_attention_layernorm",
-    fed_forward_norm="post_feedforward_layernorm",
-    attention_norm="input_layernorm",
-    norm="pre_feedforward_layernorm",
-    norm_offset=1.0,
     thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
     may_see_later=True,
     activation="hidden_activation",
@@ -151,41 +205,39 @@ _GEMMA3 = replace(
 # Both as transformers saves them, which is as the original's own code did.
 _NOMIC = Family(
     prefixes=("", "nomic_bert."),
-    embedding_norm="emb_ln",
-    layer="encoder.layers.{}.",
-    qkv=("attn.Wqkv",),
-    out="attn.out_proj",
-    attention_norm="norm1",
-    up=("mlp.fc12", "mlp.fc11"),
-    is_gated=True,
-    down="mlp.fc2",
-    norm="norm2",
-    has_all_biases=False,
+    encoder=EncoderSpec(positions=None, embedding_norm="emb_ln", has_all_biases=False, is_gated=True),
+    layer_prefix="encoder.layers.{}.",
+    layer=LayerSpec(
+        qkv=("attn.Wqkv",),
+        out="attn.out_proj",
+        attention_norm="norm1",
+        up=("mlp.fc12", "mlp.fc11"),
+        down="mlp.fc2",
+        norm="norm2",
+    ),
     thetas=_ONE_THETA,
 )
 _GTE = Family(
     prefixes=("", "new.", "gte."),
-    qkv=("attention.qkv_proj",),
-    out="attention.o_proj",
-    attention_norm="attn_ln",
-    up=("mlp.up_gate_proj",),
-    is_gated=True,
-    is_gate_last=True,
-    down="mlp.down_proj",
-    norm="mlp_ln",
-    has_all_biases=False,
+    encoder=EncoderSpec(positions=None, has_all_biases=False, is_gated=True, is_gate_last=True),
+    layer=LayerSpec(
+        qkv=("attention.qkv_proj",),
+        out="attention.o_proj",
+        attention_norm="attn_ln",
+        up=("mlp.up_gate_proj",),
+        down="mlp.down_proj",
+        norm="mlp_ln",
+    ),
     thetas=_ONE_THETA,
 )
 
 FAMILIES = MappingProxyType(
     {
-        "bert": _BERT,
-        "roberta": _ROBERTA,
-        "xlm-roberta": _ROBERTA,
-        "camembert": _ROBERTA,
+        "bert": Family(prefixes=("", "bert.")),
+        **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), _ROBERTA),
         "distilbert": _DISTILBERT,
         "mpnet": _MPNET,
-        "electra": _ELECTRA,
+        "electra": Family(prefixes=("", "electra."), encoder=EncoderSpec(projection="embeddings_project")),
         "modernbert": _MODERNBERT,
         "nomic_bert": _NOMIC,
         "gte": _GTE,
@@ -196,7 +248,4 @@ FAMILIES = MappingProxyType(
     }
 )
 
-FUSED_FAMILIES = frozenset(
-    {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra"}
-    | {"modernbert", "mistral", "qwen2", "qwen3"}
-)
+FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma3_text"}
