@@ -17,7 +17,7 @@ from typing import Any
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.architecture import native_config
-from vecd.model.files import EXPORT, inner, positive, read_object, read_optional, single_file, tensor_shapes, token_ids
+from vecd.model.files import EXPORT, Settings, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.model.files import ModelError as ModelError
 from vecd.model.files import one_line as one_line
 from vecd.model.multi_vector_card import (
@@ -305,13 +305,10 @@ def _read_card(folder: Path, kind: str, pooling: str) -> ModelCard:
     transformer = _read_transformer(folder, first.path, may_be_export=True)
     if layout:
         return _read_multi_vector(transformer, layout, modules)
-    logit_head = _read_logit_head(transformer, modules, kind)
-    if logit_head is not None:
-        return _read_llm_reranker(transformer, logit_head)
-    classifier = None if modules else _read_classifier(transformer, kind)
-    if classifier is not None:
-        return _with_score(transformer, *classifier)
-    return _read_dense(transformer, modules, kind, pooling)
+    card = _read_llm_reranker(transformer, modules, kind)
+    if card is None and not modules:
+        card = _read_classifier(transformer, kind)
+    return card or _read_dense(transformer, modules, kind, pooling)
 
 
 # --- a transformer, and what is behind it -----------------------------------------------------------------------
@@ -321,42 +318,39 @@ def _read_card(folder: Path, kind: str, pooling: str) -> ModelCard:
 class _Transformer:
     folder: Path
     path: Path
-    config: JsonMapping
+    config: Settings
     """With `hidden_size` and `vocab_size`."""
-    hidden_size: int
-    vocab_size: int
+    stated: Settings
+    """What sentence-transformers says of the model."""
     weights: list[Path]
     export: Path | None
 
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.json"
-
-    def card(self, sentence_bert: JsonMapping, *, all_steps: Sequence[Step] = (), **fields: Any) -> ModelCard:
-        """`sentence_bert`: the settings of its module. `all_steps`: those of every head, whose files count as
-        weights."""
-        weights = [*self.weights, *(self.folder / step.path / "model.safetensors" for step in all_steps if step.path)]
-        weights += [self.folder / step.file for step in all_steps if step.file]
+    def card(self, sentence_bert: JsonMapping, **fields: Any) -> ModelCard:
+        """`sentence_bert`: the settings of its module."""
         tokenizer = self.path / "tokenizer.json"
-        prompt, prompts = _read_prompts(self.folder)
         common: JsonObject = {
-            "folder": str(self.folder),
-            "weights_folder": str(self.path),
-            "model_type": str(self.config["model_type"]),
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "pooling": (),
-            "steps": (),
+            "model_type": self.config["model_type"],
+            "hidden_size": self.config["hidden_size"],
+            "vocab_size": self.config["vocab_size"],
             "lowercase": bool(sentence_bert.get("do_lower_case", False)),
-            "prompt": prompt,
-            "prompts": prompts,
-            "weights_bytes": sum(path.stat().st_size for path in weights),
             "tokenizer_file": str(tokenizer) if tokenizer.is_file() else "",
             "export_file": str(self.export or ""),
         }
         if "max_tokens" not in fields:
             common["max_tokens"] = _max_tokens(self.path, self.config, sentence_bert)
-        return ModelCard(**{**common, **fields})
+        return _card(self.folder, self.path, self.stated, self.weights, **{**common, **fields})
+
+
+def _card(folder: Path, weights_folder: Path, stated: Settings, weights: Sequence[Path], **fields: Any) -> ModelCard:
+    """With what is read alike of all models. The files of every head count as weights."""
+    prompt, prompts = _read_prompts(stated)
+    places = {"folder": str(folder), "weights_folder": str(weights_folder), "prompt": prompt, "prompts": prompts}
+    card = ModelCard(**{"pooling": (), "steps": (), **places, **fields})
+    return replace(card, weights_bytes=sum(path.stat().st_size for path in (*weights, *card.step_files)))
+
+
+def _stated(folder: Path) -> Settings:
+    return read_optional(folder / "config_sentence_transformers.json")
 
 
 def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = False) -> _Transformer:
@@ -365,10 +359,9 @@ def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = F
     _check_files(path)
     export = _export_of(path) if may_be_export else None
     weights = export_files(export) if export else _weights_of(path)
-    hidden_size = positive(config, ("hidden_size", "dim", "d_model", "n_embd"), path / "config.json")
-    vocab_size = positive(config, ("vocab_size",), path / "config.json")
-    config = {**config, "hidden_size": hidden_size, "vocab_size": vocab_size}
-    return _Transformer(folder, path, config, hidden_size, vocab_size, weights, export)
+    config["hidden_size"] = config.positive("hidden_size", "dim", "d_model", "n_embd")
+    config["vocab_size"] = config.positive("vocab_size")
+    return _Transformer(folder, path, config, _stated(folder), weights, export)
 
 
 def _read_dense(transformer: _Transformer, modules: list[Module], kind: str, given_pooling: str) -> ModelCard:
@@ -376,53 +369,46 @@ def _read_dense(transformer: _Transformer, modules: list[Module], kind: str, giv
     assumes_pooling = not modules and given_pooling == "auto"
     if assumes_pooling and kind == "auto":
         _refuse_guess(transformer)
-    folder, config = transformer.folder, transformer.config
+    folder, config, hidden_size = transformer.folder, transformer.config, transformer.config["hidden_size"]
     sentence_bert = _read_sentence_bert(transformer.path)
     pooling: tuple[str, ...] = (_default_pooling(config),)
     pools_prompt = True
     if modules:
-        default_prompt, _ = _read_prompts(folder)
+        default_prompt, _ = _read_prompts(transformer.stated)
         pooling, pools_prompt = read_pooling(folder / modules[0].path / "config.json", default_prompt)
     if given_pooling != "auto":
         pooling = (given_pooling,)
-    steps, dim = read_steps(folder, modules[1:], transformer.hidden_size * len(pooling))
+    steps, dim = read_steps(folder, modules[1:], hidden_size * len(pooling))
     fields: JsonObject = {}
-    all_steps = steps
     if modules and not transformer.export and kind != "dense" and has_bge_m3(folder):
-        sparse, tokens = read_bge_m3(folder, transformer.path, transformer.hidden_size)
-        all_steps = (*steps, *sparse.steps, *tokens.steps)
-        fields = {
-            "capabilities": ("dense", "sparse", "multi-vector"),
-            "token_dim": transformer.hidden_size,
-            "sparse": sparse,
-            "tokens": tokens,
-        }
+        sparse, tokens = read_bge_m3(folder, transformer.path, hidden_size)
+        capabilities = ("dense", "sparse", "multi-vector")
+        fields = {"capabilities": capabilities, "token_dim": hidden_size, "sparse": sparse, "tokens": tokens}
     return transformer.card(
         sentence_bert,
-        all_steps=all_steps,
         steps=steps,
         **fields,
         dim=dim,
         pooling=pooling,
         pools_prompt=pools_prompt,
         assumes_pooling=assumes_pooling,
-        **_read_matryoshka(folder, config, dim, transformer.config_path),
+        **_read_matryoshka(folder, transformer.stated, config, dim),
     )
 
 
 def _refuse_guess(transformer: _Transformer) -> None:
     """Raises ModelError for a model without modules.json whose class or name tells that it may be something else than
     dense."""
-    config, path = transformer.config, transformer.config_path
+    config = transformer.config
     architecture = architecture_of(config)
     if architecture.endswith("ForMaskedLM"):
-        raise ModelError(
-            f"{path}: {architecture} without modules.json may be a base model, a dense or a sparse one: --kind dense "
+        raise config.error(
+            f"{architecture} without modules.json may be a base model, a dense or a sparse one: --kind dense "
             f"serves it with {_default_pooling(config)} pooling, --kind sparse as SPLADE"
         )
     if is_causal_model(config) and _is_named_reranker(transformer.folder, config):
-        raise ModelError(
-            f"{path}: {architecture} without modules.json, and its name or tags say that it is a reranker: --kind "
+        raise config.error(
+            f"{architecture} without modules.json, and its name or tags say that it is a reranker: --kind "
             "rerank serves one that is known, --kind dense makes vectors of its hidden states"
         )
 
@@ -443,9 +429,9 @@ def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Mod
         raise ModelError(f"{transformer.export}: a multi-vector model is served from safetensors alone")
     sentence_bert = _read_sentence_bert(transformer.path, may_expand=True)
     max_tokens = _max_tokens(transformer.path, transformer.config, sentence_bert)
-    steps, token_dim = read_token_steps(folder, layout, modules, transformer.weights, transformer.hidden_size)
+    steps, token_dim = read_token_steps(folder, layout, modules, transformer.weights, transformer.config["hidden_size"])
     masks = [folder / module.path / "config.json" for module in modules if module.kind == "MultiVectorMask"]
-    prompts = {} if layout == STANFORD else dict(_read_prompts(folder)[1])
+    prompts = {} if layout == STANFORD else dict(_read_prompts(transformer.stated)[1])
     tokens = read_token_head(folder, transformer.path, layout, steps, masks, sentence_bert, prompts)
     # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
     if tokens.document_tokens or tokens.query_tokens > max_tokens:
@@ -455,7 +441,6 @@ def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Mod
         raise ModelError(f"{folder}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}")
     return transformer.card(
         sentence_bert,
-        all_steps=tokens.steps,
         dim=token_dim,
         token_dim=token_dim,
         max_tokens=max_tokens,
@@ -468,13 +453,25 @@ def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Mod
 def _read_sparse(transformer: _Transformer, modules: SparseModules) -> ModelCard:
     sentence_bert = _read_sentence_bert(transformer.path, "fill-mask", modules.task)
     names = {name for file in transformer.weights for name in tensor_shapes(file)}
-    steps = steps_of_masked_words(transformer.config_path, transformer.config, names)
+    steps = steps_of_masked_words(transformer.config, names)
     head = SparseHead(steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights)
-    return transformer.card(sentence_bert, dim=transformer.vocab_size, capabilities=("sparse",), sparse=head)
+    dim = transformer.config["vocab_size"]
+    return transformer.card(sentence_bert, dim=dim, capabilities=("sparse",), sparse=head)
 
 
-def _with_score(transformer: _Transformer, capabilities: tuple[str, ...], head: ScoreHead) -> ModelCard:
-    sentence_bert = _read_sentence_bert(transformer.path, "sequence-classification", "sequence-classification")
+def _read_classifier(transformer: _Transformer, kind: str) -> ModelCard | None:
+    """None for a model that is not for classification."""
+    config, stated = transformer.config, transformer.stated
+    capabilities = score_kinds(config, stated, kind)
+    if not capabilities:
+        if stated.get("model_type") == "CrossEncoder" and kind != "dense":
+            architecture = architecture_of(config)
+            raise stated.error(f"model_type is CrossEncoder, and the weights are those of {architecture!r}")
+        return None
+    head = read_score_head(config, stated)
+    if stated.get("default_prompt_name"):
+        raise stated.error("default_prompt_name is not supported for a model that takes pairs")
+    sentence_bert = _read_sentence_bert(transformer.path, "sequence-classification")
     num_labels = len(head.labels)
     inputs = read_optional(transformer.path / "tokenizer_config.json").get("model_input_names")
     if isinstance(inputs, list) and "token_type_ids" not in inputs:
@@ -482,78 +479,49 @@ def _with_score(transformer: _Transformer, capabilities: tuple[str, ...], head: 
     return transformer.card(sentence_bert, dim=num_labels, num_labels=num_labels, capabilities=capabilities, score=head)
 
 
-def _read_classifier(transformer: _Transformer, kind: str) -> tuple[tuple[str, ...], ScoreHead] | None:
-    """What a model for classification can do, and its head; None for any other model. Raises ModelError."""
-    config, path = transformer.config, transformer.folder / "config_sentence_transformers.json"
-    stated = read_optional(path)
-    try:
-        capabilities = score_kinds(config, stated, kind)
-        head = read_score_head(config, stated, transformer.hidden_size) if capabilities else None
-    except ValueError as error:
-        raise ModelError(f"{transformer.config_path}: {error}") from None
-    if head is None:
-        if stated.get("model_type") == "CrossEncoder" and kind != "dense":
-            architecture = architecture_of(config)
-            raise ModelError(f"{path}: model_type is CrossEncoder, and the weights are those of {architecture!r}")
-        return None
-    if stated.get("default_prompt_name"):
-        raise ModelError(f"{path}: default_prompt_name is not supported for a model that takes pairs")
-    return capabilities, head
-
-
-def _read_llm_reranker(transformer: _Transformer, head: ScoreHead) -> ModelCard:
-    sentence_bert = _read_sentence_bert(transformer.path, "text-generation", "text-generation")
-    pooling = (head.pooling,)
-    return transformer.card(sentence_bert, dim=1, num_labels=1, pooling=pooling, capabilities=("rerank",), score=head)
-
-
-def _read_logit_head(transformer: _Transformer, modules: list[Module], kind: str) -> ScoreHead | None:
-    """The head of a reranker that is a causal language model; None for another model."""
+def _read_llm_reranker(transformer: _Transformer, modules: list[Module], kind: str) -> ModelCard | None:
+    """None for a model that is no causal language model, or gives no scores."""
     folder, config = transformer.folder, transformer.config
     if [module.kind for module in modules] == ["LogitScore"]:
-        path = folder / modules[0].path / "config.json"
-        activation = read_optional(folder / "config_sentence_transformers.json").get("activation_fn")
-        try:
-            return stated_head(config, read_object(path), activation)
-        except ValueError as error:
-            raise ModelError(f"{path}: {error}") from None
-    names = names_of(folder, config)
-    # A known name is enough: such a model has no vectors to embed texts with.
-    is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
-    if not is_wanted or modules or not is_causal_model(config):
-        return None
-    tokenizer = transformer.path / "tokenizer.json"
-    try:
-        return known_head(config, names, token_ids(tokenizer, read_object(tokenizer)))
-    except ValueError as error:
-        raise ModelError(f"{transformer.path}: {error}") from None
+        module = read_object(folder / modules[0].path / "config.json")
+        head = stated_head(config, module, transformer.stated.get("activation_fn"))
+    else:
+        names = names_of(folder, config)
+        # A known name is enough: such a model has no vectors to embed texts with.
+        is_wanted = kind == "rerank" or (kind == "auto" and known_template(config, names) is not None)
+        if not is_wanted or modules or not is_causal_model(config):
+            return None
+        head = known_head(transformer.path, config, names)
+    sentence_bert = _read_sentence_bert(transformer.path, "text-generation")
+    pooling = (head.pooling,)
+    return transformer.card(sentence_bert, dim=1, num_labels=1, pooling=pooling, capabilities=("rerank",), score=head)
 
 
 # --- the files --------------------------------------------------------------------------------------------------
 
 
-def _read_config(weights_folder: Path) -> JsonObject:
-    path = weights_folder / "config.json"
-    config = read_object(path)
+def _read_config(weights_folder: Path) -> Settings:
+    config = read_object(weights_folder / "config.json")
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path}: model_type is missing")
+        raise config.error("model_type is missing")
     if config["model_type"] in _OF_IMAGES:
-        raise ModelError(f"{path}: a model of type {config['model_type']} has images; vecd serves text")
+        raise config.error(f"a model of type {config['model_type']} has images; vecd serves text")
     if "quantization_config" in config:
-        raise ModelError(f"{path}: quantized weights (quantization_config) are not supported")
+        raise config.error("quantized weights (quantization_config) are not supported")
     # transformers would load any file that is named here, even a pickle.
     if config.get("transformers_weights") is not None:
-        raise ModelError(f"{path}: weights under another name (transformers_weights) are not supported")
+        raise config.error("weights under another name (transformers_weights) are not supported")
+    refuse_other_rankings(config)
     try:
-        refuse_other_rankings(config)
-        config = native_config(config) or config
+        config = Settings(config.path, native_config(config) or config)
     except ValueError as error:
-        raise ModelError(f"{path}: {error}") from None
+        raise config.error(str(error)) from None
     # Models that wrap a text model keep its sizes one level down.
     text_config = config.get("text_config")
-    config = {**config, **text_config} if isinstance(text_config, dict) else config
+    if isinstance(text_config, dict):
+        config.update(text_config)
     if type(config.get("pad_token_id")) not in (int, NoneType):
-        raise ModelError(f"{path}: pad_token_id is {config['pad_token_id']!r:.80}, and must be a whole number")
+        raise config.error(f"pad_token_id is {config['pad_token_id']!r:.80}, and must be a whole number")
     return config
 
 
@@ -592,13 +560,14 @@ def _weights_of(weights_folder: Path) -> list[Path]:
 
 def shards(index: Path, suffix: str) -> list[Path]:
     """The files that an index names, all with this suffix."""
-    places = read_object(index).get("weight_map")
+    content = read_object(index)
+    places = content.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ModelError(f"{index}: weight_map must name a file for each tensor")
+        raise content.error("weight_map must name a file for each tensor")
     names = sorted(set(places.values()))
     for name in names:
         if not name.endswith(suffix):
-            raise ModelError(f"{index}: {name} is not a {suffix} file")
+            raise content.error(f"{name} is not a {suffix} file")
         if not (index.parent / name).is_file():
             raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
     return [index.parent / name for name in names]
@@ -610,40 +579,34 @@ _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", 
 
 
 def _read_sentence_bert(
-    weights_folder: Path,
-    wanted: str = "feature-extraction",
-    default: str = "feature-extraction",
-    *,
-    may_expand: bool = False,
-) -> JsonObject:
+    weights_folder: Path, wanted: str = "feature-extraction", default: str = "", *, may_expand: bool = False
+) -> JsonMapping:
     """May be empty. Refuses settings that would change vectors. `wanted` is the task that the model has to have,
-    `default` the one where the file names none. `may_expand`: of a multi-vector model."""
+    `default` the one where the file names none, if it is another. `may_expand`: of a multi-vector model."""
     paths = (weights_folder / f"sentence_{kind}_config.json" for kind in _SENTENCE_BERT_KINDS)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return {}
     config = read_object(path)
-    task = config.get("transformer_task", default)
+    task = config.get("transformer_task", default or wanted)
     if task != wanted:
-        raise ModelError(f"{path}: transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
+        raise config.error(f"transformer_task {task!r} is not {_WHOSE_TASK[wanted]} model's")
     plain = {"method": "forward", "method_output_name": _OUTPUT_OF_TASK[task]}
     modalities = config.get("modality_config", {"text": plain})
     # As messages, if it has them.
     setting = modalities.get("message", modalities.get("text")) if isinstance(modalities, dict) else None
     if not isinstance(setting, dict) or {**setting, "format": ""} != {**plain, "format": ""}:
-        raise ModelError(f"{path}: texts do not go through the model's plain forward pass (modality_config)")
+        raise config.error("texts do not go through the model's plain forward pass (modality_config)")
     for name in ("config_args", "config_kwargs", *(() if may_expand else ("query_expansion",))):
         if config.get(name):
-            raise ModelError(f"{path}: {name} is not supported")
-    try:
-        objects = {name: inner(config, name) for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs")}
-        inner(objects["processing_kwargs"], "chat_template")
-        for part in ("text", "common"):
-            for name, value in inner(objects["processing_kwargs"], part).items():
-                if name not in _WITHOUT_EFFECT and (name, value) != ("truncation", True):
-                    raise ValueError(f"processing_kwargs.{part}.{name} is not supported")
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from None
+            raise config.error(f"{name} is not supported")
+    objects = {name: config.inner(name) for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs")}
+    processing = objects["processing_kwargs"]
+    processing.inner("chat_template")
+    for part in ("text", "common"):
+        for name, value in processing.inner(part).items():
+            if name not in _WITHOUT_EFFECT and (name, value) != ("truncation", True):
+                raise config.error(f"processing_kwargs.{part}.{name} is not supported")
     return {**config, **objects}
 
 
@@ -680,7 +643,7 @@ def _read_chain(folder: Path, *, is_pooled: bool) -> list[Module]:
     kinds = [module.kind for module in chain]
     if kinds[:1] == ["StaticEmbedding"] or kinds == ["Transformer", "LogitScore"]:
         return chain
-    if kinds == ["Transformer"] and is_pooled and _is_cross_encoder(folder):
+    if kinds == ["Transformer"] and is_pooled and _stated(folder).get("model_type") == "CrossEncoder":
         return chain
     first = ["Transformer", "Pooling"] if is_pooled else ["Transformer"]
     if kinds[: len(first)] != first:
@@ -689,10 +652,6 @@ def _read_chain(folder: Path, *, is_pooled: bool) -> list[Module]:
         if kinds.count(kind) != 1:
             raise ModelError(f"{path}: must have one {kind} module, has {kinds.count(kind)}")
     return chain
-
-
-def _is_cross_encoder(folder: Path) -> bool:
-    return read_optional(folder / "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
 def _default_pooling(config: JsonMapping) -> str:
@@ -733,30 +692,25 @@ def _positions(config: JsonMapping) -> int | None:
     return positions
 
 
-def _read_prompts(folder: Path) -> tuple[str, tuple[tuple[str, str], ...]]:
-    path = folder / "config_sentence_transformers.json"
-    config = read_optional(path)
-    prompts = config.get("prompts") or {}
+def _read_prompts(stated: Settings) -> tuple[str, tuple[tuple[str, str], ...]]:
+    prompts = stated.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise ModelError(f"{path}: prompts must be an object of strings")
-    default = config.get("default_prompt_name")
+        raise stated.error("prompts must be an object of strings")
+    default = stated.get("default_prompt_name")
     # These two names always exist, with no text unless the file gives them one.
     if default not in (None, "query", "document", *prompts):
-        raise ModelError(f"{path}: default_prompt_name {default!r} is not among its prompts")
+        raise stated.error(f"default_prompt_name {default!r} is not among its prompts")
     return prompts.get(default) or "", tuple((name, text or "") for name, text in prompts.items())
 
 
-def _read_matryoshka(folder: Path, config: JsonMapping, dim: int, path: Path) -> JsonObject:
+def _read_matryoshka(folder: Path, stated: Settings, config: Settings, dim: int) -> JsonObject:
     """The fields of a card about shorter vectors: as the files say, or else as is published about the model."""
-    settings = folder / "config_sentence_transformers.json"
-    stated = read_optional(settings)
     keys = ("matryoshka_dimensions", "matryoshka_dims")
-    places = ((path, config), (settings, stated))
-    lists = [(place, key, content[key]) for place, content in places for key in keys if content.get(key)]
-    for place, key, dims in lists:
+    lists = [(content, key, content[key]) for content in (config, stated) for key in keys if content.get(key)]
+    for content, key, dims in lists:
         if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
-            raise ModelError(f"{place}: {key} must be a list of whole numbers from 1 to {dim}")
-    truncate_dim = 0 if stated.get("truncate_dim") is None else positive(stated, ("truncate_dim",), settings)
+            raise content.error(f"{key} must be a list of whole numbers from 1 to {dim}")
+    truncate_dim = 0 if stated.get("truncate_dim") is None else stated.positive("truncate_dim")
     known = published(names_of(folder, config)).matryoshka_dims
     is_stated = bool(lists or truncate_dim or config.get("is_matryoshka"))
     dims = lists[0][2] if lists else [] if is_stated else known or ()
@@ -788,15 +742,15 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
     num_tokens, hidden_size = _table_shape(weights)
     tokenizer = read_object(tokenizer_file)
     try:
-        num_ids = 1 + max(token_ids(tokenizer_file, tokenizer).values(), default=-1)
+        num_ids = 1 + max(token_ids(tokenizer).values(), default=-1)
         unknown_ids = tuple(_unknown_ids(tokenizer))
         truncated_to = (tokenizer.get("truncation") or {}).get("max_length")
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise ModelError(f"{tokenizer_file}: not a tokenizer: {error}") from None
+        raise tokenizer.error(f"not a tokenizer: {error}") from None
     if num_ids > num_tokens:
-        raise ModelError(f"{tokenizer_file}: has {num_ids} tokens, and {weights.name} has rows for {num_tokens}")
+        raise tokenizer.error(f"has {num_ids} tokens, and {weights.name} has rows for {num_tokens}")
     config = read_optional(weights_folder / "config.json")
-    prompt, prompts = _read_prompts(folder)
+    stated = _stated(folder)
     if config.get("model_type") == _MODEL2VEC:
         model_type, max_tokens = _MODEL2VEC, config.get("max_length", _MODEL2VEC_MAX_TOKENS)
         steps, dim = (Step("normalize"),) * bool(config.get("normalize")), hidden_size
@@ -805,9 +759,11 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
         model_type, max_tokens = "static", truncated_to
         steps, dim = read_steps(folder, modules, hidden_size)
         ignored_ids = ()
-    return ModelCard(
-        folder=str(folder),
-        weights_folder=str(weights_folder),
+    return _card(
+        folder,
+        weights_folder,
+        stated,
+        [weights],
         model_type=model_type,
         hidden_size=hidden_size,
         dim=dim,
@@ -816,13 +772,7 @@ def _read_static(folder: Path, table: Module, modules: list[Module]) -> ModelCar
         pooling=("mean",),
         steps=steps,
         lowercase=False,
-        prompt=prompt,
-        prompts=prompts,
-        **_read_matryoshka(folder, config, dim, weights_folder / "config.json"),
-        weights_bytes=sum(
-            path.stat().st_size
-            for path in (weights, *(folder / step.path / "model.safetensors" for step in steps if step.path))
-        ),
+        **_read_matryoshka(folder, stated, config, dim),
         tokenizer_file=str(tokenizer_file),
         ignored_ids=(*ignored_ids, num_tokens),
     )

@@ -56,47 +56,53 @@ def read_json(path: Path) -> Any:
         raise ModelError(f"{path}: cannot be read: {error}") from None
 
 
-def read_object(path: Path) -> JsonObject:
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return content
-
-
-def read_optional(path: Path) -> JsonObject:
-    return read_object(path) if path.exists() else {}
-
-
-def positive(config: JsonMapping, names: tuple[str, ...], path: Path) -> int:
-    """The first of `names` that `config`, the content of `path`, has as a positive whole number. Raises ModelError."""
-    for name in names:
-        value = config.get(name)
-        if type(value) is int and 0 < value <= _LARGEST:
-            return value
-    raise ModelError(f"{path}: {names[0]} is missing or not a positive whole number")
-
-
 _LARGEST = 2**31 - 1
 """Sizes and token ids travel between processes as int32."""
-
-
-def number(config: JsonMapping, name: str, default: float) -> float:
-    """The number that `config` has under `name`, or `default`. Raises ValueError, with the name, for anything else."""
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
-        raise ValueError(f"{name} is {value!r:.80}, and must be a number")
-    return float(value)
-
-
 _TOO_LARGE = 1e30
 
 
-def inner(config: JsonMapping, name: str) -> JsonObject:
-    """The object under `name`; empty for none. Raises ValueError, with the name, for anything but an object."""
-    value = config.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} must be an object, not {value!r:.80}")
-    return value or {}
+class Settings(dict[str, Any]):
+    """The object in a JSON file, or one within it, and the path, which every error names. All methods raise ModelError
+    for a value of another type."""
+
+    def __init__(self, path: Path, content: JsonMapping) -> None:
+        super().__init__(content)
+        self.path = path
+
+    def error(self, fault: str) -> ModelError:
+        return ModelError(f"{self.path}: {fault}")
+
+    def positive(self, *names: str) -> int:
+        """The first of `names` that is there as a positive whole number."""
+        for name in names:
+            value = self.get(name)
+            if type(value) is int and 0 < value <= _LARGEST:
+                return value
+        raise self.error(f"{names[0]} is missing or not a positive whole number")
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+            raise self.error(f"{name} is {value!r:.80}, and must be a number")
+        return float(value)
+
+    def inner(self, name: str) -> "Settings":
+        """The object under `name`; empty for none."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"{name} must be an object, not {value!r:.80}")
+        return Settings(self.path, value or {})
+
+
+def read_object(path: Path) -> Settings:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must be a JSON object")
+    return Settings(path, content)
+
+
+def read_optional(path: Path) -> Settings:
+    return read_object(path) if path.exists() else Settings(path, {})
 
 
 def single_file(folder: Path) -> Path:
@@ -115,7 +121,7 @@ def single_file(folder: Path) -> Path:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a safetensors file. Raises as `tensor_facts`."""
+    """Raises as `tensor_facts`."""
     return {name: shape for name, (_, shape) in tensor_facts(path).items()}
 
 
@@ -158,16 +164,15 @@ _MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""
 
 
-def token_ids(path: Path, tokenizer: JsonMapping) -> dict[str, int]:
-    """`tokenizer` is the content of the file at `path`. Raises ModelError."""
+def token_ids(tokenizer: Settings) -> dict[str, int]:
     try:
-        vocab = inner(tokenizer, "model").get("vocab") or {}
+        vocab = tokenizer.inner("model").get("vocab") or {}
         # Unigram has a list of pieces, other models an object of ids.
         ids = {str(vocab[i][0]): i for i in range(len(vocab))} if isinstance(vocab, list) else dict(vocab.items())
         ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+        raise tokenizer.error(f"not a tokenizer: {error}") from None
     for token, token_id in ids.items():
         if not isinstance(token, str) or type(token_id) is not int or not 0 <= token_id <= _LARGEST:
-            raise ModelError(f"{path}: not a tokenizer: the id of {token!r:.80} is {token_id!r:.80}")
+            raise tokenizer.error(f"not a tokenizer: the id of {token!r:.80} is {token_id!r:.80}")
     return ids

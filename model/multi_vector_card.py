@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from vecd.base.files import JsonMapping
-from vecd.model.files import ModelError, inner, number, positive, read_object, read_optional, tensor_shapes, token_ids
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.model.files import ModelError, Settings, read_object, read_optional, tensor_shapes, token_ids
 from vecd.model.steps import Module, SparseHead, Step, TokenHead, check_modules, read_modules, read_steps
 
 OWN, PYLATE, STANFORD = "sentence-transformers", "PyLate", "Stanford"
@@ -90,26 +89,25 @@ def read_token_head(
     """The head of a model in one of the layouts. `masks`: the files of its MultiVectorMask modules; `sentence_bert`:
     the settings of its Transformer. Raises ModelError when a setting is not supported, or names a token that the
     vocabulary lacks."""
-    path = folder / _SETTINGS
     if layout == STANFORD:
-        path = folder / "artifact.metadata"
-        settings = _as_pylate(read_optional(path))
+        settings = _as_pylate(read_optional(folder / "artifact.metadata"))
     else:
-        settings = read_optional(path)
+        settings = read_optional(folder / _SETTINGS)
     vocabulary = Vocabulary(weights_folder)
     for name in ("query_prefix", "document_prefix"):
         if not isinstance(settings.get(name), str | None):
-            raise ModelError(f"{path}: {name} must be a string")
+            raise settings.error(f"{name} must be a string")
     query_marker, query_prompt = _marker(settings, "query", prompts, vocabulary)
     document_marker, document_prompt = _marker(settings, "document", prompts, vocabulary)
-    lengths = {**settings, **{key: value for key, value in sentence_bert.items() if value is not None}}
-    expansion = _expansion(path, settings, sentence_bert)
-    query_tokens, max_query_tokens = _length(path, lengths, "query_length"), None
+    stated = {key: value for key, value in sentence_bert.items() if value is not None}
+    lengths = Settings(settings.path, {**settings, **stated})
+    expansion = _expansion(settings, sentence_bert)
+    query_tokens, max_query_tokens = _length(lengths, "query_length"), None
     if expansion is not None:
         if expansion.get("strategy") == "min":
             max_query_tokens = query_tokens
-        query_tokens = positive(expansion, ("length",), path)
-    words = _skipped_words(path, layout, settings, masks)
+        query_tokens = expansion.positive("length")
+    words = _skipped_words(layout, settings, masks)
     return TokenHead(
         steps=tuple(steps) if layout == OWN else (*steps, Step("normalize")),
         query_marker=query_marker,
@@ -118,17 +116,17 @@ def read_token_head(
         document_prompt=document_prompt,
         query_tokens=query_tokens,
         max_query_tokens=max_query_tokens,
-        expansion_id=None if expansion is None else vocabulary.expansion_id(path, expansion.get("token")),
+        expansion_id=None if expansion is None else vocabulary.expansion_id(expansion),
         attends_to_expansion=expansion is not None and bool(expansion.get("attend")),
-        document_tokens=_length(path, lengths, "document_length"),
+        document_tokens=_length(lengths, "document_length"),
         ignored_ids=tuple(sorted({vocabulary.ids[word] for word in words if word in vocabulary.ids})),
         is_mean=settings.get("similarity_fn_name") == "meanmaxsim",
     )
 
 
-def _as_pylate(metadata: JsonMapping) -> dict[str, Any]:
+def _as_pylate(metadata: Settings) -> Settings:
     """Stanford's settings under PyLate's names. Queries are always expanded."""
-    return {
+    named = {
         "query_prefix": metadata.get("query_token_id") or "[unused0]",
         "document_prefix": metadata.get("doc_token_id") or "[unused1]",
         "query_length": metadata.get("query_maxlen"),
@@ -136,6 +134,7 @@ def _as_pylate(metadata: JsonMapping) -> dict[str, Any]:
         "attend_to_expansion_tokens": bool(metadata.get("attend_to_mask_tokens")),
         "skiplist_words": list(string.punctuation) if metadata.get("mask_punctuation", True) else [],
     }
+    return Settings(metadata.path, named)
 
 
 def _marker(
@@ -152,44 +151,44 @@ def _marker(
     return None, prefix + prompt
 
 
-def _expansion(path: Path, settings: JsonMapping, sentence_bert: JsonMapping) -> JsonMapping | None:
+def _expansion(settings: Settings, sentence_bert: JsonMapping) -> Settings | None:
     """As the newest layout writes it: strategy, length, token, attend. None: a query stays as it is."""
+    default: JsonObject | None = None
     if any(key in settings for key in _PYLATE_KEYS):
         attends = settings.get("attend_to_expansion_tokens", settings.get("attend_to_mask_tokens"))
         length = settings.get("query_length") or _DEFAULT_QUERY_TOKENS
         stated = {"strategy": "fixed", "attend": bool(attends), "length": length}
         default = settings.get("query_expansion", None if settings.get("do_query_expansion") is False else stated)
-    else:
-        default = None
     expansion = sentence_bert.get("query_expansion", default)
-    if expansion is not None and (not isinstance(expansion, dict) or expansion.get("strategy") not in ("fixed", "min")):
-        raise ModelError(f"{path}: query_expansion {expansion!r} is not supported")
-    return expansion
+    if expansion is None:
+        return None
+    if not isinstance(expansion, dict) or expansion.get("strategy") not in ("fixed", "min"):
+        raise settings.error(f"query_expansion {expansion!r} is not supported")
+    return Settings(settings.path, expansion)
 
 
-def _length(path: Path, lengths: JsonMapping, name: str) -> int:
-    return 0 if lengths.get(name) is None else positive(lengths, (name,), path)
+def _length(lengths: Settings, name: str) -> int:
+    return 0 if lengths.get(name) is None else lengths.positive(name)
 
 
-def _skipped_words(path: Path, layout: str, settings: JsonMapping, masks: Sequence[Path]) -> list[str]:
+def _skipped_words(layout: str, settings: Settings, masks: Sequence[Path]) -> list[str]:
     if layout != OWN:
-        return list(string.punctuation) if settings.get("skiplist_words") is None else _words_in(path, settings)
+        return list(string.punctuation) if settings.get("skiplist_words") is None else _words_in(settings)
     words: list[str] = []
-    for mask_path in masks:
-        mask = read_optional(mask_path)
-        words += _words_in(mask_path, mask)
+    for mask in map(read_optional, masks):
+        words += _words_in(mask)
         tasks = mask.get("skiplist_tasks") or ["document"]
         if mask.get("keep_only_token_ids"):
-            raise ModelError(f"{mask_path}: keep_only_token_ids is not supported")
+            raise mask.error("keep_only_token_ids is not supported")
         if words and tasks not in ("document", ["document"]):
-            raise ModelError(f"{mask_path}: skiplist_tasks {tasks} is not supported: words are skipped in documents")
+            raise mask.error(f"skiplist_tasks {tasks} is not supported: words are skipped in documents")
     return words
 
 
-def _words_in(path: Path, settings: JsonMapping) -> list[str]:
+def _words_in(settings: Settings) -> list[str]:
     words = settings.get("skiplist_words") or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ModelError(f"{path}: skiplist_words must be a list of strings")
+        raise settings.error("skiplist_words must be a list of strings")
     return words
 
 
@@ -220,8 +219,7 @@ _USUAL_MASKS = ("[MASK]", "<mask>")
 
 class Vocabulary:
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        self.ids = token_ids(path, read_object(path))
+        self.ids = token_ids(read_object(folder / "tokenizer.json"))
         self._special = {
             **read_optional(folder / "special_tokens_map.json"),
             **read_optional(folder / "tokenizer_config.json"),
@@ -232,19 +230,18 @@ class Vocabulary:
         token = token.get("content") if isinstance(token, dict) else token
         return self.ids.get(token) if isinstance(token, str) else None
 
-    def expansion_id(self, path: Path, token: object) -> int:
-        """The id of the token that a query is filled up with: `token`, or the mask, or that of the end. Raises
+    def expansion_id(self, expansion: Settings) -> int:
+        """The id of the token that a query is filled up with: the stated one, or the mask, or that of the end. Raises
         ModelError when the vocabulary has none of them."""
-        if token is not None:
-            found = self.ids.get(token) if isinstance(token, str) else None
-        else:
-            usual = (self.ids[mask] for mask in _USUAL_MASKS if mask in self.ids)
-            choices = (self.special("mask_token"), next(usual, None), self.special("eos_token"))
-            found = next((choice for choice in choices if choice is not None), None)
-        if found is None:
-            wanted = f"{token or 'mask or eos'!s:.80}"
-            raise ModelError(f"{path}: the vocabulary has no token to expand queries with ({wanted})")
-        return found
+        token = expansion.get("token")
+        choices = [self.ids.get(token) if isinstance(token, str) else None]
+        if token is None:
+            choices = [self.special("mask_token"), *map(self.ids.get, _USUAL_MASKS), self.special("eos_token")]
+        for choice in choices:
+            if choice is not None:
+                return choice
+        wanted = f"{token or 'mask or eos'!s:.80}"
+        raise expansion.error(f"the vocabulary has no token to expand queries with ({wanted})")
 
 
 # What makes a folder a SPLADE model: its modules, and the head for masked words as steps.
@@ -284,15 +281,14 @@ def find_sparse(folder: Path, kind: str) -> SparseModules | None:
     modules = read_modules(path)
     kinds = [module.kind for module in modules]
     routes = _read_routes(folder / modules[0].path) if kinds[:1] == ["Router"] else {}
-    settings = folder / "config_sentence_transformers.json"
-    config = read_optional(settings)
+    config = read_optional(folder / _SETTINGS)
     named = {*kinds, *(module.kind for route in routes.values() for module in route)}
     if config.get("model_type") != "SparseEncoder" and not named & _SPARSE_KINDS:
         if kind == "sparse":
             raise ModelError(f"{path}: is not a sparse model: its modules are {', '.join(kinds)}")
         return None
     if config.get("max_active_dims") is not None:
-        raise ModelError(f"{settings}: max_active_dims is not supported; ask for top_k in requests")
+        raise config.error("max_active_dims is not supported; ask for top_k in requests")
     check_modules(path, modules)
     if not routes:
         return _chain(folder, path, modules)
@@ -305,10 +301,10 @@ def find_sparse(folder: Path, kind: str) -> SparseModules | None:
 
 
 def _plain(folder: Path) -> SparseModules:
-    path = folder / "config.json"
-    architectures = read_object(path).get("architectures")
+    config = read_object(folder / "config.json")
+    architectures = config.get("architectures")
     if not isinstance(architectures, list) or not any(str(name).endswith("ForMaskedLM") for name in architectures):
-        raise ModelError(f"{path}: is not a sparse model: architectures is {architectures!r}, not a …ForMaskedLM")
+        raise config.error(f"is not a sparse model: architectures is {architectures!r}, not a …ForMaskedLM")
     return SparseModules()
 
 
@@ -318,13 +314,12 @@ def _chain(folder: Path, path: Path, modules: list[Module]) -> SparseModules:
         unknown = [kind for kind in kinds if kind not in (*_TRANSFORMERS, _POOLING)]
         fault = f"module {unknown[0]} is not supported in a sparse model" if unknown else f"they are {kinds}"
         raise ModelError(f"{path}: must be a Transformer and a {_POOLING}; {fault}")
-    config = folder / modules[1].path / "config.json"
-    settings = read_object(config)
+    settings = read_object(folder / modules[1].path / "config.json")
     pooling, activation = settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu")
     if pooling not in ("max", "sum"):
-        raise ModelError(f"{config}: pooling_strategy {pooling!r} is unknown; known: max, sum")
+        raise settings.error(f"pooling_strategy {pooling!r} is unknown; known: max, sum")
     if not isinstance(activation, str) or activation not in _NUM_LOGS:
-        raise ModelError(f"{config}: activation_function {activation!r} is unknown; known: {', '.join(_NUM_LOGS)}")
+        raise settings.error(f"activation_function {activation!r} is unknown; known: {', '.join(_NUM_LOGS)}")
     task = "feature-extraction" if kinds[0] == "Transformer" else "fill-mask"
     return SparseModules(modules[0].path, task, pooling, _NUM_LOGS[activation])
 
@@ -344,8 +339,7 @@ def _routed(folder: Path, path: Path, routes: Mapping[str, list[Module]]) -> Spa
 
 
 def _query_weights(folder: Path, module: str) -> str:
-    config = folder / module / "config.json"
-    named = read_object(config).get("path") if config.exists() else None
+    named = read_optional(folder / module / "config.json").get("path")
     names = [f"{module}/model.safetensors"]
     if isinstance(named, str) and named.endswith(".json"):
         # As it was given when the model was made: a path of that machine, or a name beside the model.
@@ -365,15 +359,14 @@ def _check_tokenizer(queries: Path, documents: Path) -> None:
 
 
 def _read_routes(folder: Path) -> dict[str, list[Module]]:
-    path = folder / "router_config.json"
-    config = read_object(path)
+    config = read_object(folder / "router_config.json")
+    if config.inner("parameters").get("route_mappings"):
+        raise config.error("route_mappings is not supported")
     try:
-        if inner(config, "parameters").get("route_mappings"):
-            raise ModelError(f"{path}: route_mappings is not supported")
         types, structure = config["types"], config["structure"]
         return {route: [Module(str(types[name]), name) for name in names] for route, names in structure.items()}
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error!r}") from None
+    except (TypeError, LookupError, AttributeError) as error:
+        raise config.error(f"cannot be read: {error!r}") from None
 
 
 # --- heads for masked words -------------------------------------------------------------------------------------
@@ -463,29 +456,26 @@ _DEFAULTS = MappingProxyType(
 )
 
 
-def steps_of_masked_words(path: Path, config: JsonMapping, names: Collection[str]) -> tuple[Step, ...]:
-    """The steps from the state of a token to its logits. `path` is the config.json, `config` its content; `names` those
-    of all tensors. Raises ModelError for a head that no table describes, or that is not among the tensors."""
+def steps_of_masked_words(config: Settings, names: Collection[str]) -> tuple[Step, ...]:
+    """The steps from the state of a token to its logits. `names`: those of all tensors. Raises ModelError for a head
+    that no table describes, or that is not among the tensors."""
     model_type = config["model_type"]
     head = _HEADS.get(model_type)
     if head is None:
-        raise ModelError(
-            f"{path}: the head for masked words of {model_type} is not described; served are sparse models of "
+        raise config.error(
+            f"the head for masked words of {model_type} is not described; served are sparse models of "
             f"{', '.join(_HEADS)}"
         )
-    settings = {**_DEFAULTS, **config}
+    settings = Settings(config.path, {**_DEFAULTS, **config})
     activation = head.activation[1:] if head.activation.startswith("=") else str(settings[head.activation])
     if activation not in _ACTIVATIONS:
-        raise ModelError(f"{path}: activation {activation} in the head for masked words is not supported")
-    width = positive(settings, (head.width,), path)
-    try:
-        epsilon = float(head.epsilon[1:]) if head.epsilon.startswith("=") else number(settings, head.epsilon, 0.0)
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from None
-    decoder = _decoder(path, head, names, is_tied=bool(config.get("tie_word_embeddings", True)))
+        raise config.error(f"activation {activation} in the head for masked words is not supported")
+    width = settings.positive(head.width)
+    epsilon = float(head.epsilon[1:]) if head.epsilon.startswith("=") else settings.number(head.epsilon, 0.0)
+    decoder = _decoder(config, head, names, is_tied=bool(config.get("tie_word_embeddings", True)))
     for name in (head.dense, head.norm):
         if not {f"{name}.weight", f"{name}.gamma"} & set(names):
-            raise ModelError(f"{path}: the weights have no head for masked words: {name}.weight is missing")
+            raise config.error(f"the weights have no head for masked words: {name}.weight is missing")
     bias = next((name for name in head.biases if name in names), "")
     return (
         Step(
@@ -508,9 +498,9 @@ def steps_of_masked_words(path: Path, config: JsonMapping, names: Collection[str
     )
 
 
-def _decoder(path: Path, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
+def _decoder(config: Settings, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
     """The decoder's own weights where the files have them, as transformers reads them."""
     for name in (head.decoder, *(head.words if is_tied else ())):
         if f"{name}.weight" in names:
             return name
-    raise ModelError(f"{path}: the weights have no head for masked words: {head.decoder}.weight is missing")
+    raise config.error(f"the weights have no head for masked words: {head.decoder}.weight is missing")

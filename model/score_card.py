@@ -1,7 +1,6 @@
 """What the card of a model for classification says: the kinds it can serve, its labels, and its head.
 
-Owns the reading of a score head: labels, activation, and by family the layers behind the transformer, as data. Reads no
-file.
+Owns the reading of a score head: labels, activation, and by family the layers behind the transformer, as data.
 
 Source of the heads: the classes …ForSequenceClassification and …ForTokenClassification of transformers 5.23. Source of
 the settings: sentence-transformers 6.2's CrossEncoder, and transformers' pipeline for text classification.
@@ -10,10 +9,11 @@ the settings: sentence-transformers 6.2's CrossEncoder, and transformers' pipeli
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from vecd.base.files import JsonMapping
-from vecd.model.files import inner, number
+from vecd.model.files import ModelError, Settings, read_object, token_ids
 from vecd.model.steps import PairTemplate, ScoreHead, Step
 
 _OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -25,10 +25,9 @@ _MAX_LABELS = 2**16
 """The list of names travels between processes, and a row of a slot has a float for each."""
 
 
-def score_kinds(config: JsonMapping, sentence_transformers: JsonMapping, kind: str) -> tuple[str, ...]:
+def score_kinds(config: Settings, sentence_transformers: Settings, kind: str) -> tuple[str, ...]:
     """The capabilities of a model that transformers loads as a classifier. `kind`, one of `vecd.model.steps.KINDS`,
-    counts where the files allow several. A classifier that is asked for as dense is none. Raises ValueError, with the
-    key."""
+    counts where the files allow several. A classifier that is asked for as dense is none."""
     architecture = architecture_of(config)
     if architecture.endswith(_OF_TOKENS) and kind != "dense":
         return ("token-classify",)
@@ -40,16 +39,16 @@ def score_kinds(config: JsonMapping, sentence_transformers: JsonMapping, kind: s
     return ("rerank", "classify") if reranks and may_rerank else ("classify",)
 
 
-def read_score_head(config: JsonMapping, sentence_transformers: JsonMapping, hidden_size: int) -> ScoreHead:
-    """Raises ValueError, with the key, for a setting that is not known."""
+def read_score_head(config: Settings, sentence_transformers: Settings) -> ScoreHead:
+    """Raises ModelError for a setting that is not known."""
     labels = _labels(config)
     architecture = architecture_of(config)
     is_of_tokens = architecture.endswith(_OF_TOKENS)
-    code = inner(config, "auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
+    code = config.inner("auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
     if code is not None:
-        raise ValueError(f"asks for Python code from the model's repository to be run (auto_map: {code})")
+        raise config.error(f"asks for Python code from the model's repository to be run (auto_map: {code})")
     family = _FAMILIES.get(str(config["model_type"]))
-    steps = family.steps(config, hidden_size, len(labels), is_of_tokens=is_of_tokens) if family else ()
+    steps = family.steps(config, config["hidden_size"], len(labels), is_of_tokens=is_of_tokens) if family else ()
     pooling = "" if is_of_tokens else family.pooling(config) if family else "cls"
     padding_id = config.get("pad_token_id") if pooling == "lasttoken" else None
     return ScoreHead(
@@ -71,26 +70,26 @@ def architecture_of(config: JsonMapping) -> str:
 # --- labels and activation --------------------------------------------------------------------------------------
 
 
-def _labels(config: JsonMapping) -> tuple[str, ...]:
+def _labels(config: Settings) -> tuple[str, ...]:
     """By index. As in transformers: without names they are LABEL_0, …, and without a number there are two."""
     names = config.get("id2label")
     if names is None:
         return tuple(f"LABEL_{index}" for index in range(_num_labels(config)))
     if not isinstance(names, Mapping) or set(names) != set(map(str, range(len(names)))) or not names:
-        raise ValueError("id2label must have a name for each index from 0 on")
+        raise config.error("id2label must have a name for each index from 0 on")
     if config.get("num_labels") not in (None, len(names)):
-        raise ValueError(f"num_labels is {config['num_labels']!r}, and id2label has {len(names)} names")
+        raise config.error(f"num_labels is {config['num_labels']!r}, and id2label has {len(names)} names")
     return tuple(str(names[str(index)]) for index in range(len(names)))
 
 
-def _num_labels(config: JsonMapping) -> int:
+def _num_labels(config: Settings) -> int:
     names, stated = config.get("id2label"), config.get("num_labels")
     if isinstance(names, Mapping) and names:
         stated = len(names)
     if stated is None:
         return 2
     if type(stated) is not int or not 0 < stated <= _MAX_LABELS:
-        raise ValueError(f"num_labels is {stated!r:.80}, and must be a whole number from 1 to {_MAX_LABELS:,}")
+        raise config.error(f"num_labels is {stated!r:.80}, and must be a whole number from 1 to {_MAX_LABELS:,}")
     return stated
 
 
@@ -106,23 +105,23 @@ _ACTIVATION_CLASSES = {
 """By the names that files give to a class, which is never imported."""
 
 
-def activation_named(key: str, name: object) -> str:
-    """By the name of a class that a file has under `key`. Raises ValueError."""
+def _activation_named(config: Settings, key: str, name: object) -> str:
+    """By the name of a class that a file has under `key`."""
     if str(name) not in _ACTIVATION_CLASSES:
-        raise ValueError(f"{key} is {name!r}; known: {', '.join(_ACTIVATION_CLASSES)}")
+        raise config.error(f"{key} is {name!r}; known: {', '.join(_ACTIVATION_CLASSES)}")
     return _ACTIVATION_CLASSES[str(name)]
 
 
-def _activation(config: JsonMapping, sentence_transformers: JsonMapping, num_labels: int) -> str:
+def _activation(config: Settings, sentence_transformers: Settings, num_labels: int) -> str:
     """The model's own, from the first of the places in which versions of sentence-transformers have saved it; else as
     transformers' pipeline chooses."""
     for key, name in (
         ("activation_fn (config_sentence_transformers.json)", sentence_transformers.get("activation_fn")),
-        ("sentence_transformers.activation_fn", inner(config, "sentence_transformers").get("activation_fn")),
+        ("sentence_transformers.activation_fn", config.inner("sentence_transformers").get("activation_fn")),
         ("sbert_ce_default_activation_function", config.get("sbert_ce_default_activation_function")),
     ):
         if name is not None:
-            return activation_named(key, name)
+            return _activation_named(config, key, name)
     problem = config.get("problem_type")
     if problem == "regression":
         return "identity"
@@ -147,10 +146,10 @@ class _Family:
     is_causal: bool = False
     """The last token is pooled, not the first, and the classifier of sequences has no bias."""
 
-    def pooling(self, config: JsonMapping) -> str:
+    def pooling(self, config: Settings) -> str:
         return "lasttoken" if self.is_causal else "cls"
 
-    def steps(self, config: JsonMapping, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+    def steps(self, config: Settings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
         if is_of_tokens:
             has_bias = not self.is_causal or bool(config.get("token_classification_bias", True))
             return (_dense(self.token_classifier, width, num_labels, bias=has_bias),)
@@ -166,18 +165,18 @@ class _Family:
 
 @dataclass(frozen=True, slots=True)
 class _ModernBert(_Family):
-    def pooling(self, config: JsonMapping) -> str:
+    def pooling(self, config: Settings) -> str:
         pooling = config.get("classifier_pooling", "cls")
         if pooling not in ("cls", "mean"):
-            raise ValueError(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
+            raise config.error(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
         return str(pooling)
 
-    def steps(self, config: JsonMapping, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+    def steps(self, config: Settings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
         activation = _LAYER_ACTIVATIONS.get(str(config.get("classifier_activation", "gelu")))
         if activation is None:
             return ()
         has_bias, has_norm_bias = bool(config.get("classifier_bias", False)), bool(config.get("norm_bias", False))
-        epsilon = number(config, "norm_eps", 1e-5)
+        epsilon = config.number("norm_eps", 1e-5)
         return (
             _dense("head.dense", width, width, activation=activation, bias=has_bias),
             Step("layer_norm", tensor="head.norm", in_dim=width, out_dim=width, bias=has_norm_bias, epsilon=epsilon),
@@ -211,8 +210,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
 
 # Rerankers that are causal language models: which token means yes, which no, and how a pair is put to them.
 #
-# `vecd.model.card` does, and adds the file to the message of a ValueError. The parts of a chat template are found by
-# `vecd.launch.config.templates`.
+# The parts of a chat template are found by `vecd.launch.config.templates`.
 #
 # Sources: sentence-transformers 6.2, `LogitScore` and `CrossEncoder`; the model cards of Qwen3-Reranker and of
 # bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank.
@@ -285,45 +283,46 @@ _CAP_BY_DEFAULT = {"gemma2": 30.0}
 """`final_logit_softcapping` of the same classes."""
 
 
-def refuse_other_rankings(config: JsonMapping) -> None:
-    """Raises ValueError for a reranker whose scores are not those of one pair in one pass."""
+def refuse_other_rankings(config: Settings) -> None:
+    """Raises ModelError for a reranker whose scores are not those of one pair in one pass."""
     if (architecture := architecture_of(config)) in _REFUSED:
-        raise ValueError(f"{architecture} is not supported: {_REFUSED[architecture]}")
+        raise config.error(f"{architecture} is not supported: {_REFUSED[architecture]}")
 
 
 def is_causal_model(config: JsonMapping) -> bool:
     return architecture_of(config).endswith("ForCausalLM")
 
 
-def stated_head(config: JsonMapping, module: JsonMapping, activation: object) -> ScoreHead:
+def stated_head(config: Settings, module: Settings, activation: object) -> ScoreHead:
     """The head of a model with a LogitScore module, whose config is `module`. `activation` is the name of a class in
-    torch.nn, or None. Raises ValueError for ids that are none, and for what is not supported."""
+    torch.nn, or None. Raises ModelError for ids that are none, and for what is not supported."""
     if module.get("module_input_name", "causal_logits") != "causal_logits":
-        raise ValueError(f"module_input_name {module['module_input_name']!r} is not supported")
+        raise module.error(f"module_input_name {module['module_input_name']!r} is not supported")
     names = ("true_token_id",) if module.get("false_token_id") is None else ("true_token_id", "false_token_id")
     for name in names:
         row = module.get(name)
         if type(row) is not int or not 0 <= row < config["vocab_size"]:
-            raise ValueError(f"{name} must be an id of the vocabulary, not {row!r}")
+            raise module.error(f"{name} must be an id of the vocabulary, not {row!r}")
     # sentence-transformers' own for one score is sigmoid.
-    applied = "sigmoid" if activation is None else activation_named("activation_fn", activation)
+    applied = "sigmoid" if activation is None else _activation_named(module, "activation_fn", activation)
     return _head(config, tuple(module[name] for name in names), applied, None)
 
 
-def known_head(config: JsonMapping, names: str, ids: Mapping[str, int]) -> ScoreHead:
-    """The head of a causal model that is known by name. `ids`: those of its tokens. Raises ValueError for an unknown
-    one, and for a vocabulary without its words."""
+def known_head(folder: Path, config: Settings, names: str) -> ScoreHead:
+    """The head of a causal model that is known by name. Raises ModelError for an unknown one, and for a vocabulary
+    without its words."""
+    ids = token_ids(read_object(folder / "tokenizer.json"))
     known = _find(config, names)
     if known is None:
-        raise ValueError(
-            "is a causal language model, and nothing says which tokens mean yes and no: it needs the module LogitScore "
-            "of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, mxbai-rerank-base-v2 or "
-            "-large-v2, bge-reranker-v2-gemma)"
+        raise ModelError(
+            f"{folder}: is a causal language model, and nothing says which tokens mean yes and no: it needs the module "
+            "LogitScore of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, "
+            "mxbai-rerank-base-v2 or -large-v2, bge-reranker-v2-gemma)"
         )
     words = [word for word in (known.yes, known.no) if word is not None]
     for word in words:
         if word not in ids:
-            raise ValueError(f"{word!r} is not one token of the vocabulary")
+            raise ModelError(f"{folder}: {word!r} is not one token of the vocabulary")
     return _head(config, tuple(ids[word] for word in words), "sigmoid", known.template)
 
 
@@ -338,12 +337,12 @@ def _find(config: JsonMapping, names: str) -> _KnownModel | None:
     return next(found, None)
 
 
-def _head(config: JsonMapping, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:
+def _head(config: Settings, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:
     model_type = config["model_type"]
     is_tied = config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
     default = _CAP_BY_DEFAULT.get(model_type, 0.0)
     has_none = config.get("final_logit_softcapping", default) is None
-    cap = 0.0 if has_none else number(config, "final_logit_softcapping", default)
+    cap = 0.0 if has_none else config.number("final_logit_softcapping", default)
     tensor = "embed_tokens" if is_tied else "lm_head"
     return ScoreHead(
         labels=("LABEL_0",),

@@ -3,12 +3,11 @@
 Owns the types, which are a part of the model card (`vecd.model.card`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from vecd.model.files import ModelError, positive, read_json, read_object, read_optional, single_file
+from vecd.model.files import ModelError, Settings, read_json, read_object, read_optional, single_file
 
 CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "multi-vector")
 """A model with one label, or with a query and a document in one sequence, can rerank; every model for sequence
@@ -221,10 +220,10 @@ def read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool
         modes = stated if isinstance(stated, list) and stated else [stated]
     for mode in modes:
         if mode not in POOLING_MODES:
-            raise ModelError(f"{path}: pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
+            raise config.error(f"pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
     pools_prompt = config.get("include_prompt") is not False
     if not pools_prompt and default_prompt:
-        raise ModelError(f"{path}: include_prompt=false together with a default prompt is not supported")
+        raise config.error("include_prompt=false together with a default prompt is not supported")
     return tuple(modes), pools_prompt
 
 
@@ -248,45 +247,44 @@ def _read_step(folder: Path, module: Module, in_dim: int, *, of_tokens: bool) ->
             return None
         case "Normalize":
             # Without a statement it normalizes pooled vectors, which a multi-vector model has none of.
-            config = {"module_input_name": "sentence_embedding", **read_optional(path)}
-            _check_input_and_output(path, config, of_tokens=of_tokens)
+            config = Settings(path, {"module_input_name": "sentence_embedding", **read_optional(path)})
+            _check_input_and_output(config, of_tokens=of_tokens)
             return Step("normalize")
         case "LayerNorm" if not of_tokens:
             single_file(path.parent)
             return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
         case "Dense":
-            return _read_dense(path, module.path, in_dim, of_tokens=of_tokens)
+            return _read_dense(read_object(path), module.path, in_dim, of_tokens=of_tokens)
         case unknown:
             raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
 
 
-def _read_dense(path: Path, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
-    config = read_object(path)
-    _check_input_and_output(path, config, of_tokens=of_tokens)
+def _read_dense(config: Settings, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
+    _check_input_and_output(config, of_tokens=of_tokens)
     if config.get("in_features") != in_dim:
-        raise ModelError(f"{path}: in_features is {config.get('in_features')}, but the vector has {in_dim}")
+        raise config.error(f"in_features is {config.get('in_features')}, but the vector has {in_dim}")
     has_residual = bool(config.get("use_residual"))
     if has_residual and not of_tokens:
-        raise ModelError(f"{path}: use_residual is not supported")
+        raise config.error("use_residual is not supported")
     activation = config.get("activation_function", "torch.nn.Tanh")
     # sentence-transformers accepts no other either, but uses Tanh instead.
     if not isinstance(activation, str) or not activation.startswith("torch.nn."):
-        raise ModelError(f"{path}: activation_function {activation!r} is not one of torch.nn's")
-    single_file(path.parent)
+        raise config.error(f"activation_function {activation!r} is not one of torch.nn's")
+    single_file(config.path.parent)
     return Step(
         "dense",
         path=module_path,
         in_dim=in_dim,
-        out_dim=positive(config, ("out_features",), path),
+        out_dim=config.positive("out_features"),
         bias=bool(config.get("bias", True)),
         activation=activation.rpartition(".")[2].lower(),
         has_residual=has_residual,
     )
 
 
-def _check_input_and_output(path: Path, config: Mapping[str, Any], *, of_tokens: bool) -> None:
+def _check_input_and_output(config: Settings, *, of_tokens: bool) -> None:
     expected, where = ("token_embeddings", "tokens") if of_tokens else ("sentence_embedding", "the pooled vector")
     for name in ("module_input_name", "module_output_name"):
         value = config.get(name)
         if value not in (None, expected):
-            raise ModelError(f"{path}: {name} {value!r} is not supported: steps work on {where}")
+            raise config.error(f"{name} {value!r} is not supported: steps work on {where}")

@@ -66,7 +66,7 @@ S = TypeVar("S", EncoderSpec, LayerSpec)
 def _named(spec: S, prefix: str, **numbers: Any) -> S:
     """With the names of its tensors in full, and the numbers of one model."""
     given = ((each.name, getattr(spec, each.name)) for each in fields(spec) if each.name not in numbers)
-    names = {
+    names: dict[str, Any] = {
         name: prefix + value if isinstance(value, str) else tuple(prefix + part for part in value)
         for name, value in given
         if isinstance(value, str | tuple)

@@ -17,7 +17,7 @@ from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.programs import command_of
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.model.card import ModelCard, ModelError, names_of
-from vecd.model.files import inner, read_object, read_optional
+from vecd.model.files import read_object, read_optional
 from vecd.model.score_card import known_template
 from vecd.model.steps import PairTemplate, TextTemplate
 
@@ -131,13 +131,12 @@ def _is_for_pairs(spec: ChatTemplateSpec, folder: Path) -> bool:
 def _message_setting(folder: Path) -> JsonObject | None:
     """What `modality_config` says of messages: with it, sentence-transformers renders every input by the chat template.
     None if the settings say nothing of messages."""
-    modalities = inner(read_optional(folder / "sentence_bert_config.json"), "modality_config")
-    return inner(modalities, "message") if "message" in modalities else None
+    modalities = read_optional(folder / "sentence_bert_config.json").inner("modality_config")
+    return modalities.inner("message") if "message" in modalities else None
 
 
 def _variables_of(folder: Path) -> JsonObject:
-    settings = inner(read_optional(folder / "sentence_bert_config.json"), "processing_kwargs")
-    return inner(settings, "chat_template")
+    return read_optional(folder / "sentence_bert_config.json").inner("processing_kwargs").inner("chat_template")
 
 
 def _cut(spec: ChatTemplateSpec, default: str, kwargs: JsonMapping) -> PairTemplate:
@@ -217,7 +216,7 @@ def _rendered(spec: ChatTemplateSpec, conversations: list[list[JsonObject]], kwa
 
 def _has_pairs(path: Path) -> bool:
     try:
-        processor = inner(read_optional(path), "post_processor")
+        processor = read_optional(path).inner("post_processor")
         for each in (processor, *(processor.get("processors") or ())):
             if each.get("type") in ("BertProcessing", "RobertaProcessing"):
                 return True
