@@ -78,8 +78,8 @@ from vecd.shm.settings import Settings
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
-from vecd.workers.machine import available_mb, usable_cores
-from vecd.workers.process.kernel import adopt_orphans, kilobytes, leave_no_core, trace_crashes
+from vecd.workers.machine import available_mb, kilobytes, usable_cores
+from vecd.workers.process.kernel import adopt_orphans, leave_no_core, trace_crashes
 
 log = logging.getLogger("vecd.supervisor")
 

@@ -26,8 +26,7 @@ from vecd.shm.settings import Settings, read_memory_budget
 from vecd.workers.config import WorkerConfig
 from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.formats import LARGEST_MEASURED, formats_of, is_lean_wanted
-from vecd.workers.machine import cpuinfo, memory_limit_mb
-from vecd.workers.process.kernel import kilobytes
+from vecd.workers.machine import cpuinfo, kilobytes, memory_limit_mb
 from vecd.workers.weights import weight_files
 
 # The memory of a model's processes: as predicted from its files, and as the kernel reports it.

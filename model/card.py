@@ -17,7 +17,7 @@ from typing import Any
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.architecture import native_config
-from vecd.model.files import EXPORT, Settings, read_object, read_optional, single_file, tensor_shapes, token_ids
+from vecd.model.files import EXPORT, ModelSettings, read_object, read_optional, single_file, tensor_shapes, token_ids
 from vecd.model.files import ModelError as ModelError
 from vecd.model.files import one_line as one_line
 from vecd.model.multi_vector_card import (
@@ -318,9 +318,9 @@ def _read_card(folder: Path, kind: str, pooling: str) -> ModelCard:
 class _Transformer:
     folder: Path
     path: Path
-    config: Settings
+    config: ModelSettings
     """With `hidden_size` and `vocab_size`."""
-    stated: Settings
+    stated: ModelSettings
     """What sentence-transformers says of the model."""
     weights: list[Path]
     export: Path | None
@@ -341,15 +341,17 @@ class _Transformer:
         return _card(self.folder, self.path, self.stated, self.weights, **{**common, **fields})
 
 
-def _card(folder: Path, weights_folder: Path, stated: Settings, weights: Sequence[Path], **fields: Any) -> ModelCard:
-    """With what is read alike of all models. The files of every head count as weights."""
+def _card(
+    folder: Path, weights_folder: Path, stated: ModelSettings, weights: Sequence[Path], **fields: Any
+) -> ModelCard:
+    """With what is read alike of all models."""
     prompt, prompts = _read_prompts(stated)
     places = {"folder": str(folder), "weights_folder": str(weights_folder), "prompt": prompt, "prompts": prompts}
     card = ModelCard(**{"pooling": (), "steps": (), **places, **fields})
     return replace(card, weights_bytes=sum(path.stat().st_size for path in (*weights, *card.step_files)))
 
 
-def _stated(folder: Path) -> Settings:
+def _stated(folder: Path) -> ModelSettings:
     return read_optional(folder / "config_sentence_transformers.json")
 
 
@@ -500,7 +502,7 @@ def _read_llm_reranker(transformer: _Transformer, modules: list[Module], kind: s
 # --- the files --------------------------------------------------------------------------------------------------
 
 
-def _read_config(weights_folder: Path) -> Settings:
+def _read_config(weights_folder: Path) -> ModelSettings:
     config = read_object(weights_folder / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise config.error("model_type is missing")
@@ -513,7 +515,7 @@ def _read_config(weights_folder: Path) -> Settings:
         raise config.error("weights under another name (transformers_weights) are not supported")
     refuse_other_rankings(config)
     try:
-        config = Settings(config.path, native_config(config) or config)
+        config = ModelSettings(config.path, native_config(config) or config)
     except ValueError as error:
         raise config.error(str(error)) from None
     # Models that wrap a text model keep its sizes one level down.
@@ -692,7 +694,7 @@ def _positions(config: JsonMapping) -> int | None:
     return positions
 
 
-def _read_prompts(stated: Settings) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _read_prompts(stated: ModelSettings) -> tuple[str, tuple[tuple[str, str], ...]]:
     prompts = stated.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise stated.error("prompts must be an object of strings")
@@ -703,7 +705,7 @@ def _read_prompts(stated: Settings) -> tuple[str, tuple[tuple[str, str], ...]]:
     return prompts.get(default) or "", tuple((name, text or "") for name, text in prompts.items())
 
 
-def _read_matryoshka(folder: Path, stated: Settings, config: Settings, dim: int) -> JsonObject:
+def _read_matryoshka(folder: Path, stated: ModelSettings, config: ModelSettings, dim: int) -> JsonObject:
     """The fields of a card about shorter vectors: as the files say, or else as is published about the model."""
     keys = ("matryoshka_dimensions", "matryoshka_dims")
     lists = [(content, key, content[key]) for content in (config, stated) for key in keys if content.get(key)]

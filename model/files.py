@@ -61,7 +61,7 @@ _LARGEST = 2**31 - 1
 _TOO_LARGE = 1e30
 
 
-class Settings(dict[str, Any]):
+class ModelSettings(dict[str, Any]):
     """The object in a JSON file, or one within it, and the path, which every error names. All methods raise ModelError
     for a value of another type."""
 
@@ -86,23 +86,23 @@ class Settings(dict[str, Any]):
             raise self.error(f"{name} is {value!r:.80}, and must be a number")
         return float(value)
 
-    def inner(self, name: str) -> "Settings":
+    def inner(self, name: str) -> "ModelSettings":
         """The object under `name`; empty for none."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(f"{name} must be an object, not {value!r:.80}")
-        return Settings(self.path, value or {})
+        return ModelSettings(self.path, value or {})
 
 
-def read_object(path: Path) -> Settings:
+def read_object(path: Path) -> ModelSettings:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ModelError(f"{path}: must be a JSON object")
-    return Settings(path, content)
+    return ModelSettings(path, content)
 
 
-def read_optional(path: Path) -> Settings:
-    return read_object(path) if path.exists() else Settings(path, {})
+def read_optional(path: Path) -> ModelSettings:
+    return read_object(path) if path.exists() else ModelSettings(path, {})
 
 
 def single_file(folder: Path) -> Path:
@@ -164,7 +164,7 @@ _MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""
 
 
-def token_ids(tokenizer: Settings) -> dict[str, int]:
+def token_ids(tokenizer: ModelSettings) -> dict[str, int]:
     try:
         vocab = tokenizer.inner("model").get("vocab") or {}
         # Unigram has a list of pieces, other models an object of ids.

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vecd.base.files import JsonMapping, JsonObject
-from vecd.model.files import ModelError, Settings, read_object, read_optional, tensor_shapes, token_ids
+from vecd.model.files import ModelError, ModelSettings, read_object, read_optional, tensor_shapes, token_ids
 from vecd.model.steps import Module, SparseHead, Step, TokenHead, check_modules, read_modules, read_steps
 
 OWN, PYLATE, STANFORD = "sentence-transformers", "PyLate", "Stanford"
@@ -100,7 +100,7 @@ def read_token_head(
     query_marker, query_prompt = _marker(settings, "query", prompts, vocabulary)
     document_marker, document_prompt = _marker(settings, "document", prompts, vocabulary)
     stated = {key: value for key, value in sentence_bert.items() if value is not None}
-    lengths = Settings(settings.path, {**settings, **stated})
+    lengths = ModelSettings(settings.path, {**settings, **stated})
     expansion = _expansion(settings, sentence_bert)
     query_tokens, max_query_tokens = _length(lengths, "query_length"), None
     if expansion is not None:
@@ -124,7 +124,7 @@ def read_token_head(
     )
 
 
-def _as_pylate(metadata: Settings) -> Settings:
+def _as_pylate(metadata: ModelSettings) -> ModelSettings:
     """Stanford's settings under PyLate's names. Queries are always expanded."""
     named = {
         "query_prefix": metadata.get("query_token_id") or "[unused0]",
@@ -134,7 +134,7 @@ def _as_pylate(metadata: Settings) -> Settings:
         "attend_to_expansion_tokens": bool(metadata.get("attend_to_mask_tokens")),
         "skiplist_words": list(string.punctuation) if metadata.get("mask_punctuation", True) else [],
     }
-    return Settings(metadata.path, named)
+    return ModelSettings(metadata.path, named)
 
 
 def _marker(
@@ -151,7 +151,7 @@ def _marker(
     return None, prefix + prompt
 
 
-def _expansion(settings: Settings, sentence_bert: JsonMapping) -> Settings | None:
+def _expansion(settings: ModelSettings, sentence_bert: JsonMapping) -> ModelSettings | None:
     """As the newest layout writes it: strategy, length, token, attend. None: a query stays as it is."""
     default: JsonObject | None = None
     if any(key in settings for key in _PYLATE_KEYS):
@@ -164,14 +164,14 @@ def _expansion(settings: Settings, sentence_bert: JsonMapping) -> Settings | Non
         return None
     if not isinstance(expansion, dict) or expansion.get("strategy") not in ("fixed", "min"):
         raise settings.error(f"query_expansion {expansion!r} is not supported")
-    return Settings(settings.path, expansion)
+    return ModelSettings(settings.path, expansion)
 
 
-def _length(lengths: Settings, name: str) -> int:
+def _length(lengths: ModelSettings, name: str) -> int:
     return 0 if lengths.get(name) is None else lengths.positive(name)
 
 
-def _skipped_words(layout: str, settings: Settings, masks: Sequence[Path]) -> list[str]:
+def _skipped_words(layout: str, settings: ModelSettings, masks: Sequence[Path]) -> list[str]:
     if layout != OWN:
         return list(string.punctuation) if settings.get("skiplist_words") is None else _words_in(settings)
     words: list[str] = []
@@ -185,7 +185,7 @@ def _skipped_words(layout: str, settings: Settings, masks: Sequence[Path]) -> li
     return words
 
 
-def _words_in(settings: Settings) -> list[str]:
+def _words_in(settings: ModelSettings) -> list[str]:
     words = settings.get("skiplist_words") or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise settings.error("skiplist_words must be a list of strings")
@@ -230,7 +230,7 @@ class Vocabulary:
         token = token.get("content") if isinstance(token, dict) else token
         return self.ids.get(token) if isinstance(token, str) else None
 
-    def expansion_id(self, expansion: Settings) -> int:
+    def expansion_id(self, expansion: ModelSettings) -> int:
         """The id of the token that a query is filled up with: the stated one, or the mask, or that of the end. Raises
         ModelError when the vocabulary has none of them."""
         token = expansion.get("token")
@@ -456,7 +456,7 @@ _DEFAULTS = MappingProxyType(
 )
 
 
-def steps_of_masked_words(config: Settings, names: Collection[str]) -> tuple[Step, ...]:
+def steps_of_masked_words(config: ModelSettings, names: Collection[str]) -> tuple[Step, ...]:
     """The steps from the state of a token to its logits. `names`: those of all tensors. Raises ModelError for a head
     that no table describes, or that is not among the tensors."""
     model_type = config["model_type"]
@@ -466,7 +466,7 @@ def steps_of_masked_words(config: Settings, names: Collection[str]) -> tuple[Ste
             f"the head for masked words of {model_type} is not described; served are sparse models of "
             f"{', '.join(_HEADS)}"
         )
-    settings = Settings(config.path, {**_DEFAULTS, **config})
+    settings = ModelSettings(config.path, {**_DEFAULTS, **config})
     activation = head.activation[1:] if head.activation.startswith("=") else str(settings[head.activation])
     if activation not in _ACTIVATIONS:
         raise config.error(f"activation {activation} in the head for masked words is not supported")
@@ -498,7 +498,7 @@ def steps_of_masked_words(config: Settings, names: Collection[str]) -> tuple[Ste
     )
 
 
-def _decoder(config: Settings, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
+def _decoder(config: ModelSettings, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
     """The decoder's own weights where the files have them, as transformers reads them."""
     for name in (head.decoder, *(head.words if is_tied else ())):
         if f"{name}.weight" in names:

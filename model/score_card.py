@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vecd.base.files import JsonMapping
-from vecd.model.files import ModelError, Settings, read_object, token_ids
+from vecd.model.files import ModelError, ModelSettings, read_object, token_ids
 from vecd.model.steps import PairTemplate, ScoreHead, Step
 
 _OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -25,7 +25,7 @@ _MAX_LABELS = 2**16
 """The list of names travels between processes, and a row of a slot has a float for each."""
 
 
-def score_kinds(config: Settings, sentence_transformers: Settings, kind: str) -> tuple[str, ...]:
+def score_kinds(config: ModelSettings, sentence_transformers: ModelSettings, kind: str) -> tuple[str, ...]:
     """The capabilities of a model that transformers loads as a classifier. `kind`, one of `vecd.model.steps.KINDS`,
     counts where the files allow several. A classifier that is asked for as dense is none."""
     architecture = architecture_of(config)
@@ -39,7 +39,7 @@ def score_kinds(config: Settings, sentence_transformers: Settings, kind: str) ->
     return ("rerank", "classify") if reranks and may_rerank else ("classify",)
 
 
-def read_score_head(config: Settings, sentence_transformers: Settings) -> ScoreHead:
+def read_score_head(config: ModelSettings, sentence_transformers: ModelSettings) -> ScoreHead:
     """Raises ModelError for a setting that is not known."""
     labels = _labels(config)
     architecture = architecture_of(config)
@@ -70,7 +70,7 @@ def architecture_of(config: JsonMapping) -> str:
 # --- labels and activation --------------------------------------------------------------------------------------
 
 
-def _labels(config: Settings) -> tuple[str, ...]:
+def _labels(config: ModelSettings) -> tuple[str, ...]:
     """By index. As in transformers: without names they are LABEL_0, …, and without a number there are two."""
     names = config.get("id2label")
     if names is None:
@@ -82,7 +82,7 @@ def _labels(config: Settings) -> tuple[str, ...]:
     return tuple(str(names[str(index)]) for index in range(len(names)))
 
 
-def _num_labels(config: Settings) -> int:
+def _num_labels(config: ModelSettings) -> int:
     names, stated = config.get("id2label"), config.get("num_labels")
     if isinstance(names, Mapping) and names:
         stated = len(names)
@@ -105,14 +105,14 @@ _ACTIVATION_CLASSES = {
 """By the names that files give to a class, which is never imported."""
 
 
-def _activation_named(config: Settings, key: str, name: object) -> str:
+def _activation_named(config: ModelSettings, key: str, name: object) -> str:
     """By the name of a class that a file has under `key`."""
     if str(name) not in _ACTIVATION_CLASSES:
         raise config.error(f"{key} is {name!r}; known: {', '.join(_ACTIVATION_CLASSES)}")
     return _ACTIVATION_CLASSES[str(name)]
 
 
-def _activation(config: Settings, sentence_transformers: Settings, num_labels: int) -> str:
+def _activation(config: ModelSettings, sentence_transformers: ModelSettings, num_labels: int) -> str:
     """The model's own, from the first of the places in which versions of sentence-transformers have saved it; else as
     transformers' pipeline chooses."""
     for key, name in (
@@ -146,10 +146,10 @@ class _Family:
     is_causal: bool = False
     """The last token is pooled, not the first, and the classifier of sequences has no bias."""
 
-    def pooling(self, config: Settings) -> str:
+    def pooling(self, config: ModelSettings) -> str:
         return "lasttoken" if self.is_causal else "cls"
 
-    def steps(self, config: Settings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+    def steps(self, config: ModelSettings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
         if is_of_tokens:
             has_bias = not self.is_causal or bool(config.get("token_classification_bias", True))
             return (_dense(self.token_classifier, width, num_labels, bias=has_bias),)
@@ -165,13 +165,13 @@ class _Family:
 
 @dataclass(frozen=True, slots=True)
 class _ModernBert(_Family):
-    def pooling(self, config: Settings) -> str:
+    def pooling(self, config: ModelSettings) -> str:
         pooling = config.get("classifier_pooling", "cls")
         if pooling not in ("cls", "mean"):
             raise config.error(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
         return str(pooling)
 
-    def steps(self, config: Settings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+    def steps(self, config: ModelSettings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
         activation = _LAYER_ACTIVATIONS.get(str(config.get("classifier_activation", "gelu")))
         if activation is None:
             return ()
@@ -283,7 +283,7 @@ _CAP_BY_DEFAULT = {"gemma2": 30.0}
 """`final_logit_softcapping` of the same classes."""
 
 
-def refuse_other_rankings(config: Settings) -> None:
+def refuse_other_rankings(config: ModelSettings) -> None:
     """Raises ModelError for a reranker whose scores are not those of one pair in one pass."""
     if (architecture := architecture_of(config)) in _REFUSED:
         raise config.error(f"{architecture} is not supported: {_REFUSED[architecture]}")
@@ -293,7 +293,7 @@ def is_causal_model(config: JsonMapping) -> bool:
     return architecture_of(config).endswith("ForCausalLM")
 
 
-def stated_head(config: Settings, module: Settings, activation: object) -> ScoreHead:
+def stated_head(config: ModelSettings, module: ModelSettings, activation: object) -> ScoreHead:
     """The head of a model with a LogitScore module, whose config is `module`. `activation` is the name of a class in
     torch.nn, or None. Raises ModelError for ids that are none, and for what is not supported."""
     if module.get("module_input_name", "causal_logits") != "causal_logits":
@@ -308,7 +308,7 @@ def stated_head(config: Settings, module: Settings, activation: object) -> Score
     return _head(config, tuple(module[name] for name in names), applied, None)
 
 
-def known_head(folder: Path, config: Settings, names: str) -> ScoreHead:
+def known_head(folder: Path, config: ModelSettings, names: str) -> ScoreHead:
     """The head of a causal model that is known by name. Raises ModelError for an unknown one, and for a vocabulary
     without its words."""
     ids = token_ids(read_object(folder / "tokenizer.json"))
@@ -337,7 +337,7 @@ def _find(config: JsonMapping, names: str) -> _KnownModel | None:
     return next(found, None)
 
 
-def _head(config: Settings, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:
+def _head(config: ModelSettings, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:
     model_type = config["model_type"]
     is_tied = config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)
     default = _CAP_BY_DEFAULT.get(model_type, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vecd.model.files import ModelError, Settings, read_json, read_object, read_optional, single_file
+from vecd.model.files import ModelError, ModelSettings, read_json, read_object, read_optional, single_file
 
 CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "multi-vector")
 """A model with one label, or with a query and a document in one sequence, can rerank; every model for sequence
@@ -247,7 +247,7 @@ def _read_step(folder: Path, module: Module, in_dim: int, *, of_tokens: bool) ->
             return None
         case "Normalize":
             # Without a statement it normalizes pooled vectors, which a multi-vector model has none of.
-            config = Settings(path, {"module_input_name": "sentence_embedding", **read_optional(path)})
+            config = ModelSettings(path, {"module_input_name": "sentence_embedding", **read_optional(path)})
             _check_input_and_output(config, of_tokens=of_tokens)
             return Step("normalize")
         case "LayerNorm" if not of_tokens:
@@ -259,7 +259,7 @@ def _read_step(folder: Path, module: Module, in_dim: int, *, of_tokens: bool) ->
             raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
 
 
-def _read_dense(config: Settings, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
+def _read_dense(config: ModelSettings, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:
     _check_input_and_output(config, of_tokens=of_tokens)
     if config.get("in_features") != in_dim:
         raise config.error(f"in_features is {config.get('in_features')}, but the vector has {in_dim}")
@@ -282,7 +282,7 @@ def _read_dense(config: Settings, module_path: str, in_dim: int, *, of_tokens: b
     )
 
 
-def _check_input_and_output(config: Settings, *, of_tokens: bool) -> None:
+def _check_input_and_output(config: ModelSettings, *, of_tokens: bool) -> None:
     expected, where = ("token_embeddings", "tokens") if of_tokens else ("sentence_embedding", "the pooled vector")
     for name in ("module_input_name", "module_output_name"):
         value = config.get(name)

@@ -215,7 +215,12 @@ def read_batch(message: Batch, arena: ArenaSpec, card: ModelCard) -> PackedBatch
         raise BadBatch(f"{message.num_sequences} sequences, a slot has {arena.rows_per_slot} rows")
     lengths = np.frombuffer(message.lengths_bytes, dtype="<i4")
     token_ids = np.frombuffer(message.token_ids_bytes, dtype="<i4")
-    _check_lengths(lengths, token_ids.size, card.max_tokens)
+    if lengths.min() < 1:
+        raise BadBatch("a sequence without tokens")
+    if lengths.max() > card.max_tokens:
+        raise BadBatch(f"a sequence of {lengths.max()} tokens, the model takes {card.max_tokens}")
+    if (total := int(lengths.sum(dtype=np.int64))) != token_ids.size:
+        raise BadBatch(f"sequences of {total} tokens in all, but {token_ids.size} token ids")
     if token_ids.min() < 0 or token_ids.max() >= card.vocab_size:
         raise BadBatch(f"a token id outside the vocabulary of {card.vocab_size}")
     is_plain = card.main_output is Output.VECTORS
@@ -228,12 +233,8 @@ def read_batch(message: Batch, arena: ArenaSpec, card: ModelCard) -> PackedBatch
     batch = PackedBatch(lengths, token_ids, outputs, borders, span_of(card), message.scope)
     if borders is not None and not ((borders >= 0) & (borders < lengths)).all():
         raise BadBatch("the second part of a sequence begins outside it")
-    if outputs is not None:
-        _check_outputs(outputs, batch, arena, card)
-    return batch
-
-
-def _check_outputs(outputs: NDArray[np.uint8], batch: PackedBatch, arena: ArenaSpec, card: ModelCard) -> None:
+    if outputs is None:
+        return batch
     if outputs.max() > max(Output):
         raise BadBatch(f"output {outputs.max()}, there are {len(Output)}")
     for output in map(Output, set(outputs.tolist())):
@@ -241,16 +242,7 @@ def _check_outputs(outputs: NDArray[np.uint8], batch: PackedBatch, arena: ArenaS
             raise BadBatch(f"the model has no {output.name.lower()}")
     if batch.num_rows > arena.rows_per_slot:
         raise BadBatch(f"{batch.num_rows} rows, a slot has {arena.rows_per_slot}")
-
-
-def _check_lengths(lengths: "np.ndarray[tuple[int], np.dtype[np.int32]]", num_tokens: int, max_tokens: int) -> None:
-    if lengths.min() < 1:
-        raise BadBatch("a sequence without tokens")
-    if lengths.max() > max_tokens:
-        raise BadBatch(f"a sequence of {lengths.max()} tokens, the model takes {max_tokens}")
-    total = int(lengths.sum(dtype=np.int64))
-    if total != num_tokens:
-        raise BadBatch(f"sequences of {total} tokens in all, but {num_tokens} token ids")
+    return batch
 
 
 # The order in which a worker computes the sequences of a batch: by length, so that equal lengths form runs.

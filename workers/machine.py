@@ -18,16 +18,9 @@ _CGROUP_ROOT, _PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def usable_cores(cgroup_root: Path = _CGROUP_ROOT, proc_cgroup: Path = _PROC_CGROUP) -> int:
     """The cores that this process may use: those of its affinity mask, limited by its cgroup's quota, rounded up; at
     least 1. A container with a quota of 2 of 64 processors sees all 64 in its affinity mask."""
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_quota(cgroup_root, proc_cgroup)
-    return max(1, min(cores, math.ceil(quota)) if quota is not None else cores)
-
-
-def cgroup_quota(cgroup_root: Path, proc_cgroup: Path) -> float | None:
-    """The tightest CPU quota of this process's cgroup and its ancestors, in cores; None without one."""
-    groups = cgroups("cpu", cgroup_root, proc_cgroup)
-    quotas = [_quota(*group) for group in groups]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    quotas = (_quota(*group) for group in cgroups("cpu", cgroup_root, proc_cgroup))
+    limits = [math.ceil(quota) for quota in quotas if quota is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *limits]))
 
 
 def cgroups(controller: str, cgroup_root: Path, proc_cgroup: Path) -> Iterator[tuple[Path, bool]]:
@@ -64,12 +57,20 @@ def cpuinfo(name: str, root: Path = Path("/")) -> str:
 
 def line_of(path: Path, name: str) -> str:
     """The text of the first line "name: text" of a file; empty if there is none. `name`: a regular expression."""
+    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", _text(path), re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def kilobytes(path: Path, name: str) -> int:
+    """The number in a line "name:  number kB" of a file in /proc; 0 if the kernel does not say."""
+    return int((line_of(path, name).split() or ["0"])[0])
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:
         return ""
-    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
@@ -109,27 +110,21 @@ _NO_LIMIT_MB = 1 << 33
 def available_mb(root: Path = Path("/")) -> int:
     """Memory that can be used without swapping, in MB: of the machine, and of the cgroup if it has a limit; 0 if the
     kernel does not say. `root`: the folder that contains /proc and /sys."""
-    in_kilobytes = line_of(root / "proc/meminfo", "MemAvailable").split()
-    of_machine = int(in_kilobytes[0]) >> 10 if in_kilobytes else 0
-    limit_mb, used_mb = cgroup_memory_mb(root)
-    return of_machine if limit_mb is None else min(of_machine, max(0, limit_mb - used_mb))
-
-
-def cgroup_memory_mb(root: Path = Path("/")) -> tuple[int | None, int]:
-    """The tightest memory limit of this process's cgroup and its ancestors, and the memory used of it, in MB. Cached
-    files count as free, because the kernel drops them when needed."""
-    return min(_cgroup_limits(root), key=lambda pair: pair[0] - pair[1], default=(None, 0))
+    of_machine = kilobytes(root / "proc/meminfo", "MemAvailable") >> 10
+    return min([of_machine, *(max(0, limit_mb - used_mb) for limit_mb, used_mb in _cgroup_limits(root))])
 
 
 def memory_limit_mb(root: Path = Path("/")) -> int:
     """In MB: the machine's memory, or less if the cgroup or one of its ancestors has a limit; 0 if the kernel does not
     say."""
-    in_kilobytes = line_of(root / "proc/meminfo", "MemTotal").split()
-    of_machine = [int(in_kilobytes[0]) >> 10] if in_kilobytes else []
-    return min([*of_machine, *(limit_mb for limit_mb, _ in _cgroup_limits(root))], default=0)
+    of_machine = kilobytes(root / "proc/meminfo", "MemTotal") >> 10
+    limits = [limit_mb for limit_mb, _ in _cgroup_limits(root)]
+    return min([of_machine, *limits] if of_machine else limits, default=0)
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """The memory limits of this process's cgroup and its ancestors, and the memory used of each, in MB. Cached files
+    count as free, because the kernel drops them when needed."""
     found: list[tuple[int, int]] = []
     for group, is_v2 in cgroups("memory", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -139,10 +134,3 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
             if limit_mb < _NO_LIMIT_MB:
                 found.append((limit_mb, used_mb - (int(cached[1]) >> 20 if cached else 0)))
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -37,9 +37,8 @@ from vecd.workers.check.vectors import (
 )
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.load import load_engine
-from vecd.workers.machine import this_processor
+from vecd.workers.machine import kilobytes, this_processor
 from vecd.workers.parity import digest_of, recall_reference, write_reference
-from vecd.workers.process.kernel import kilobytes
 from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
 from vecd.workers.select import Selection, Times, in_words, recall

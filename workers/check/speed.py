@@ -23,12 +23,12 @@ from vecd.shm.output import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.workers.batch import Engine, PackedBatch, ReportProgress
 from vecd.workers.check.order import Order
 from vecd.workers.config import WorkerConfig
+from vecd.workers.machine import kilobytes
 from vecd.workers.parity import random_batch
 from vecd.workers.process.kernel import (
     describe_status,
     die_with_parent,
     is_single_threaded,
-    kilobytes,
     num_threads,
     private_memory_mb,
     volunteer_for_oom_kill,

@@ -155,8 +155,8 @@ class OfText(NamedTuple):
     """None where no model of transformers is given any."""
 
 
-Loaded: TypeAlias = tuple[Any, Callable[[int], Any], int]
-"""A model, what gives its rows of the text with an index, float32 [rows, width], and that width."""
+Loaded: TypeAlias = tuple[Any, Callable[[int], Any]]
+"""A model, and what gives its rows of the text with an index, [rows, width of the output]."""
 
 
 class Library(NamedTuple):
@@ -170,8 +170,9 @@ class Library(NamedTuple):
         warnings.simplefilter("ignore")
         from transformers import PreTrainedModel
 
-        model, rows_of, width = self.load(card, max_tokens, texts)
+        model, rows_of = self.load(card, max_tokens, texts)
         model.float()  # StaticEmbedding ignores the type
+        width = self.output.width_of(card)
         given: list[list[int]] = []
 
         def record(_module: torch.nn.Module, args: Any) -> None:
@@ -184,7 +185,11 @@ class Library(NamedTuple):
         found = []
         for index in range(len(texts)):
             given.clear()
-            rows = _checked(rows_of(index), width)
+            rows = np.asarray(rows_of(index), dtype=np.float32)
+            if rows.shape[1] != width:
+                raise ModelError(f"its vectors have {rows.shape[1]} dimensions, vecd's {width}")
+            if self.output.spans_rows:
+                rows = np.pad(rows, ((0, 0), (0, span_of(card) * card.row_dim - width))).reshape(-1, card.row_dim)
             found.append(OfText(rows, given[0] if given else None))
         return found
 
@@ -215,7 +220,6 @@ def our_rows(rows: Rows, card: ModelCard, batch: PackedBatch, kept: Sequence[lis
 
 
 def dense_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    """Of each text: float32 [1, dim]"""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(card.folder, **_OF_A_MODEL)
@@ -225,11 +229,10 @@ def dense_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loa
     def vectors(index: int) -> Any:
         return model.encode([texts[index]], convert_to_numpy=True, show_progress_bar=False)
 
-    return model, vectors, card.dim
+    return model, vectors
 
 
 def pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    """Logits of each pair, float32 [1, labels]"""
     from sentence_transformers import CrossEncoder
 
     model = CrossEncoder(card.folder, max_length=max_tokens, **_OF_A_MODEL)
@@ -240,11 +243,10 @@ def pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loade
         made = model.predict([pairs[index]], activation_fn=identity, convert_to_numpy=True, show_progress_bar=False)
         return np.asarray(made).reshape(1, -1)
 
-    return model, scores, card.num_labels
+    return model, scores
 
 
 def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    """Logits of each text, float32 [1, labels], or of its tokens, [T, labels]"""
     import transformers
 
     auto: Any = transformers.AutoModelForTokenClassification
@@ -258,11 +260,10 @@ def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Load
         with torch.inference_mode():
             return model(**features).logits.reshape(-1, model.config.num_labels).numpy()
 
-    return model, logits, card.num_labels
+    return model, logits
 
 
 def sparse_weights(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    """Of each document: float32 [span, row_dim]"""
     from sentence_transformers import SparseEncoder
 
     model = SparseEncoder(card.folder, **_OF_A_MODEL)
@@ -272,15 +273,12 @@ def sparse_weights(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Lo
         found: Any = model.encode_document(
             [texts[index]], convert_to_tensor=True, convert_to_sparse_tensor=False, show_progress_bar=False
         )
-        rows = np.zeros((1, span_of(card) * card.row_dim), dtype=np.float32)
-        rows[:, : card.vocab_size] = _checked(found.cpu().numpy(), card.vocab_size)
-        return rows.reshape(-1, card.row_dim)
+        return found.cpu().numpy()
 
-    return model, weights, card.row_dim
+    return model, weights
 
 
 def token_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    """Of the tokens of each text that have a vector: float32 [rows, token_dim]"""
     from sentence_transformers import MultiVectorEncoder
 
     model = MultiVectorEncoder(card.folder, **_OF_A_MODEL)
@@ -289,10 +287,4 @@ def token_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loa
         encode: Any = model.encode_query if is_query(index) else model.encode_document
         return encode([texts[index]], convert_to_numpy=True, show_progress_bar=False)[0]
 
-    return model, vectors, card.token_dim
-
-
-def _checked(rows: Any, width: int) -> Rows:
-    if rows.shape[1] != width:
-        raise ModelError(f"its vectors have {rows.shape[1]} dimensions, vecd's {width}")
-    return np.asarray(rows, dtype=np.float32)
+    return model, vectors

@@ -6,7 +6,6 @@ Owns the calls into libc and /proc, and the description of how a process ended. 
 import ctypes
 import faulthandler
 import os
-import re
 import resource
 import signal
 import sys
@@ -14,6 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from vecd.workers.machine import kilobytes, line_of
 
 # Linux UAPI include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -109,9 +110,7 @@ def describe_status(status: int | None) -> str:
 
 
 def num_threads() -> int:
-    found = re.search(r"^Threads:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found, "the kernel counts threads"
-    return int(found[1])
+    return int(line_of(Path("/proc/self/status"), "Threads"))
 
 
 def is_single_threaded() -> bool:
@@ -128,15 +127,6 @@ def private_memory_mb() -> int:
     """Memory written by this process alone; 0 if the kernel does not say. Weights mapped from a file are not
     included."""
     return kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") // 1024
-
-
-def kilobytes(path: Path, name: str) -> int:
-    """The number in a line "name:  number kB" of a file in /proc; 0 if the kernel does not say."""
-    try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
