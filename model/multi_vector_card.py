@@ -6,6 +6,7 @@ Sources: the multi-vector encoder of sentence-transformers 6.2, which reads the 
 Stanford's), and FlagEmbedding's `inference/embedder/encoder_only/m3.py` for BGE-M3.
 """
 
+import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from types import MappingProxyType
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.files import ModelError, ModelSettings, read_object, read_optional, tensor_shapes, token_ids
-from vecd.model.steps import Module, SparseHead, Step, TokenHead, check_modules, read_modules, read_steps
+from vecd.model.steps import HeadLayers, Module, SparseHead, Step, TokenHead, check_modules, read_modules, read_steps
 
 OWN, PYLATE, STANFORD = "sentence-transformers", "PyLate", "Stanford"
 """The layouts. The first lists every step; the others leave out the mask and the norm, which they always have."""
@@ -372,86 +373,36 @@ def _read_routes(folder: Path) -> dict[str, list[Module]]:
 # --- heads for masked words -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _MaskedWords:
-    """From the state of a token to a logit for each token of the vocabulary: dense, activation, norm, decoder. Names of
-    tensors are without ".weight" and ".bias"."""
-
-    dense: str
-    norm: str
-    decoder: str
-    biases: tuple[str, ...]
-    """Whole names of the decoder's bias; the first that is there counts."""
-    words: tuple[str, ...]
-    activation: str = "=gelu"
-    """The setting in config.json, or "=" and the activation itself."""
-    epsilon: str = "layer_norm_eps"
-    """The setting, or "=" and the number itself."""
-    width: str = "hidden_size"
-    """The setting with the floats between dense and decoder."""
-
-
-_BERT = _MaskedWords(
-    dense="cls.predictions.transform.dense",
-    norm="cls.predictions.transform.LayerNorm",
-    decoder="cls.predictions.decoder",
-    biases=("cls.predictions.decoder.bias", "cls.predictions.bias"),
-    words=("bert.embeddings.word_embeddings",),
-    activation="hidden_act",
-)
-_ROBERTA = _MaskedWords(
-    dense="lm_head.dense",
-    norm="lm_head.layer_norm",
-    decoder="lm_head.decoder",
-    biases=("lm_head.decoder.bias", "lm_head.bias"),
-    words=("roberta.embeddings.word_embeddings", "mpnet.embeddings.word_embeddings"),
-)
+_ROBERTA = HeadLayers(dense="lm_head.dense", activation="gelu", norm="lm_head.layer_norm", last="lm_head.decoder")
 _HEADS = MappingProxyType(
     {
-        "bert": _BERT,
-        "roberta": _ROBERTA,
-        "xlm-roberta": _ROBERTA,
-        "camembert": _ROBERTA,
-        "mpnet": _ROBERTA,
-        "distilbert": _MaskedWords(
+        "bert": HeadLayers(
+            dense="cls.predictions.transform.dense",
+            activation="hidden_act:gelu",
+            norm="cls.predictions.transform.LayerNorm",
+            last="cls.predictions.decoder",
+        ),
+        **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA),
+        "distilbert": HeadLayers(
             dense="vocab_transform",
+            activation="activation:gelu",
             norm="vocab_layer_norm",
-            decoder="vocab_projector",
-            biases=("vocab_projector.bias",),
-            words=("distilbert.embeddings.word_embeddings",),
-            activation="activation",
-            epsilon="=1e-12",
+            epsilon="1e-12",
+            last="vocab_projector",
         ),
-        "electra": _MaskedWords(
+        "electra": HeadLayers(
             dense="generator_predictions.dense",
+            activation="gelu",
             norm="generator_predictions.LayerNorm",
-            decoder="generator_lm_head",
-            biases=("generator_lm_head.bias",),
-            words=("electra.embeddings.word_embeddings",),
-            width="embedding_size",
+            last="generator_lm_head",
         ),
-        "modernbert": _MaskedWords(
+        "modernbert": HeadLayers(
             dense="head.dense",
+            activation="classifier_activation:gelu",
             norm="head.norm",
-            decoder="decoder",
-            biases=("decoder.bias",),
-            words=("model.embeddings.tok_embeddings",),
-            activation="classifier_activation",
-            epsilon="norm_eps",
+            epsilon="norm_eps:1e-5",
+            last="decoder",
         ),
-    }
-)
-
-_ACTIVATIONS = MappingProxyType({"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"})
-
-_DEFAULTS = MappingProxyType(
-    {
-        "hidden_act": "gelu",
-        "activation": "gelu",
-        "classifier_activation": "gelu",
-        "layer_norm_eps": 1e-12,
-        "norm_eps": 1e-5,
-        "embedding_size": 128,
     }
 )
 
@@ -466,41 +417,27 @@ def steps_of_masked_words(config: ModelSettings, names: Collection[str]) -> tupl
             f"the head for masked words of {model_type} is not described; served are sparse models of "
             f"{', '.join(_HEADS)}"
         )
-    settings = ModelSettings(config.path, {**_DEFAULTS, **config})
-    activation = head.activation[1:] if head.activation.startswith("=") else str(settings[head.activation])
-    if activation not in _ACTIVATIONS:
-        raise config.error(f"activation {activation} in the head for masked words is not supported")
-    width = settings.positive(head.width)
-    epsilon = float(head.epsilon[1:]) if head.epsilon.startswith("=") else settings.number(head.epsilon, 0.0)
-    decoder = _decoder(config, head, names, is_tied=bool(config.get("tie_word_embeddings", True)))
     for name in (head.dense, head.norm):
         if not {f"{name}.weight", f"{name}.gamma"} & set(names):
             raise config.error(f"the weights have no head for masked words: {name}.weight is missing")
-    bias = next((name for name in head.biases if name in names), "")
-    return (
-        Step(
-            "dense",
-            in_dim=config["hidden_size"],
-            out_dim=width,
-            bias=f"{head.dense}.bias" in names,
-            activation=_ACTIVATIONS[activation],
-            tensor=head.dense,
-        ),
-        Step(
-            "layer_norm",
-            in_dim=width,
-            out_dim=width,
-            bias=bool({f"{head.norm}.bias", f"{head.norm}.beta"} & set(names)),
-            tensor=head.norm,
-            epsilon=epsilon,
-        ),
-        Step("dense", in_dim=width, out_dim=config["vocab_size"], bias=bool(bias), tensor=decoder, bias_tensor=bias),
+    # Between dense and decoder ELECTRA has as many floats as its tables.
+    widths = ModelSettings(config.path, {"embedding_size": 128, **config})
+    width = widths.positive("embedding_size" if model_type == "electra" else "hidden_size")
+    steps = head.steps_before_last(
+        config, config["hidden_size"], width, lambda name: bool({f"{name}.bias", f"{name}.beta"} & set(names))
     )
+    biases = (f"{head.last}.bias", f"{head.last.rpartition('.')[0]}.bias")
+    bias = next((name for name in biases if name in names), "")
+    decoder, vocab_size = _decoder(config, head, names), config["vocab_size"]
+    last = Step("dense", in_dim=width, out_dim=vocab_size, bias=bool(bias), tensor=decoder, bias_tensor=bias)
+    return (*steps, last)
 
 
-def _decoder(config: ModelSettings, head: _MaskedWords, names: Collection[str], *, is_tied: bool) -> str:
-    """The decoder's own weights where the files have them, as transformers reads them."""
-    for name in (head.decoder, *(head.words if is_tied else ())):
-        if f"{name}.weight" in names:
-            return name
-    raise config.error(f"the weights have no head for masked words: {head.decoder}.weight is missing")
+def _decoder(config: ModelSettings, head: HeadLayers, names: Collection[str]) -> str:
+    """The decoder's own weights where the files have them, else the table of words, as transformers reads them."""
+    found = [name for name in sorted(names) if re.fullmatch(r"\w+\.embeddings\.(word|tok)_embeddings\.weight", name)]
+    tied: list[str] = found if config.get("tie_word_embeddings", True) else []
+    for name in (f"{head.last}.weight", *tied):
+        if name in names:
+            return name.removesuffix(".weight")
+    raise config.error(f"the weights have no head for masked words: {head.last}.weight is missing")

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from vecd.base.files import JsonMapping
 from vecd.model.files import ModelError, ModelSettings, read_object, token_ids
-from vecd.model.steps import PairTemplate, ScoreHead, Step
+from vecd.model.steps import HeadLayers, PairTemplate, ScoreHead, Step, UnknownActivation
 
 _OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
@@ -47,15 +47,13 @@ def read_score_head(config: ModelSettings, sentence_transformers: ModelSettings)
     code = config.inner("auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
     if code is not None:
         raise config.error(f"asks for Python code from the model's repository to be run (auto_map: {code})")
-    family = _FAMILIES.get(str(config["model_type"]))
-    steps = family.steps(config, config["hidden_size"], len(labels), is_of_tokens=is_of_tokens) if family else ()
-    pooling = "" if is_of_tokens else family.pooling(config) if family else "cls"
+    pooling = "" if is_of_tokens else _pooling(config)
     padding_id = config.get("pad_token_id") if pooling == "lasttoken" else None
     return ScoreHead(
         labels=labels,
         activation=_activation(config, sentence_transformers, len(labels)),
         pooling=pooling,
-        steps=steps,
+        steps=_steps(config, len(labels), is_of_tokens=is_of_tokens),
         architecture=architecture,
         padding_id=padding_id,
     )
@@ -130,82 +128,62 @@ def _activation(config: ModelSettings, sentence_transformers: ModelSettings, num
 
 # --- heads by family --------------------------------------------------------------------------------------------
 
-_LAYER_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "tanh": "tanh", "silu": "silu", "swish": "silu"}
+_CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+"""The last token is pooled, not the first, and the classifier of sequences has no bias."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Names of tensors, without ".weight" and ".bias"."""
-
-    classifier: str = "classifier"
-    dense: str = ""
-    """The layer between the pooled state and the classifier; empty for none."""
-    activation: str = "tanh"
-    """What follows `dense`, or the setting that says it, as "setting:its default"."""
-    token_classifier: str = "classifier"
-    is_causal: bool = False
-    """The last token is pooled, not the first, and the classifier of sequences has no bias."""
-
-    def pooling(self, config: ModelSettings) -> str:
-        return "lasttoken" if self.is_causal else "cls"
-
-    def steps(self, config: ModelSettings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
-        if is_of_tokens:
-            has_bias = not self.is_causal or bool(config.get("token_classification_bias", True))
-            return (_dense(self.token_classifier, width, num_labels, bias=has_bias),)
-        classifier = _dense(self.classifier, width, num_labels, bias=not self.is_causal)
-        if not self.dense:
-            return (classifier,)
-        setting, _, default = self.activation.partition(":")
-        activation = _LAYER_ACTIVATIONS.get(str(config.get(setting, default)) if default else setting)
-        if activation is None or config.get("pooler_hidden_size", width) != width:
-            return ()
-        return (_dense(self.dense, width, width, activation=activation), classifier)
-
-
-@dataclass(frozen=True, slots=True)
-class _ModernBert(_Family):
-    def pooling(self, config: ModelSettings) -> str:
-        pooling = config.get("classifier_pooling", "cls")
-        if pooling not in ("cls", "mean"):
-            raise config.error(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
-        return str(pooling)
-
-    def steps(self, config: ModelSettings, width: int, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
-        activation = _LAYER_ACTIVATIONS.get(str(config.get("classifier_activation", "gelu")))
-        if activation is None:
-            return ()
-        has_bias, has_norm_bias = bool(config.get("classifier_bias", False)), bool(config.get("norm_bias", False))
-        epsilon = config.number("norm_eps", 1e-5)
-        return (
-            _dense("head.dense", width, width, activation=activation, bias=has_bias),
-            Step("layer_norm", tensor="head.norm", in_dim=width, out_dim=width, bias=has_norm_bias, epsilon=epsilon),
-            _dense("classifier", width, num_labels),
-        )
-
-
-def _dense(tensor: str, in_dim: int, out_dim: int, *, activation: str = "identity", bias: bool = True) -> Step:
-    return Step("dense", tensor=tensor, in_dim=in_dim, out_dim=out_dim, activation=activation, bias=bias)
-
-
-_BERT = _Family(dense="pooler.dense")
-_ROBERTA = _Family(dense="classifier.dense", classifier="classifier.out_proj")
-_DEBERTA = _Family(dense="pooler.dense", activation="pooler_hidden_act:gelu")
-_CAUSAL = _Family(classifier="score", token_classifier="score", is_causal=True)
-
-_FAMILIES: Mapping[str, _Family] = MappingProxyType(
+_HEADS: Mapping[str, HeadLayers] = MappingProxyType(
     {
-        **dict.fromkeys(("bert", "nomic_bert", "gte"), _BERT),
-        "albert": _Family(dense="pooler"),
-        **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA),
-        "electra": _Family(dense="classifier.dense", classifier="classifier.out_proj", activation="gelu"),
-        "distilbert": _Family(dense="pre_classifier", activation="relu"),
-        **dict.fromkeys(("deberta", "deberta-v2"), _DEBERTA),
-        "modernbert": _ModernBert(),
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"), _CAUSAL),
+        **dict.fromkeys(("bert", "nomic_bert", "gte"), HeadLayers(dense="pooler.dense")),
+        "albert": HeadLayers(dense="pooler"),
+        **dict.fromkeys(
+            ("roberta", "xlm-roberta", "camembert", "mpnet"),
+            HeadLayers(dense="classifier.dense", last="classifier.out_proj"),
+        ),
+        "electra": HeadLayers(dense="classifier.dense", activation="gelu", last="classifier.out_proj"),
+        "distilbert": HeadLayers(dense="pre_classifier", activation="relu"),
+        **dict.fromkeys(
+            ("deberta", "deberta-v2"), HeadLayers(dense="pooler.dense", activation="pooler_hidden_act:gelu")
+        ),
+        "modernbert": HeadLayers(
+            dense="head.dense", activation="classifier_activation:gelu", norm="head.norm", epsilon="norm_eps:1e-5"
+        ),
+        **dict.fromkeys(_CAUSAL, HeadLayers(last="score")),
     }
 )
 """By transformers' name of the architecture. The head of any other is computed by transformers' class."""
+
+
+def _pooling(config: ModelSettings) -> str:
+    model_type = config["model_type"]
+    if model_type != "modernbert":
+        return "lasttoken" if model_type in _CAUSAL else "cls"
+    pooling = config.get("classifier_pooling", "cls")
+    if pooling not in ("cls", "mean"):
+        raise config.error(f"classifier_pooling is {pooling!r:.80}; known: cls, mean")
+    return str(pooling)
+
+
+def _steps(config: ModelSettings, num_labels: int, *, is_of_tokens: bool) -> tuple[Step, ...]:
+    """Empty for a head that no table describes."""
+    model_type, width = config["model_type"], config["hidden_size"]
+    if (head := _HEADS.get(model_type)) is None:
+        return ()
+    has_bias = model_type not in _CAUSAL
+    if is_of_tokens and model_type != "modernbert":
+        has_bias = has_bias or bool(config.get("token_classification_bias", True))
+        head = HeadLayers(last=head.last.partition(".")[0])
+    elif head.dense and config.get("pooler_hidden_size", width) != width:
+        return ()
+    of_modernbert = {"head.dense": "classifier_bias", "head.norm": "norm_bias"}
+
+    def has(tensor: str) -> bool:
+        return tensor not in of_modernbert or bool(config.get(of_modernbert[tensor], False))
+
+    try:
+        steps = head.steps_before_last(config, width, width, has)
+    except UnknownActivation:
+        return ()
+    return (*steps, Step("dense", tensor=head.last, in_dim=width, out_dim=num_labels, bias=has_bias))
 
 
 # Rerankers that are causal language models: which token means yes, which no, and how a pair is put to them.

@@ -3,7 +3,7 @@
 Owns the types, which are a part of the model card (`vecd.model.card`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +142,45 @@ class TokenHead:
     @property
     def has_unattended(self) -> bool:
         return self.expansion_id is not None and not self.attends_to_expansion
+
+
+class UnknownActivation(ModelError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayers:
+    """The layers of a family's own head, by the names of their tensors without ".weight" and ".bias"."""
+
+    last: str = "classifier"
+    dense: str = ""
+    """The layer before it; empty for none."""
+    activation: str = "tanh"
+    """What follows `dense`. Like `epsilon`, the value itself, or a setting in config.json and its default."""
+    norm: str = ""
+    """Behind `dense`; empty for none."""
+    epsilon: str = "layer_norm_eps:1e-12"
+
+    def steps_before_last(
+        self, config: ModelSettings, in_dim: int, width: int, has_bias: Callable[[str], bool]
+    ) -> tuple[Step, ...]:
+        """Raises UnknownActivation."""
+        if not self.dense:
+            return ()
+        setting, _, default = self.activation.partition(":")
+        stated = str(config.get(setting, default)) if default else setting
+        activation = {"swish": "silu"}.get(stated, stated)
+        if activation not in ("gelu", "relu", "silu", "tanh"):
+            raise UnknownActivation(f"{config.path}: activation {stated} in the head for masked words is not supported")
+        bias = has_bias(self.dense)
+        dense = Step("dense", tensor=self.dense, in_dim=in_dim, out_dim=width, bias=bias, activation=activation)
+        if not self.norm:
+            return (dense,)
+        setting, _, default = self.epsilon.partition(":")
+        epsilon = config.number(setting, float(default)) if default else float(setting)
+        bias = has_bias(self.norm)
+        norm = Step("layer_norm", tensor=self.norm, in_dim=width, out_dim=width, bias=bias, epsilon=epsilon)
+        return dense, norm
 
 
 # The modules of a model in sentence-transformers' layouts: their list, and what Pooling and the steps behind it do.

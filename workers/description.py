@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard
-from vecd.workers.families import FAMILIES, EncoderSpec, Family, LayerSpec
+from vecd.workers.families import FAMILIES, Family
+from vecd.workers.families import EncoderSpec as EncoderSpec
+from vecd.workers.families import LayerSpec as LayerSpec
 
 ACTIVATIONS = MappingProxyType(
     {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu", "silu": "silu"}

@@ -101,24 +101,23 @@ def _take_s(engine: Engine, batch: PackedBatch, dim: int) -> float:
 
 
 def is_worth_it(times: Times, dtype: str) -> bool:
-    return speed_beside(times, dtype, "float32") >= _WORTH
+    return speed_of(times, dtype) >= _WORTH
 
 
-def speed_beside(times: Times, dtype: str, other: str) -> float:
-    """How many times as fast as in the format `other`: the geometric mean of the classes."""
-    ratios = [of_class[other] / of_class[dtype] for of_class in times.values()]
+def speed_of(times: Times, dtype: str) -> float:
+    """How many times as fast as float32: the geometric mean of the classes."""
+    ratios = [of_class["float32"] / of_class[dtype] for of_class in times.values()]
     return math.prod(ratios) ** (1 / len(ratios))
 
 
 def in_words(times: Times) -> str:
     """For the log and reports; empty if nothing was measured."""
-    shorter = [dtype for dtype in next(iter(times.values()), {}) if dtype != "float32"]
-    return ", ".join(f"{dtype} is {_beside(times, dtype)}" for dtype in shorter)
-
-
-def _beside(times: Times, dtype: str) -> str:
-    classes = "; ".join(f"{name}: {ms[dtype]:.1f} against {ms['float32']:.1f} ms" for name, ms in times.items())
-    return f"{speed_beside(times, dtype, 'float32'):.2f} times as fast as float32 ({classes})"
+    found = []
+    for dtype in next(iter(times.values()), {}):
+        if dtype != "float32":
+            classes = "; ".join(f"{name}: {ms[dtype]:.1f} against {ms['float32']:.1f} ms" for name, ms in times.items())
+            found.append(f"{dtype} is {speed_of(times, dtype):.2f} times as fast as float32 ({classes})")
+    return ", ".join(found)
 
 
 # The selection of an engine, and its cache: a comparison made once is not repeated at every start.
@@ -275,20 +274,30 @@ def select(
 
     Raises ModelError when the model cannot be loaded or run, or when no engine that `config` allows is within bounds.
     """
-    found = _Selector(config, report, measure, not has_others(config), _formats_of(config, processor)).select()
-    assert found is not None, "None is for the lean engine alone"
+    selector = _Selector(config, report, measure, is_lean_only=not has_others(config))
+    found, refused = selector.select(_formats_of(config, processor))
+    if found is None:
+        needed = "" if has_others(config) or config.card.export_file else f"; another engine {NEEDS_TORCH}"
+        raise ModelError(f"{config.card.folder}: {'; '.join(refused)}{needed}")
     return found
 
 
 def select_lean(config: WorkerConfig, report: ReportProgress, *, measure: Measure = take_times) -> Found | None:
     """Like `select`, without torch: the lean engine, if the model's reference vectors are remembered and it gives them.
     None where they are not, or it does not, and there are other engines."""
-    return _Selector(config, report, measure, True, _formats_of(config)).select()
+    if not has_others(config):
+        return select(config, report, measure=measure)
+    if recall_reference(config) is None:
+        return None
+    found, refused = _Selector(config, report, measure, is_lean_only=True).select(_formats_of(config))
+    if found is None:
+        log.info("%s", "; ".join(refused))
+    return found
 
 
 def compute_reference(config: WorkerConfig) -> Reference:
     """The model's float32 reference vectors, which are also remembered in the cache. Raises ModelError."""
-    return _Selector(config, lambda stage: None, take_times, False, ()).reference("float32")
+    return _Selector(config, lambda stage: None, take_times, is_lean_only=False).reference("float32")
 
 
 def has_others(config: WorkerConfig) -> bool:
@@ -317,50 +326,34 @@ class _Selector:
     report: ReportProgress
     measure: Measure
     is_lean_only: bool
-    formats: tuple[str, ...]
-    refused: list[str] = field(default_factory=list)
     model: "PreTrainedModel | None" = None
     loaded_dtype: str = ""
 
-    def select(self) -> Found | None:
-        reference = self._reference()
-        if reference is None and self.is_lean_only and has_others(self.config):
-            return None
-        compared_in = "float32" if reference is None else reference.dtype
+    def select(self, formats: tuple[str, ...]) -> tuple[Found | None, list[str]]:
+        """None if no engine is within bounds, and why each was refused."""
+        if self.is_lean_only:
+            reference = recall_reference(self.config)
+            if reference is None and not self.config.unverified:
+                raise ModelError(
+                    f"{self.config.card.folder}: its reference vectors are not known, and "
+                    f"{_why_not_computed(self.config)}, or serve it uncompared with --unverified"
+                )
+        else:
+            reference = self.reference(reference_format(self.config, formats))
         found: list[Found] = []
-        refused: list[str] = []
-        for dtype in dict.fromkeys((*self.formats, compared_in)):
-            self.refused = []
-            first = self._first(dtype, reference)
+        without_engine: list[str] = []
+        for dtype in dict.fromkeys((*formats, "float32" if reference is None else reference.dtype)):
+            refused: list[str] = []
+            tried = (self._try(dtype, path, reference, refused) for path in self._paths(dtype))
+            first = next((each for each in tried if each is not None), None)
             if first is None:
-                refused += self.refused
+                without_engine += refused
                 continue
             selection, engine = first
-            found.append((replace(selection, warnings=[*refused, *selection.warnings]), engine))
-            if not is_measured(self.config) or dtype == self.formats[-1]:
+            found.append((replace(selection, warnings=[*without_engine, *selection.warnings]), engine))
+            if not is_measured(self.config) or dtype == formats[-1]:
                 break
-        if found:
-            return found[0] if len(found) == 1 else self._worth_it(*found)
-        if self.is_lean_only and has_others(self.config):
-            log.info("%s", "; ".join(refused))
-            return None
-        needed = "" if has_others(self.config) or self.config.card.export_file else f"; another engine {NEEDS_TORCH}"
-        raise ModelError(f"{self.config.card.folder}: {'; '.join(refused)}{needed}")
-
-    # --- reference vectors ----------------------------------------------------------------------------------------
-
-    def _reference(self) -> Reference | None:
-        """None where it is not known, and is not to be computed here or cannot be. Raises ModelError where the model is
-        not to be served without."""
-        if not self.is_lean_only:
-            return self.reference(reference_format(self.config, self.formats))
-        known = recall_reference(self.config)
-        if known is None and not has_others(self.config) and not self.config.unverified:
-            raise ModelError(
-                f"{self.config.card.folder}: its reference vectors are not known, and "
-                f"{_why_not_computed(self.config)}, or serve it uncompared with --unverified"
-            )
-        return known
+        return (self._worth_it(*found) if len(found) > 1 else next(iter(found), None)), without_engine
 
     def reference(self, dtype: str) -> Reference:
         """Only float32 is remembered."""
@@ -396,16 +389,6 @@ class _Selector:
             self.model, self.loaded_dtype = load_model(self.config.card, dtype, device), dtype
         return self.model
 
-    # --- engines --------------------------------------------------------------------------------------------------
-
-    def _first(self, dtype: str, reference: Reference | None) -> Found | None:
-        """Raises ModelError for int8 without an engine."""
-        for path in self._paths(dtype):
-            found = self._try(dtype, path, reference)
-            if found is not None:
-                return found
-        return None
-
     def _paths(self, dtype: str) -> Iterator[str]:
         if self.config.card.export_file:
             yield "export"
@@ -415,8 +398,8 @@ class _Selector:
             if dtype in ("float32", "int8") if is_lean else dtype != "int8" and not self.is_lean_only:
                 yield path
 
-    def _try(self, dtype: str, path: str, reference: Reference | None) -> Found | None:
-        """None for an engine that is not within bounds."""
+    def _try(self, dtype: str, path: str, reference: Reference | None, refused: list[str]) -> Found | None:
+        """None for an engine that is not within bounds. Adds to `refused`. Raises ModelError for int8 without one."""
         config, card = self.config, self.config.card
         how = "the reference model" if not self.is_lean_only else "the remembered reference vectors"
         self.report(f"comparing {path} {dtype} with {how}")
@@ -438,22 +421,20 @@ class _Selector:
                     f"{card.folder}: the model has no engine for --dtype int8: {error}; {others}"
                 ) from None
             # Without such a request nothing is wrong: no table describes most families.
-            if config.engine == path or self.is_lean_only:
-                self._refuse(dtype, path, one_line(error))
-            return None
+            if config.engine != path and not self.is_lean_only:
+                return None
+            why = one_line(error)
         except Exception as error:  # a model may raise anything on a path that it was not written for
-            self._refuse(dtype, path, one_line(error))
-            return None
-        if not parity.is_within_bounds(dtype):
+            why = one_line(error)
+        else:
+            if parity.is_within_bounds(dtype):
+                log.info("%s %s agrees with the reference model: %s", path, dtype, parity)
+                return Selection(path, dtype, reference.figures(parity), reference.vectors, refused), engine
             if card.export_file:
                 raise ModelError(f"{card.export_file}: its vectors are not those of {REFERENCE_FILE}: {parity}")
-            self._refuse(dtype, path, f"its vectors are not the reference model's: {parity}")
-            return None
-        log.info("%s %s agrees with the reference model: %s", path, dtype, parity)
-        return Selection(path, dtype, reference.figures(parity), reference.vectors, self.refused), engine
-
-    def _refuse(self, dtype: str, path: str, why: str) -> None:
-        self.refused.append(f"{path} {dtype} is not used: {why}")
+            why = f"its vectors are not the reference model's: {parity}"
+        refused.append(f"{path} {dtype} is not used: {why}")
+        return None
 
     def _worth_it(self, shorter: Found, exact: Found) -> Found:
         name = shorter[0].dtype
@@ -463,8 +444,7 @@ class _Selector:
         selection, engine = shorter if is_worth_it(times, name) else exact
         warnings = selection.warnings
         if selection.dtype != name and self.config.dtype != "auto":
-            speed = speed_beside(times, name, "float32")
-            why = f"it is {speed:.2f} times as fast as float32 on this processor"
+            why = f"it is {speed_of(times, name):.2f} times as fast as float32 on this processor"
             warnings = [*warnings, f"{shorter[0].path} {name} is not used: {why}"]
         return replace(selection, times=times, warnings=warnings), engine
 

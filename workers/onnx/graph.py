@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from vecd.model.card import ModelCard
 from vecd.workers.batch import Ints, Run
-from vecd.workers.description import bias_of_distances, window_band
-from vecd.workers.families import EncoderSpec, LayerSpec
+from vecd.workers.description import EncoderSpec, LayerSpec, bias_of_distances, window_band
 from vecd.workers.machine import has_vnni
 from vecd.workers.onnx.file import MICROSOFT, Element, Graph, Int8Products, Value, quantize
 

@@ -31,8 +31,8 @@ from torch.nn.functional import layer_norm
 
 from vecd.model.card import ModelCard, ModelError
 from vecd.workers.batch import Layout, Run
-from vecd.workers.description import NotDescribed, bias_of_distances, describe
-from vecd.workers.families import FUSED_FAMILIES, EncoderSpec, LayerSpec
+from vecd.workers.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
+from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.torch.attention import Attention, Rotation, SlidingWindow, normalize_rms_, paired, rotations, up_to
 from vecd.workers.torch.checkpoint import PrefixStates, own_tensors
 from vecd.workers.torch.linear import ACTIVATIONS, Activation, PrepackedLinear, make_linear, type_between_layers

@@ -27,7 +27,7 @@ from vecd.workers.config import WorkerConfig
 from vecd.workers.load import expected_path, load_engine
 from vecd.workers.machine import Processor
 from vecd.workers.parity import Parity
-from vecd.workers.select import Times, check_order, in_words, is_worth_it, remember, select, speed_beside, take_times
+from vecd.workers.select import Times, check_order, in_words, is_worth_it, remember, select, speed_of, take_times
 from vecd.workers.torch.padded import rectangles
 
 
@@ -196,7 +196,7 @@ def take(folder: Path, **s_per_token: float) -> tuple[Times, Any]:
 def test_every_class_is_measured(checkpoint: Checkpoints) -> None:
     times, _ = take(checkpoint("bert"), float32=1e-4, bfloat16=2e-5)
     assert list(times) == ["1 x 12", "1 x 64", "8 x 59", "16 mixed"]
-    assert speed_beside(times, "bfloat16", "float32") > 2
+    assert speed_of(times, "bfloat16") > 2
     assert is_worth_it(times, "bfloat16")
 
 
@@ -220,7 +220,7 @@ def test_one_class_does_not_outvote_the_others() -> None:
         "c": {"bfloat16": 2.0, "float32": 1.0},
     }
     assert is_worth_it(times, "bfloat16")
-    assert speed_beside(times, "bfloat16", "float32") == pytest.approx(2 ** (1 / 3))
+    assert speed_of(times, "bfloat16") == pytest.approx(2 ** (1 / 3))
     assert in_words(times) == (
         "bfloat16 is 1.26 times as fast as float32 "
         "(a: 1.0 against 2.0 ms; b: 1.0 against 2.0 ms; c: 2.0 against 1.0 ms)"
