@@ -22,14 +22,22 @@ from vecd.base.status_line import StatusLine
 from vecd.base.target import parse_target
 from vecd.client.embed.files import OutputFiles, beside_final
 from vecd.client.embed.inputs import check_readable, file_key, find_inputs
-from vecd.client.embed.options import USUAL_PACE, EmbedError, EmbedOptions, Pace, RunEnded, parse_options, told
+from vecd.client.embed.options import (
+    USUAL_PACE,
+    EmbedError,
+    EmbedOptions,
+    Interrupted,
+    Pace,
+    RunEnded,
+    parse_options,
+    told,
+)
 from vecd.client.embed.outputs import OutputFolder
 from vecd.client.embed.run import EmbedRun, keep_telling, until_interrupted
 from vecd.client.embed.service import EmbeddingService
 from vecd.client.local_server import NotStarted, local_server
 
-EXIT_OK, EXIT_ENDED, EXIT_NOT_BEGUN = 0, 1, 2
-EXIT_BAD_ROWS = EXIT_ENDED
+EXIT_OK = 0
 
 
 def main(argv: list[str] | None = None, pace: Pace = USUAL_PACE) -> int:
@@ -40,15 +48,16 @@ def main(argv: list[str] | None = None, pace: Pace = USUAL_PACE) -> int:
         line.silence()
     try:
         return (_embed_one if options.output_dir is None else _embed_many)(options, line)
-    except EmbedError as error:
-        line.say(str(error))
-        return EXIT_NOT_BEGUN
-    except (RunEnded, OSError) as error:  # an output cannot be looked for, created or finished
-        line.say(told(error))
-        return EXIT_ENDED
+    except (EmbedError, RunEnded, OSError) as error:
+        return _tell(line, error)
     except KeyboardInterrupt:  # before or after the run, or a second one
-        line.say("interrupted")
-        return 128 + signal.SIGINT
+        return _tell(line, Interrupted(signal.SIGINT))
+
+
+def _tell(line: StatusLine, error: Exception, more: str = "") -> int:
+    """Say why the command ends. Returns the exit code."""
+    line.say(told(error) + more)
+    return error.exit_code if isinstance(error, EmbedError | RunEnded) else RunEnded.exit_code
 
 
 def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
@@ -61,36 +70,36 @@ def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
     with closing(OutputFiles(options)) as files:
         files.resume(inputs)
         if not files.is_complete:
-            code, why = _run(options, line, lambda service: EmbedRun(options, inputs, files, service, line).embed())
-            if why:
+            try:
+                _run(options, line, lambda service: EmbedRun(options, inputs, files, service, line).embed())
+            except (RunEnded, OSError) as error:
                 num_rows = files.journal.commit.position.row
                 done = f"{num_rows:,} rows are done, the same command goes on behind them"
-                line.say(f"{why}; {done if num_rows else 'no row is done'}")
-                return code
+                return _tell(line, error, f"; {done if num_rows else 'no row is done'}")
         line.say(f"{options.path}: {files.finish()}")
         files.forget()
         if not (rejected := files.describe_rejected(str(options.path))):
             return EXIT_OK
         line.say(rejected)
-        return EXIT_OK if options.on_bad_row else EXIT_BAD_ROWS
+        return EXIT_OK if options.on_bad_row else RunEnded.exit_code
 
 
 def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
     folder = OutputFolder(options, line)
     code = EXIT_OK
     if left := folder.find_left():
-        code, why = _run(options, line, lambda service: folder.run(service, left))
-        if why:
-            line.say(why)
+        try:
+            _run(options, line, lambda service: folder.run(service, left))
+        except (RunEnded, OSError) as error:
+            code = _tell(line, error)
     is_complete = folder.tell_end()
-    return code if code > EXIT_ENDED else EXIT_OK if is_complete else EXIT_ENDED
+    return code if code > RunEnded.exit_code else EXIT_OK if is_complete else RunEnded.exit_code
 
 
 def _run(
     options: EmbedOptions, line: StatusLine, work: Callable[[EmbeddingService], Coroutine[Any, Any, None]]
-) -> tuple[int, str]:
-    """Await `work` with the server of the run. Returns the exit code, and why it has ended before its time, or "".
-    Raises EmbedError."""
+) -> None:
+    """Await `work` with the server of the run. Raises EmbedError, and RunEnded or OSError when rows are left."""
 
     async def with_service(service: EmbeddingService) -> None:
         telling = asyncio.create_task(keep_telling(service, line, options.retry_for))
@@ -100,15 +109,8 @@ def _run(
         finally:
             telling.cancel()
 
-    code, why = EXIT_OK, ""
     with _service(options, line) as service:
-        try:
-            if number := uvloop.run(until_interrupted(with_service(service))):
-                code, why = 128 + number, "interrupted"
-        except (RunEnded, OSError) as error:
-            code, why = EXIT_ENDED, told(error)
-    line.clear()
-    return code, why
+        uvloop.run(until_interrupted(with_service(service)))
 
 
 @contextmanager

@@ -318,7 +318,9 @@ def parse_options(argv: Sequence[str], pace: Pace = USUAL_PACE) -> EmbedOptions:
 
 
 class EmbedError(Exception):
-    """Raised when an input, the output, the journal or the server of the run does not fit. Exit code 2."""
+    """Raised when an input, the output, the journal or the server of the run does not fit."""
+
+    exit_code = 2
 
 
 class FieldMissing(EmbedError):
@@ -330,7 +332,17 @@ class OutputLocked(EmbedError):
 
 
 class RunEnded(Exception):
-    """Raised when a run ends with rows left to do. The same command may resume it. Exit code 1."""
+    """Raised when a run ends with rows left to do. The same command may resume it."""
+
+    exit_code = 1
+
+
+class Interrupted(RunEnded):
+    """Raised when a signal ends a run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("interrupted")
+        self.exit_code = 128 + number
 
 
 class ServerLost(RunEnded):

@@ -22,8 +22,8 @@ from vecd.client.embed.files import OutputFiles, beside_final, journal_path
 from vecd.client.embed.inputs import InputSource, check_readable, copied_from, file_key, find_inputs, known_format
 from vecd.client.embed.options import EmbedError, EmbedOptions, OtherIdentity, OutputLocked, RunEnded, ServerLost, told
 from vecd.client.embed.run import EmbedRun, in_thread
-from vecd.client.embed.service import EmbeddingService, RunModel
-from vecd.client.embed.storage import MAGIC, base_name, exists, expand, fetch, is_remote, join, shown, store
+from vecd.client.embed.service import EmbeddingService
+from vecd.client.embed.storage import base_name, base_of, exists, expand, fetch, is_glob, is_remote, join, shown, store
 
 # --- the identity of the model whose results a folder has ---------------------------------------------------
 
@@ -150,31 +150,24 @@ def output_name(name: str, options: EmbedOptions) -> str:
 
 
 def _name_outputs(path: str, folder: str, options: EmbedOptions) -> Iterator[tuple[str, str]]:
-    base = _base(path)
+    base = base_of(path)
     if known_format(f"out.{options.output_format}", options.format)[0] and _is_one_folder(path, folder):
         raise EmbedError(
             f"{shown(folder)} is also a folder of inputs, and the next run would take .{options.output_format} outputs "
             f"for inputs: name another --output-dir, also one in that folder"
         )
-    for found in expand(path):
-        source = _absolute(found)
-        name = _below(source, base) or os.path.basename(source)
-        is_named = source == _absolute(path)
-        if not is_named and folder != base and _below(folder, base) and _below(source, folder):
+    for source, name in expand(path):
+        if not name:
+            yield source, output_name(base_name(source), options)
+        elif folder != base and _below(folder, base) and _below(source, folder):
             continue  # an output of an earlier run
-        if is_named or _is_glob(path) or _is_data(name, options):
-            yield source, output_name(base_name(source) if is_named else name, options)
+        elif is_glob(path) or _is_data(name, options):
+            yield source, output_name(name, options)
 
 
 def _is_data(name: str, options: EmbedOptions) -> bool:
     is_hidden = any(part.startswith(_NOT_DATA) for part in name.split("/"))
     return not is_hidden and bool(known_format(name, options.format)[0])
-
-
-def _is_glob(path: str) -> bool:
-    if path.startswith(("http://", "https://")):  # HTTP lists nothing, and a query begins with such a sign
-        return False
-    return MAGIC.search(path) is not None and (is_remote(path) or not os.path.exists(path))
 
 
 def _is_one_folder(path: str, folder: str) -> bool:
@@ -183,23 +176,14 @@ def _is_one_folder(path: str, folder: str) -> bool:
     return os.path.realpath(path) == os.path.realpath(folder)
 
 
-def _base(path: str) -> str:
-    """The folder below which sub-folders are kept: the one that is named, or what comes before a glob's first sign."""
-    if not _is_glob(path):
-        return _absolute(path)
-    before = MAGIC.split(path, maxsplit=1)[0]
-    return _absolute(before.rpartition("/")[0] + "/" if "/" in before else ".")
-
-
 def _absolute(path: str) -> str:
     return path if is_remote(path) else os.path.abspath(path)
 
 
-def _below(path: str, folder: str) -> str:
-    """`path` relative to `folder`, or "" if it is not below it; with any slashes around them, as stores differ."""
+def _below(path: str, folder: str) -> bool:
+    """Whether `path` is below `folder`, with any slashes around them, as stores differ."""
     rest, base = (each.rpartition("://")[2].strip("/") for each in (path, folder))
-    is_below = is_remote(path) == is_remote(folder) and rest.startswith(base + "/")
-    return rest.removeprefix(base + "/") if is_below else ""
+    return is_remote(path) == is_remote(folder) and rest.startswith(base + "/")
 
 
 # --- the manifest -------------------------------------------------------------------------------------------
@@ -254,7 +238,7 @@ class OutputFolder:
         self._fates = dict.fromkeys(list_shards(options), _LEFT)
         self._reasons: dict[Shard, str] = {}
         """Why outputs failed."""
-        self._model: RunModel
+        self._identity = ""
         if not is_remote(self._folder):
             Path(self._folder).mkdir(parents=True, exist_ok=True)
 
@@ -275,8 +259,8 @@ class OutputFolder:
         output could be made.
         """
         try:
-            self._model = await service.connect(load_identity(self._folder))
-            keep_identity(self._folder, self._model.identity)
+            self._identity = (await service.connect(load_identity(self._folder))).identity
+            keep_identity(self._folder, self._identity)
         except OtherIdentity as error:
             raise EmbedError(f"{error}. Outputs of two models do not mix: name another folder") from error
         for shard in left:
@@ -320,7 +304,7 @@ class OutputFolder:
                 label = f"[{num_done + 1} of {len(self._fates)}] {inputs[0].name}: "
                 await EmbedRun(options, inputs, files, service, self._line, label).embed()
             if is_remote_out:
-                await in_thread(lambda: check_identity(self._folder, self._model.identity), "identity")
+                await in_thread(lambda: check_identity(self._folder, self._identity), "identity")
             how = files.finish()
             if is_remote_out:
                 await in_thread(lambda: _store(out, shard.out), "store")

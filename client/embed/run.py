@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from vecd.base.status_line import StatusLine
 from vecd.client.embed.files import Commit, OutputFiles
 from vecd.client.embed.inputs import InputSource, RowBatch, check_unchanged, read_batches
-from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing, OtherIdentity, RunEnded
+from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing, Interrupted, OtherIdentity, RunEnded
 from vecd.client.embed.service import EmbeddingService, Results
 from vecd.client.embed.storage import in_daemon
 
@@ -62,11 +62,10 @@ class Course:
         elapsed_s = max(now_s - first.at_s, 1e-3)
         parts = [f"{last.num_rows:,} rows", *([f"{num_in_flight:,} in flight"] if num_in_flight else [])]
         if last is not first:
-            parts.append(f"{(last.num_rows - first.num_rows) / elapsed_s:,.0f} rows/s")
-            parts.append(f"{(last.num_tokens - first.num_tokens) / elapsed_s:,.0f} tokens/s")
-            bytes_per_s = (last.num_bytes - first.num_bytes) / elapsed_s
-            if total and bytes_per_s > 0:
-                parts.append(f"{in_words((total - last.num_bytes) / bytes_per_s)} left")
+            rows_s, tokens_s, bytes_s = ((b - a) / elapsed_s for a, b in zip(first[1:], last[1:], strict=True))
+            parts += [f"{rows_s:,.0f} rows/s", f"{tokens_s:,.0f} tokens/s"]
+            if total and bytes_s > 0:
+                parts.append(f"{in_words((total - last.num_bytes) / bytes_s)} left")
         return (_bar(min(1.0, last.num_bytes / total)) if total else "") + ", ".join(parts)
 
 
@@ -116,32 +115,27 @@ _T = TypeVar("_T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-async def until_interrupted(work: Coroutine[Any, Any, None]) -> int:
-    """Await `work`, which SIGINT and SIGTERM cancel. Returns the signal that has done so, or 0.
-
-    Raises what `work` raises, unless it was interrupted. Side effects: a second signal does what it does by default.
-    """
-    loop, task, number = asyncio.get_running_loop(), asyncio.ensure_future(work), 0
+async def until_interrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, which SIGINT and SIGTERM cancel. Raises Interrupted when they have, else what `work` raises.
+    Side effects: a second signal does what it does by default."""
+    loop, task, received = asyncio.get_running_loop(), asyncio.ensure_future(work), list[int]()
 
     def restore() -> None:  # uvloop would keep the handlers after its end
         for each in _SIGNALS:
             loop.remove_signal_handler(each)
 
-    def interrupt(received: int) -> None:
-        nonlocal number
-        number = received
+    def interrupt(number: int) -> None:
+        received.append(number)
         restore()
         task.cancel()
 
     for each in _SIGNALS:
         loop.add_signal_handler(each, interrupt, each)
-    try:
-        await asyncio.wait({task})
-        if not number:
-            await task
-    finally:
-        restore()
-    return number
+    await asyncio.wait({task})
+    restore()
+    if received:
+        raise Interrupted(received[0])
+    await task
 
 
 async def keep_telling(service: EmbeddingService, line: StatusLine, retry_for_s: float) -> None:
@@ -168,26 +162,21 @@ _BYTES_PER_CHAR = 6
 """Most bytes of a character in JSON."""
 
 
+@dataclass
 class EmbedRun:
     """The rows of one output that are left, and their results."""
 
-    def __init__(
-        self,
-        options: EmbedOptions,
-        inputs: Sequence[InputSource],
-        files: OutputFiles,
-        service: EmbeddingService,
-        line: StatusLine,
-        label: str = "",
-    ) -> None:
-        """`files` know where the run begins. `label`: what its lines begin with."""
-        self._options = options
-        self._inputs = inputs
-        self._files = files
-        self._first_row = files.written.position.row
-        self._service = service
-        self._line = line
-        self._label = label
+    options: EmbedOptions
+    inputs: Sequence[InputSource]
+    files: OutputFiles
+    """They know where the run begins."""
+    service: EmbeddingService
+    line: StatusLine
+    label: str = ""
+    """What its lines begin with."""
+
+    def __post_init__(self) -> None:
+        self._first_row = self.files.written.position.row
         self._course: Course
         self._pending: dict[asyncio.Task[Results], RowBatch] = {}
         """Batches that are requested and not yet written, in their order."""
@@ -200,7 +189,7 @@ class EmbedRun:
         Raises EmbedError when the server has another model than the unfinished run or the files of that are gone,
         FieldMissing when no row has a text and the input no field for it, RunEnded or OSError when rows are left.
         """
-        files, began_at = self._files, time.monotonic()
+        files, began_at = self.files, time.monotonic()
         await self._begin()
         try:
             await self._work()
@@ -223,7 +212,7 @@ class EmbedRun:
 
     async def _begin(self) -> None:
         """Connect to the server, and bring the files to where the run begins."""
-        files, service, line, label = self._files, self._service, self._line, self._label
+        files, service, line, label = self.files, self.service, self.line, self.label
         line.show(lambda: f"{label}waiting for {service.target}")
         is_begun = files.is_begun
         try:
@@ -240,13 +229,13 @@ class EmbedRun:
         self._begin_course(0)
 
     async def _work(self) -> None:
-        options, service, files = self._options, self._service, self._files
+        options, service, files = self.options, self.service, self.files
         limited = replace(
             options,
             batch_texts=min(options.batch_texts, service.max_texts),
             batch_chars=min(options.batch_chars, max(1, service.max_bytes // _BYTES_PER_CHAR)),
         )
-        batches = read_batches(self._inputs, limited, files.written.position, service.estimate)
+        batches = read_batches(self.inputs, limited, files.written.position, service.estimate)
         reading = asyncio.create_task(_next_batch(batches))
         committing = asyncio.create_task(self._keep_committing())
         try:
@@ -263,7 +252,7 @@ class EmbedRun:
                         reading = asyncio.create_task(_next_batch(batches))
                     elif not self._pending:
                         return
-                self._line.show(self._describe_progress)
+                self.line.show(self._describe_progress)
                 waits = [task for task in (reading, committing, *self._pending) if not task.done()]
                 await asyncio.wait(waits, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -276,30 +265,30 @@ class EmbedRun:
 
     def _has_room(self) -> bool:
         num_running = sum(not task.done() for task in self._pending)
-        return self._service.estimate.has_room(num_running, (batch.cost for batch in self._pending.values()))
+        return self.service.estimate.has_room(num_running, (batch.cost for batch in self._pending.values()))
 
     def _start(self, batch: RowBatch) -> None:
         if 0 < batch.first_row == self._first_row:
             self._begin_course(batch.bytes_read)
-        self._pending[asyncio.create_task(self._service.embed(batch.rows))] = batch
+        self._pending[asyncio.create_task(self.service.embed(batch.rows))] = batch
 
     # --- progress and commits -----------------------------------------------------------------------------
 
     def _begin_course(self, num_bytes: int) -> None:
-        self._course = Course(sum(each.num_bytes for each in self._inputs), self._moment(num_bytes))
+        self._course = Course(sum(each.num_bytes for each in self.inputs), self._moment(num_bytes))
 
     def _moment(self, num_bytes: int) -> Moment:
-        written = self._files.written
+        written = self.files.written
         return Moment(time.monotonic(), written.position.row, written.num_tokens, num_bytes)
 
     def _describe_progress(self) -> str:
-        trouble = self._service.trouble
+        trouble = self.service.trouble
         num_in_flight = sum(len(batch.rows) for batch in self._pending.values())
         progress = self._course.describe(time.monotonic(), num_in_flight)
-        return self._label + progress + (f", waiting: {trouble}" if trouble else "")
+        return self.label + progress + (f", waiting: {trouble}" if trouble else "")
 
     async def _keep_committing(self) -> None:
-        pace, files = self._options.pace, self._files
+        pace, files = self.options.pace, self.files
         interval_s, took_s = pace.first_commit_s, 0.0
         while True:
             await asyncio.sleep(max(interval_s - took_s, min(_COMMIT_PAUSE_S, interval_s)))
@@ -311,10 +300,10 @@ class EmbedRun:
 
     async def _commit(self, commit: Commit) -> None:
         """Raises RunEnded, EmbedError, OSError. Side effects: replaces the journal."""
-        if commit != self._files.journal.commit:
-            check_unchanged(self._inputs)
-            self._files.check()
-            await asyncio.get_running_loop().run_in_executor(self._disk, self._files.save, commit)
+        if commit != self.files.journal.commit:
+            check_unchanged(self.inputs)
+            self.files.check()
+            await asyncio.get_running_loop().run_in_executor(self._disk, self.files.save, commit)
 
 
 async def _next_batch(batches: Iterator[RowBatch]) -> RowBatch | None:

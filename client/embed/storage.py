@@ -13,11 +13,11 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from vecd.base.programs import not_installed
 from vecd.client.embed.options import EmbedError, RunEnded
@@ -37,16 +37,12 @@ _FATAL_ERRNOS = {
     errno.EDQUOT, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EPERM, errno.EROFS,
 }  # fmt: skip
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*(?:::[a-z0-9]+)*)://")
-MAGIC = re.compile(r"[*?[]")
+_MAGIC = re.compile(r"[*?[]")
 _NO_INPUTS = (".part", ".journal", ".journal.new", ".rejected.jsonl")
 
 _T = TypeVar("_T")
 _Moved: TypeAlias = Callable[[], None]
 """To be called at each sign of progress."""
-
-
-class _Stalled(Exception):
-    """Raised when a call made no progress for `STALL_S`."""
 
 
 def is_remote(path: str) -> bool:
@@ -82,8 +78,15 @@ def shown(url: str) -> str:
 # --- listing --------------------------------------------------------------------------------------------------
 
 
-def expand(path: str) -> list[str]:
-    """The files that a file, a folder or a glob names, sorted: paths for a path, URLs for a URL.
+class Found(NamedTuple):
+    path: str
+    """Absolute, or a URL."""
+    name: str
+    """Below the folder that was named, or that a glob begins with; "" for a file that was named itself."""
+
+
+def expand(path: str) -> list[Found]:
+    """The files that a file, a folder or a glob names, sorted.
 
     A folder stands for all files below it; links to folders are not followed. What is hidden, `_SUCCESS`, of an
     unfinished run, or a list of rejected rows, is left out. A URL of http(s) is a single file, as HTTP lists nothing.
@@ -92,64 +95,68 @@ def expand(path: str) -> list[str]:
     pass, or stalls.
     """
     try:
-        found = _attempt(path, lambda moved: _expand_remote(path, moved)) if is_remote(path) else _expand_local(path)
-    except RunEnded as error:
-        if isinstance(error.__cause__, Exception) and _is_final(error.__cause__):
-            raise EmbedError(str(error)) from error
-        raise
+        if is_remote(path):
+            if base_of(path).endswith("://") and is_glob(path) and _scheme(path) in _OBJECT_STORES:
+                raise EmbedError(f"{shown(path)}: a glob cannot stand for a bucket")
+            base, names = _attempt(path, lambda fs, root, moved: _list_remote(path, fs, root, moved), final=EmbedError)
+        else:
+            base, names = _list_local(path)
     except OSError as error:
         raise EmbedError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
+    found = sorted(Found(join(base, name) if name else base, name) for name in names if not name or _is_input(name))
     if not found:
         raise EmbedError(f"{shown(path)}: no file is there")
     return found
 
 
-def _expand_local(path: str) -> list[str]:
-    if MAGIC.search(path) and not os.path.lexists(path):
-        matching = [each for each in glob.glob(path, recursive=True) if not os.path.isdir(each)]
-        folder = re.split(r"[^/]*[*?[]", path, maxsplit=1)[0]
-        return sorted(each for each in matching if _is_input(each[len(folder) :]))
-    if not os.path.isdir(path):
-        os.stat(path)
-        return [path]
+def is_glob(path: str) -> bool:
+    if path.startswith(("http://", "https://")):  # HTTP lists nothing, and a query begins with such a sign
+        return False
+    return _MAGIC.search(path) is not None and (is_remote(path) or not os.path.lexists(path))
+
+
+def base_of(path: str) -> str:
+    """The folder below which sub-folders are kept: the one that is named, or what comes before a glob's first sign."""
+    if is_glob(path):
+        path = _MAGIC.split(path, maxsplit=1)[0]
+        path = path[: path.rfind("/") + 1] or "."
+    return path if is_remote(path) else os.path.abspath(path)
+
+
+def _list_local(path: str) -> tuple[str, Iterable[str]]:
+    """The folder and the names below it, or a file and [""]."""
 
     def fail(error: OSError) -> None:  # os.walk would leave the folder out in silence
         raise error
 
-    walked = os.walk(path, onerror=fail)
-    below = [os.path.relpath(os.path.join(folder, name), path) for folder, _, names in walked for name in names]
-    return sorted(os.path.join(path, each) for each in below if _is_input(each))
+    base = base_of(path)
+    if is_glob(path):
+        below = (each for each in glob.glob(os.path.abspath(path), recursive=True) if not os.path.isdir(each))
+    elif os.path.isdir(path):
+        walked = os.walk(base, onerror=fail)
+        below = (os.path.join(folder, name) for folder, _, names in walked for name in names)
+    else:
+        os.stat(path)
+        return base, [""]
+    return base, [os.path.relpath(each, base) for each in below]
 
 
-def _expand_remote(url: str, moved: _Moved) -> list[str]:
-    is_http = url.startswith(("http://", "https://"))
-    head, magic, rest = url, None if is_http else MAGIC.search(url), ""
-    if magic:
-        at = url.rindex("/", 0, magic.start()) + 1
-        head, rest = url[:at], url[at:]
-        if head.endswith("://") and _scheme(url) in _OBJECT_STORES:
-            raise EmbedError(f"{shown(url)}: a glob cannot stand for a bucket")
-    fs, path = _open(url)
-    if is_http:
-        fs.info(path)
-        return [url]
-    if magic:
-        with suppress(FileNotFoundError):
-            if fs.info(path)["type"] == "file":  # its name has such a character
-                return [url]
+def _list_remote(url: str, fs: Any, path: str, moved: _Moved) -> tuple[str, Iterable[str]]:
+    """As `_list_local`."""
+    head = base_of(url)
+    pattern = url[len(head) :]
+    with suppress(*[FileNotFoundError] if pattern else []):
+        if fs.info(path)["type"] != "directory":  # also a file whose name has the character of a glob
+            return url, [""]
     root = fs._strip_protocol(head).rstrip("/")
-    if not magic and fs.info(path)["type"] != "directory":
-        return [url]
-    # With the path that `fs` has of the folder, the URL keeps what that path lacks: a host, a user, an account.
-    base = head if head.endswith("://") else head.rstrip("/")
-    depth = rest.count("/") + 1 if magic and "**" not in rest else None
-    names = [name[len(root) :].lstrip("/") for name in _files(fs, root, depth, moved)]
-    if magic:
+    depth = pattern.count("/") + 1 if pattern and "**" not in pattern else None
+    names: Iterable[str] = (name[len(root) :].lstrip("/") for name in _files(fs, root, depth, moved))
+    if pattern:
         from fsspec.utils import glob_translate
 
-        matches = re.compile(glob_translate(rest)).match
-        names = [name for name in names if matches(name)]
-    return sorted(join(base, name) for name in names if _is_input(name))
+        names = filter(re.compile(glob_translate(pattern)).match, names)
+    # With the path that `fs` has of the folder, the URL keeps what that path lacks: a host, a user, an account.
+    return head if head.endswith("://") else head.rstrip("/"), list(names)
 
 
 def _files(fs: Any, folder: str, depth: int | None, moved: _Moved) -> Iterator[str]:
@@ -182,8 +189,7 @@ def exists(url: str) -> bool:
     if not is_remote(url):
         return os.path.isfile(url)
 
-    def ask(moved: _Moved) -> bool:
-        fs, path = _open(url)
+    def ask(fs: Any, path: str, moved: _Moved) -> bool:
         try:
             return bool(fs.info(path)["type"] != "directory")  # fs.exists() takes every error for "no"
         except FileNotFoundError:
@@ -200,8 +206,7 @@ def fetch(url: str, target: Path) -> None:
     """
     part = target.with_name(target.name + ".part")
 
-    def copy(moved: _Moved) -> None:
-        fs, path = _open(url)
+    def copy(fs: Any, path: str, moved: _Moved) -> None:
         num_bytes = fs.info(path).get("size")
         fs.get_file(path, str(part), callback=_callback(moved))
         if num_bytes is not None and part.stat().st_size < num_bytes:
@@ -222,8 +227,7 @@ def store(source: Path, url: str) -> None:
     """
     source.stat()
 
-    def copy(moved: _Moved) -> None:
-        fs, path = _open(url)
+    def copy(fs: Any, path: str, moved: _Moved) -> None:
         if _scheme(url) in _OBJECT_STORES:
             parts = {"chunksize": PART_BYTES} if "chunksize" in inspect.signature(fs.put_file).parameters else {}
             fs.put_file(str(source), path, callback=_callback(moved), **parts)
@@ -307,25 +311,31 @@ def _callback(moved: _Moved) -> Any:
     return Callback(hooks={"moved": lambda *_, **__: moved()})
 
 
-def _attempt(url: str, work: Callable[[_Moved], _T], growing: Path | None = None) -> _T:
-    """The result of `work`, which is repeated after an error that may pass. `growing` is a file that it writes. Raises
-    RunEnded with one line, EmbedError as `work` does."""
+def _attempt(
+    url: str,
+    work: Callable[[Any, str, _Moved], _T],
+    growing: Path | None = None,
+    final: type[EmbedError | RunEnded] = RunEnded,
+) -> _T:
+    """The result of `work` with the file system of `url` and the path in it, which is repeated after an error that may
+    pass. `growing` is a file that it writes.
+
+    Raises RunEnded with one line, `final` for an error that will not pass, EmbedError as `work` and `_open` do.
+    """
     for pause_s in (*PAUSES_S, None):
         try:
-            return _watch(work, growing)
+            return _watch(url, lambda moved: work(*_open(url), moved), growing)
         except (EmbedError, RunEnded):
             raise
-        except _Stalled as error:
-            raise RunEnded(f"{shown(url)}: no byte moved for {STALL_S:g} s, given up") from error
         except Exception as error:
-            if pause_s is None or _is_final(error):
-                raise RunEnded(f"{shown(url)}: {_describe(error, url)}") from error
+            if (is_final := _is_final(error)) or pause_s is None:
+                raise (final if is_final else RunEnded)(f"{shown(url)}: {_describe(error, url)}") from error
             time.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
 
 
-def _watch(work: Callable[[_Moved], _T], growing: Path | None) -> _T:
-    """Call `work` in a thread. Raises _Stalled when it makes no progress: no store is trusted to have time limits."""
+def _watch(url: str, work: Callable[[_Moved], _T], growing: Path | None) -> _T:
+    """Call `work` in a thread. Raises RunEnded when it makes no progress: no store is trusted to have time limits."""
     moved_at, size = time.monotonic(), -1
 
     def moved() -> None:
@@ -339,7 +349,7 @@ def _watch(work: Callable[[_Moved], _T], growing: Path | None) -> _T:
                 size = now
                 moved()
         if time.monotonic() - moved_at > STALL_S:
-            raise _Stalled
+            raise RunEnded(f"{shown(url)}: no byte moved for {STALL_S:g} s, given up")
     return result.result()
 
 

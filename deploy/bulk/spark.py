@@ -52,7 +52,7 @@ def input_files(source: str, out: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "manifest"
         if not exists(manifest):
-            copy.write_text("".join(f"{name}\n" for name in expand(source)))
+            copy.write_text("".join(f"{found.path}\n" for found in expand(source)))
             store(copy, manifest)
         fetch(manifest, copy)
         return copy.read_text().splitlines()

@@ -112,7 +112,7 @@ def test_outputs_that_the_next_run_would_read_are_refused_at_the_first(
 
 def test_a_query_is_no_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://host/x/a.jsonl.gz?signature=a/b.c#d"
-    monkeypatch.setattr(shards, "expand", lambda path: [path])
+    monkeypatch.setattr(shards, "expand", lambda path: [(path, "")])
     assert outputs(options_of(url)) == [(url, "/out/a.npy")]
     assert list(read_lines([url.encode()], options_of("--manifest", "m"))) == [(url, "a.npy")]
 

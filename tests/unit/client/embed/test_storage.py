@@ -118,7 +118,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     ],
 )
 def test_expand(place: str, pattern: str, expected: list[str]) -> None:
-    assert storage.expand(place + pattern) == [place + name for name in expected]
+    assert [found.path for found in storage.expand(place + pattern)] == [place + name for name in expected]
 
 
 @pytest.mark.parametrize("pattern", ["in/missing.txt", "in/*.csv", "nothing/here", "nothing/*"])
@@ -132,7 +132,7 @@ def test_nothing_there_is_an_error_that_names_the_path(place: str, pattern: str)
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_name_with_the_characters_of_a_glob_is_taken_literally(scheme: str, tmp_path: Path) -> None:
     (tmp_path / "a[1].txt").touch()
-    assert storage.expand(f"{scheme}{tmp_path}/a[1].txt") == [f"{scheme}{tmp_path}/a[1].txt"]
+    assert storage.expand(f"{scheme}{tmp_path}/a[1].txt") == [(f"{scheme}{tmp_path}/a[1].txt", "")]
 
 
 def test_a_folder_below_that_may_not_be_listed_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_there_and_back(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert storage.exists(url)
         storage.fetch(url, target)
         assert target.read_bytes() == content
-    assert storage.expand(folder) == [url]
+    assert storage.expand(folder) == [(url, "a.npy")]
     assert not storage.exists(folder), "a folder is no file"
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["source", "target"]
     fs, path = fsspec.core.url_to_fs(folder)
