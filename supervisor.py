@@ -190,7 +190,7 @@ class Supervisor:
         self.reload_socket = ReloadSocket(self.request_reload, lambda: listeners.url)
         try:
             self._first = [
-                self._make_worker_pool(index + 1, plan, len(plans) == 1)
+                self.make_worker_pool(index + 1, plan, is_only_model=len(plans) == 1)
                 for index, plan in enumerate(map(self._with_inherited, _with_room(plans)))
             ]
             first = self._first[0].plan
@@ -215,26 +215,23 @@ class Supervisor:
                 self._num_gateways, self._listeners.sockets, self._metrics_fd, self._worker_pools,
                 self._on_gateway_message, self._system, usable_cores(), self._vector_cache_fd,
             )  # fmt: skip
-            self._residency = Residency(self._gateway_pool, self._memory, self._start_task)
-            self.reloader = Reloader(
-                lambda: load_models(load_settings(self._arguments, without=["ready_fd"])), self._plans_again,
-                self._make_worker_pool, self._gateway_pool, self._residency, self._start_task, self,
-            )  # fmt: skip
+            self._residency = Residency(self._gateway_pool, self._memory, self.start_task)
+            self.reloader = Reloader(self, self._gateway_pool, self._residency)
             for worker_pool in self._first:
                 await self._residency.add(worker_pool, is_loaded=_is_loaded_at_start(worker_pool))
             await self.reload_socket.listen()  # only now: signals, too, may request a reload in any wait
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                gateways = [self._start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]
+                gateways = [self.start_task(self._gateway_pool.supervise(i)) for i in range(self._num_gateways)]
                 for work in (
                     *(worker_pool.supervise() for worker_pool in self._first if _is_loaded_at_start(worker_pool)),
                     self._residency.run(), self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
                     watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._reap_orphans(),
                     self._keep_notifying(), self._watch_model_files(),
                 ):  # fmt: skip
-                    self._start_task(work)
+                    self.start_task(work)
                 if self._identities is not None:
-                    self._start_task(self._identities.run())
+                    self.start_task(self._identities.run())
                 await self._stopping.wait()
                 if self._has_been_ready:
                     await self._drain(gateways)
@@ -272,12 +269,12 @@ class Supervisor:
         else:
             self.reloader.refuse("the server is still starting")
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def start_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(task := self._group.create_task(work))
         return task
 
-    def _make_worker_pool(self, generation: int, plan: Plan, is_only_model: bool) -> WorkerPool:
+    def make_worker_pool(self, generation: int, plan: Plan, *, is_only_model: bool) -> WorkerPool:
         system = self._system
         if plan.card.assumption:
             log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
@@ -294,7 +291,10 @@ class Supervisor:
             pool.before_ready = partial(self._identities.confirm, pool)
         return pool
 
-    def _plans_again(self, models: Sequence[ModelEntry]) -> list[Plan]:
+    def read_models(self) -> Sequence[ModelEntry]:
+        return load_models(load_settings(self._arguments, without=["ready_fd"]))
+
+    def make_plans(self, models: Sequence[ModelEntry]) -> list[Plan]:
         plans = make_plans(models)
         self._newest_memory = make_book(plans)
         return list(map(self._with_inherited, plans))
@@ -382,7 +382,7 @@ class Supervisor:
     def _is_active(self, worker_pool: WorkerPool) -> bool:
         return self._gateway_pool.active.get(worker_pool.model) == worker_pool.generation
 
-    # --- events of reloads (ReloadObserver), and of the keys' file ------------------------------------------
+    # --- events of reloads, and of the keys' file ------------------------------------------
 
     def on_reload_requested(self) -> None:
         self.reload_socket.requested()
@@ -396,7 +396,7 @@ class Supervisor:
         if self._has_been_ready:
             self._notifier.ready(self._status())
             if self._zygote is not None and len(self.reloader.active) == 1:
-                self._start_task(self._zygote.stop())  # and its imports are not kept for what may never come
+                self.start_task(self._zygote.stop())  # and its imports are not kept for what may never come
         self.reload_socket.done(num_requested, problems)
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vecd.base.failures import ConfigurationError
 from vecd.base.tasks import NoTasks, naming_limit
@@ -76,30 +76,26 @@ class FileAccess:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[T] = loop.create_future()
 
-        def finish(result: Any, error: BaseException | None) -> None:
+        def finish(tell: Callable[[], None]) -> None:
             lock.release()
             if files in self._hanging:
                 self._hanging.discard(files)
                 log.info("%s: the file system responds again", files)
-            if error is None:
-                ended.set_result(result)
-            else:
-                ended.set_exception(error)
+            tell()
 
         def work() -> None:
-            result, error = None, None
             try:
-                result = function()
-            except BaseException as raised:
-                error = raised
+                tell = partial(ended.set_result, function())
+            except BaseException as error:
+                tell = partial(ended.set_exception, error)
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(finish, result, error)
+                loop.call_soon_threadsafe(finish, tell)
 
         try:
             with naming_limit():
                 self._start_thread(work)
         except NoTasks as error:
-            finish(None, FilesHang(f"{files}: {error}"))
+            finish(partial(ended.set_exception, FilesHang(f"{files}: {error}")))
         return ended
 
 

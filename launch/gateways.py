@@ -203,7 +203,18 @@ class Link:
         sent = self.known[generation].sent
         if sent.get(type(message)) != message:
             sent[type(message)] = message
-            send_or_kill(self.process, message)
+            self.send(message)
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """A gateway that does not read is killed, and its successor is sent everything."""
+        try:
+            self.process.channel.send(message, fds)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                log.error("%s does not read its control messages and is killed", self.process.name)
+            elif not isinstance(error, ConnectionError):  # else it has just died, as its coroutine sees
+                log.error("%s cannot be sent a message and is killed: %s", self.process.name, error)
+            self.process.kill()
 
 
 class GatewayPool:
@@ -361,7 +372,7 @@ class GatewayPool:
         )
         listening = [sock.fileno() for sock in self._listening]
         fds = [self._metrics_fd, worker_pool.zmq_listening(link.index), *self._vector_cache_fds, *listening]
-        send_or_kill(link.process, start, fds)
+        link.send(start, fds)
         try:
             await link.process.await_ready(_START_TIMEOUT_S)
             return None
@@ -386,7 +397,7 @@ class GatewayPool:
         link.heartbeat_at = loop_time()
         self._core_grants.join(link.life)
         if self._drain is not None:
-            send_or_kill(link.process, self._drain)
+            link.send(self._drain)
         self.reconcile()
 
     def _on_message(self, link: Link, message: Message) -> None:
@@ -433,15 +444,15 @@ class GatewayPool:
             # Before it learns of workers: until then it serves no request, with whatever key.
             if link.sent_keys is not self.keys:
                 link.sent_keys = self.keys
-                send_or_kill(link.process, NewKeys([asdict(key) for key in self.keys]))
+                link.send(NewKeys([asdict(key) for key in self.keys]))
             if self.start_stage is not None and link.sent_stage != self.start_stage:
                 link.sent_stage = self.start_stage
-                send_or_kill(link.process, Progress(self.start_stage))
+                link.send(Progress(self.start_stage))
             for generation, worker_pool in self.worker_pools.items():
                 if generation not in link.known:
                     link.known[generation] = _Known()
                     prepare = Prepare(generation, dump(replace(worker_pool.plan.gateway, keys=self.keys)))
-                    send_or_kill(link.process, prepare, [worker_pool.zmq_listening(link.index)])
+                    link.send(prepare, [worker_pool.zmq_listening(link.index)])
                 if link.known[generation].is_prepared:
                     self._send_about(worker_pool, link, link.known[generation])
             self._activate(link)
@@ -459,7 +470,7 @@ class GatewayPool:
                 link.sent_up[incarnation] = generation
                 known.sent.pop(ModelBroken, None)
                 up = WorkerUp(generation, incarnation.worker, incarnation.life, worker.facts)
-                send_or_kill(link.process, up, [worker.arena_fd])
+                link.send(up, [worker.arena_fd])
         if worker_pool.broken is not None:
             link.tell(generation, ModelBroken(generation, worker_pool.broken))
         state, before = worker_pool.state, known.sent.get(ModelIs)
@@ -468,7 +479,7 @@ class GatewayPool:
             known.sent[ModelIs] = state
             # The pause after a failed load may be over: a new gateway lets a request wait for what is left of it.
             is_old_failure = before is None and state.state == ModelState.FAILED
-            send_or_kill(link.process, replace(state, wait_s=0.0) if is_old_failure else state)
+            link.send(replace(state, wait_s=0.0) if is_old_failure else state)
 
     def _activate(self, link: Link) -> None:
         """Let it serve each model with the active generation, once it is connected to a worker of it, or is prepared if
@@ -484,12 +495,12 @@ class GatewayPool:
                     link.known[before].is_retiring = True
                 link.generations[model] = generation
                 link.awaited.discard(model)
-                send_or_kill(link.process, Activate(generation))
+                link.send(Activate(generation))
         if link.generations.keys() > self.active.keys():  # only then: one may have been renamed
             for model in link.generations.keys() - self.active.keys():
                 generation = link.generations.pop(model)
                 link.known[generation].is_retiring = True
-                send_or_kill(link.process, Withdrawn(generation))
+                link.send(Withdrawn(generation))
 
     def send_down(
         self, incarnation: Incarnation, reason: str, has_crashed: bool | None = False, is_planned: bool = False
@@ -498,7 +509,7 @@ class GatewayPool:
         for link in self.ready_links:
             if link.sent_up.pop(incarnation, None) is not None:
                 link.connected.discard(incarnation)
-                send_or_kill(link.process, down)
+                link.send(down)
 
     def withdraw_workers(self, generation: int, reason: str) -> None:
         for incarnation in {one for link in self.ready_links for one, its in link.sent_up.items() if its == generation}:
@@ -508,11 +519,11 @@ class GatewayPool:
         """Send all ready gateways a message that one which starts later does not need."""
         for link in self.ready_links:
             if link is not but:
-                send_or_kill(link.process, message)
+                link.send(message)
 
     def _grant(self, grants: Grants) -> None:
         for (index, _), num in grants:
-            send_or_kill(self.links[index].process, CoresGranted(num))
+            self.links[index].send(CoresGranted(num))
 
     def discard(self, generation: int) -> None:
         """Let every gateway forget a generation whose worker pool has been removed, and kill those that serve no
@@ -522,7 +533,7 @@ class GatewayPool:
                 log.error("%s still serves generation %d and is killed", link.process.name, generation)
                 link.process.kill()
             elif link.known.pop(generation, None) is not None:
-                send_or_kill(link.process, Discard(generation))
+                link.send(Discard(generation))
 
     def serves(self, generation: int) -> bool:
         links = [link for link in self.links.values() if generation in link.known]
@@ -537,16 +548,3 @@ class GatewayPool:
 
 def loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-def send_or_kill(process: Process, message: Message, fds: Sequence[int] = ()) -> None:
-    """A child that does not read is killed, and its successor is sent everything."""
-    try:
-        process.channel.send(message, fds)
-    except BlockingIOError:
-        log.error("%s does not read its control messages and is killed", process.name)
-        process.kill()
-    except OSError as error:
-        if not isinstance(error, ConnectionError):  # else it has just died, which its own coroutine is about to see
-            log.error("%s cannot be sent a message and is killed: %s", process.name, error)
-        process.kill()

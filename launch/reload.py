@@ -11,7 +11,7 @@ whole reload, and nothing has changed.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,17 @@ _FIXED_SETTINGS = (
 """The sockets, which processes listen on them, and memory. The content of the certificate's files can change."""
 
 
-class ReloadObserver(Protocol):
+class ReloadingServer(Protocol):
+    """What a reload needs of the supervisor. The first two methods are called in threads."""
+
+    def read_models(self) -> Sequence[ModelEntry]: ...
+
+    def make_plans(self, models: Sequence[ModelEntry]) -> list[Plan]: ...
+
+    def make_worker_pool(self, generation: int, plan: Plan, *, is_only_model: bool) -> WorkerPool: ...
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]": ...
+
     def on_reload_requested(self) -> None: ...
 
     def on_reload_started(self) -> None: ...
@@ -55,27 +65,12 @@ class ReloadObserver(Protocol):
 
 
 class Reloader:
-    def __init__(
-        self,
-        read_models: Callable[[], Sequence[ModelEntry]],
-        make_plans: Callable[[Sequence[ModelEntry]], list[Plan]],
-        make_worker_pool: Callable[[int, Plan, bool], WorkerPool],
-        gateway_pool: GatewayPool,
-        residency: Residency,
-        start_task: "Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]",
-        observer: ReloadObserver,
-    ) -> None:
-        """`read_models` and `make_plans` are called in threads. `make_worker_pool` is called with the generation, the
-        plan, and whether there is no other model."""
+    def __init__(self, server: ReloadingServer, gateway_pool: GatewayPool, residency: Residency) -> None:
         self.problems: list[str] = []
-        self._read_models = read_models
-        self._make_plans = make_plans
-        self._make_worker_pool = make_worker_pool
+        self._server = server
         self._worker_pools, self._files = gateway_pool.worker_pools, gateway_pool.files
         self._gateway_pool = gateway_pool
         self._residency = residency
-        self._start_task = start_task
-        self._observer = observer
         self._newest = max(self._worker_pools)
         self._num_requested = 0
         self._is_requested = False
@@ -95,13 +90,13 @@ class Reloader:
         self._request()
         self._is_requested = True
         if self._task is None:
-            self._task = self._start_task(self._run())
+            self._task = self._server.start_task(self._run())
 
     def refuse(self, problem: str) -> None:
         """Count a request that cannot be granted."""
         self._request()
         log.warning("not reloaded: %s", problem)
-        self._observer.on_reload_finished(self._num_requested, [problem])
+        self._server.on_reload_finished(self._num_requested, [problem])
 
     def cancel(self) -> None:
         if self._task is not None:
@@ -118,7 +113,7 @@ class Reloader:
 
     def _request(self) -> None:
         self._num_requested += 1
-        self._observer.on_reload_requested()
+        self._server.on_reload_requested()
 
     async def _run(self) -> None:
         try:
@@ -126,11 +121,11 @@ class Reloader:
                 self._is_requested = False
                 num_requested = self._num_requested
                 log.info("reloading")
-                self._observer.on_reload_started()
+                self._server.on_reload_started()
                 self.problems = await self._reload()
                 for problem in self.problems:
                     log.error("not reloaded, nothing has changed: %s", problem)
-                self._observer.on_reload_finished(num_requested, self.problems)
+                self._server.on_reload_finished(num_requested, self.problems)
         finally:
             self._task = None
 
@@ -159,12 +154,12 @@ class Reloader:
         """Append the worker pools of the configuration as it is now, in the order of the models' indices: those that
         serve, of models that have not changed; of the others, new ones that are not started. Raises what reading can
         raise."""
-        models = await self._files.call("the configuration", self._read_models)
+        models = await self._files.call("the configuration", self._server.read_models)
         for path in _files_of(models):  # one that hangs is named, and refuses the reload at once
             with suppress(OSError):
                 await self._files.call(str(path), path.stat)
         plans = await self._files.call(
-            "the model", lambda: self._make_plans(models), timeout_s=_PLAN_TIMEOUT_S, discard=_close
+            "the model", lambda: self._server.make_plans(models), timeout_s=_PLAN_TIMEOUT_S, discard=_close
         )
         try:
             plans = self._fitted(plans)
@@ -194,7 +189,7 @@ class Reloader:
         return None
 
     def _make_pool(self, plan: Plan, num_models: int) -> WorkerPool:
-        worker_pool = self._make_worker_pool(self._newest + 1, plan, num_models == 1)
+        worker_pool = self._server.make_worker_pool(self._newest + 1, plan, is_only_model=num_models == 1)
         self._newest += 1
         self._worker_pools[worker_pool.generation] = worker_pool
         return worker_pool
@@ -226,7 +221,7 @@ class Reloader:
             is_loaded = self._residency.stays_loaded(worker_pool.plan)
             await self._residency.add(worker_pool, is_loaded=is_loaded)
             if is_loaded:
-                self._start_task(self._supervise(worker_pool))
+                self._server.start_task(self._supervise(worker_pool))
         await asyncio.sleep(0)  # all of them have begun, so that `_end` finds what it must end
         self._gateway_pool.reconcile()
         await self._await_connected(new)
@@ -286,7 +281,11 @@ class Reloader:
     # --- the end of a generation ----------------------------------------------------------------------------
 
     async def _retire(self, old: WorkerPool) -> None:
-        await self._await_retired(old)
+        timeout_s = old.plan.settings.request_timeout + _RETIRE_MARGIN_S
+        try:
+            await self._gateway_pool.until(lambda: not self._gateway_pool.serves(old.generation), timeout_s)
+        except TimeoutError:
+            log.warning("generation %d still has requests after %g s and is ended", old.generation, timeout_s)
         if old.model in self._gateway_pool.active:
             self._log_served(old.model)
         else:
@@ -295,13 +294,6 @@ class Reloader:
 
     def _log_served(self, model: str) -> None:
         log.info("reloaded: %s is served by generation %d", model, self._gateway_pool.active[model])
-
-    async def _await_retired(self, old: WorkerPool) -> None:
-        timeout_s = old.plan.settings.request_timeout + _RETIRE_MARGIN_S
-        try:
-            await self._gateway_pool.until(lambda: not self._gateway_pool.serves(old.generation), timeout_s)
-        except TimeoutError:
-            log.warning("generation %d still has requests after %g s and is ended", old.generation, timeout_s)
 
     async def _end(self, worker_pool: WorkerPool) -> None:
         await self._residency.forget(worker_pool.generation)

@@ -24,7 +24,7 @@ from vecd.launch.config.plan import Plan
 from vecd.launch.files import FilesHang
 from vecd.launch.gateways import GatewayPool, Life, Link, loop_time
 from vecd.launch.memory import Footprint, MemoryBook, measured
-from vecd.launch.workers import WorkerPool, load_pause_s
+from vecd.launch.workers import WorkerPool
 from vecd.shm.control import UNLOAD_REASONS, KeepAlive, ModelAsked, ModelIs, ModelState, ModelUsed, ModelWanted
 
 # Decides which models make room for one that requests wait for.
@@ -49,6 +49,8 @@ _MEMORY_WAIT_S = 1.0
 _USE_TIME_CONSTANT_S = 60.0
 _SETTLING_S = 5.0
 """After a load, until its memory is measured: the first requests need some, too."""
+_MAX_PAUSE_S = 300.0
+"""After a load that has failed: 1, 2, 4 … s until another one is tried."""
 _FIRST_LOAD_S, _LOAD_BYTES_PER_S = 1.0, 300e6
 """What a load is expected to take until one has been measured."""
 
@@ -214,7 +216,7 @@ class ModelLife:
         """Returns for how many seconds it is not loaded again."""
         self.num_failures += 1
         self.history.num_failed_loads += 1
-        pause_s = load_pause_s(self.num_failures)
+        pause_s = min(_MAX_PAUSE_S, 2.0 ** min(16, self.num_failures - 1))
         self.not_before, self.wanted_at, self.held_nbytes = now + pause_s, None, 0
         self.is_asked_to_go, self.measure_at = False, None
         self._become(ModelState.FAILED, reason, now)

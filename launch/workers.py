@@ -39,8 +39,6 @@ _QUICK_LIFE_S = 0.25
 wait, and after a minute the model counted as broken."""
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
-_FIRST_LOAD_PAUSE_S, _MAX_LOAD_PAUSE_S = 1.0, 300.0
-
 _DEATHS_OF_BROKEN = 6
 
 
@@ -67,10 +65,6 @@ class Backoff:
         if self.num_quick_deaths == 1:
             return 0.0
         return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(16, self.num_quick_deaths - 2))
-
-
-def load_pause_s(num_failures: int) -> float:
-    return min(_MAX_LOAD_PAUSE_S, _FIRST_LOAD_PAUSE_S * 2.0 ** min(16, num_failures - 1))
 
 
 log = logging.getLogger("vecd.supervisor")
@@ -379,10 +373,10 @@ class WorkerPool:
             self.log.error("%s does not die, and is left alone", worker.incarnation)
 
     async def _await_ready(self, process: Process) -> WorkerReady:
+        is_first = process.name == str(Incarnation(self._first_worker, 1))  # a line per stage, and none for restarts
+        on_stage = self._on_load_stage if is_first else lambda stage: None
         try:
-            ready = await process.await_ready(
-                self.plan.settings.start_timeout, lambda stage: self._on_worker_stage(process, stage)
-            )
+            ready = await process.await_ready(self.plan.settings.start_timeout, on_stage)
         except StartFailure as failure:
             if not self._has_been_ready:
                 raise
@@ -394,11 +388,6 @@ class WorkerPool:
         return ready
 
     # --- what the operator sees -----------------------------------------------------------------------------
-
-    def _on_worker_stage(self, process: Process, stage: str) -> None:
-        """One line per stage, not per worker, and none for restarts."""
-        if process.name == str(Incarnation(self._first_worker, 1)):
-            self._on_load_stage(stage)
 
     def _on_load_stage(self, stage: str) -> None:
         if not self._has_been_ready:
