@@ -22,6 +22,8 @@ _QUALITY = re.compile(r"\s*q\s*=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*", re.I
 _MAX_MEDIA_RANGES = 32
 BINARY_MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
 _MAY_BE_BINARY = re.compile("|".join(map(re.escape, BINARY_MEDIA_TYPES.values())), re.IGNORECASE)
+_ANY_OR_JSON = ("*/*", "application/json")
+"""What most clients accept."""
 _TEXTS = frozenset((Source.TEXT,))
 
 
@@ -62,7 +64,7 @@ def parse_accept(headers: Headers) -> Encoding | None:
     Source: RFC 9110, section 12.5.1; only the parameter q counts.
     """
     accept = headers.get("accept")
-    if accept is None or not _MAY_BE_BINARY.search(accept):
+    if accept is None or accept in _ANY_OR_JSON or not _MAY_BE_BINARY.search(accept):
         return None
     accept = accept.lower()
     qualities = dict(map(_media_range, accept.split(",", _MAX_MEDIA_RANGES)[:_MAX_MEDIA_RANGES]))

@@ -100,19 +100,17 @@ def inside(name: str, description: str, *fields: Field[Any]) -> tuple[Field[Any]
     return (whole, *(replace(each, name=f"{name}.{each.name}") for each in fields))
 
 
+_NOTHING: JsonMapping = MappingProxyType({})
+
+
 class Wanted:
     """What a request wants: the values of its attributes, and the client's words for them. Null is the same as
     absent."""
 
     __slots__ = ("_body", "_values", "_words")
 
-    def __init__(
-        self,
-        values: JsonMapping,
-        words: Mapping[str, Field[Any]] = MappingProxyType({}),
-        body: JsonMapping = MappingProxyType({}),
-    ) -> None:
-        """`values`: by key. `words` and `body`: what they were read from, by word; without, they are defaults."""
+    def __init__(self, values: JsonMapping, words: "Fields | None" = None, body: JsonMapping = _NOTHING) -> None:
+        """`values`: by key. `words` and `body`: what they were read from; without, they are defaults."""
         self._values = values
         self._words = words
         self._body = body
@@ -130,18 +128,12 @@ class Wanted:
 
     def said(self, attribute: Field[T]) -> T | None:
         """The value, if it is the client's, and not an alias' default."""
-        return None if self._word_for(attribute.key) is None else self.get(attribute)
+        is_said = self._words is not None and self._words.word_for(attribute.key, self._body) is not None
+        return self.get(attribute) if is_said else None
 
     def word(self, attribute: Field[Any]) -> str:
-        """The client's word for an attribute, the first of several; the attribute's own name if there is none."""
-        return self._word_for(attribute.key) or attribute.name
-
-    def _word_for(self, key: str) -> str | None:
-        for name, value in self._body.items():
-            field = None if value is None else self._words.get(name)
-            if field is not None and (field.key == key or (field.key is SEVERAL and key in field.read(value, name))):
-                return name
-        return None
+        """The client's word for an attribute, one of several; the attribute's own name if there is none."""
+        return (self._words and self._words.word_for(attribute.key, self._body)) or attribute.name
 
     def has(self, word: str) -> bool:
         return self._body.get(word) is not None
@@ -149,6 +141,10 @@ class Wanted:
     def is_within(self, keys: frozenset[str]) -> bool:
         """Whether it says nothing of other attributes."""
         return keys.issuperset(self._values)
+
+    def is_without(self, keys: frozenset[str]) -> bool:
+        """Whether it says nothing of these attributes."""
+        return keys.isdisjoint(self._values)
 
     def without(self, attribute: Field[Any]) -> "Wanted":
         values = {key: value for key, value in self._values.items() if key != attribute.key}
@@ -159,12 +155,14 @@ class Wanted:
         return Wanted({**self._values, **other._values}, other._words or self._words, other._body or self._body)
 
 
-def agreed(said: Sequence[tuple[str, T]]) -> T:
+def agreed(said: Sequence[tuple[str, T]], instead: str = "send one of them") -> T:
     """What words say of one attribute, each with its value: the same, or of sets of allowed values those that
-    are in all. Raises BadRequest, which names two words that contradict each other."""
+    are in all. Raises BadRequest, which names two words that contradict each other, and what to do `instead`."""
+    if len(said) == 1:
+        return said[0][1]
     for (first, value), (second, other) in combinations(said, 2):
         if not (value & other if isinstance(value, frozenset) and isinstance(other, frozenset) else value == other):
-            raise BadRequest(f"'{first}' and '{second}' contradict each other: send one of them", param=second)
+            raise BadRequest(f"'{first}' and '{second}' contradict each other: {instead}", param=second)
     values = [value for _, value in said]
     return frozenset.intersection(*values) if isinstance(values[0], frozenset) else values[0]  # type: ignore
 
@@ -174,6 +172,11 @@ class Fields:
 
     def __init__(self, *fields: Field[Any]) -> None:
         self._words = {field.name: field for field in fields}
+        self._readers = {field.name: (field.key, None if field.read is _as_sent else field.read) for field in fields}
+        self._names: dict[str, list[str]] = {}
+        """Of the words for each attribute, by its key."""
+        for field in self._words.values():
+            self._names.setdefault(field.key, []).append(field.name)
         self._objects = frozenset(name.partition(".")[0] for name in self._words if "." in name)
         self.large = frozenset(field.name for field in self if field.is_large)
         self.small = frozenset(field.name for field in self if not field.is_large)
@@ -186,20 +189,34 @@ class Fields:
         """What a body wants. Raises BadRequest. Goes by the names in the body, of which most have two."""
         if self._objects and not self._objects.isdisjoint(body):
             body = self._flat(body)
-        words = self._words
+        readers = self._readers
         values: dict[str, Any] = {}
         for name, value in body.items():
-            if value is not None and (field := words.get(name)) is not None:
-                key, read = field.key, field.read(value, name)
-                if key is SEVERAL:
-                    if not values.keys().isdisjoint(read):
-                        return Wanted(self._agreed(body), words, body)
-                    values |= {each: said for each, said in read.items() if said is not None}
+            if value is not None and (reader := readers.get(name)) is not None:
+                key, read = reader
+                if key is SEVERAL and read is not None:
+                    for each, said in read(value, name).items():
+                        if each in values:
+                            return Wanted(self._agreed(body), self, body)
+                        if said is not None:
+                            values[each] = said
                 elif key in values:
-                    return Wanted(self._agreed(body), words, body)
+                    return Wanted(self._agreed(body), self, body)
                 else:
-                    values[key] = read
-        return Wanted(values, words, body)
+                    values[key] = value if read is None else read(value, name)
+        return Wanted(values, self, body)
+
+    def words_for(self, attribute: Field[Any]) -> Sequence[str]:
+        """All words for an attribute, without those that speak of several."""
+        return self._names.get(attribute.key, ())
+
+    def word_for(self, key: str, body: JsonMapping) -> str | None:
+        """One of a body's words for the attribute of that key; None if it has none."""
+        for name in self._names.get(key, ()):
+            if body.get(name) is not None:
+                return name
+        several = (name for name in self._names.get(SEVERAL, ()) if body.get(name) is not None)
+        return next((name for name in several if key in self._words[name].read(body[name], name)), None)
 
     def _flat(self, body: JsonMapping) -> JsonMapping:
         """The body, and by their words the values in its objects."""
@@ -299,7 +316,11 @@ def anything(
     name: str, description: str, schema: Schema, *, is_required: bool = False, is_large: bool = False
 ) -> Field[Any]:
     """A field that reads as it was sent; its dialect checks the value."""
-    return Field(name, description, schema, lambda value, _: value, is_required, is_large)
+    return Field(name, description, schema, _as_sent, is_required, is_large)
+
+
+def _as_sent(value: Any, name: str) -> Any:
+    return value
 
 
 def expect(kind: type[T], value: Any, where: str, what: str, *, none: str = "null", param: str = "") -> T:

@@ -36,6 +36,9 @@ _RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
 PURPOSES = tuple(_PURPOSES)
 """The purposes that are known for every model."""
 
+_NO_TEXTS = {"image": "this server embeds texts"}
+"""Purposes of other APIs that are refused, and why."""
+
 _MAX_LISTED_CHARS = 32
 _MAX_LISTED = 20
 _TAG = "latest"
@@ -75,6 +78,8 @@ class ModelInfo:
         """Reported in every response."""
         self.names = (config.model, *config.aliases)
         self.is_strict = config.unknown_model == "refuse"
+        self.is_dense = card.capabilities[0] == "dense"  # which is the first, if it is one of them
+        """A text has a vector."""
         self.prompts = dict(card.prompts)
         """By the names in the model's files."""
         self.overflow = Overflow((defaults and defaults.overflow) or config.overflow)
@@ -113,11 +118,6 @@ class ModelInfo:
         by_alias = None if self.defaults is None else self.defaults.dimensions
         return by_alias or self.card.default_dim
 
-    @property
-    def is_dense(self) -> bool:
-        """A text has a vector."""
-        return self.card.capabilities[0] == "dense"  # which is the first, if it is one of them
-
     def role_of(self, purpose: str | None) -> Role | None:
         """What texts of a purpose are; None for other purposes than retrieval."""
         if purpose in (*_QUERY, "code.query"):
@@ -132,22 +132,23 @@ class ModelInfo:
         """Whether this may stand behind a name of the model: Ollama's tag, or what chooses a prompt."""
         return suffix == _TAG or suffix in self.prompts or suffix in _PURPOSES
 
-    def prompt_of_model_name(self, name: str | None) -> str | None:
+    def prompt_of_model_name(self, name: str | None, param: str = "model") -> str | None:
         """The prompt that a model's name selects behind its last colon, as in "minilm:query". None if it selects none,
         as most names with colons: "nomic-embed-text:v1.5", "org/model:latest".
 
         Raises ModelNotFound for another model's name if names are strict, and BadRequest for a misspelt prompt: this
-        model's name with something behind the colon that is neither a version nor one of its prompts.
+        model's name with something behind the colon that is neither a version nor one of its prompts, by the field
+        `param`.
         """
         if name is None or (":" not in name and not self.is_strict) or name in self.names:
             return None
         base, colon, suffix = name.rpartition(":")
         if colon and (not self.is_strict or base in self.names) and self.is_suffix(suffix):
-            return None if suffix == _TAG else self.prompt_for(suffix, "model")
+            return None if suffix == _TAG else self.prompt_for(suffix, param)
         if self.is_strict:
             raise ModelNotFound(name, listed(self.names))
         if colon and self.prompts and base in self.names and not _VERSION.fullmatch(suffix):
-            raise self._unknown_prompt(suffix, "model")
+            raise self._unknown_prompt(suffix, param)
         return None
 
     def prompt_named(self, name: str, param: str) -> str:
@@ -172,6 +173,8 @@ class ModelInfo:
             if name in self.prompts:
                 return self.checked(self.prompts[name], param)
         if purpose not in _PURPOSES:
+            if purpose in _NO_TEXTS:
+                raise BadRequest(f"'{param}' '{purpose}' is not supported: {_NO_TEXTS[purpose]}", param=param)
             known = listed((*self.prompts, *(purpose for purpose in PURPOSES if purpose not in self.prompts)))
             raise BadRequest(f"'{param}' must be one of {known}, is {quoted(purpose)}", param=param)
         if self.model_prompt is not None:  # None would mean that of the alias, and the request names another purpose

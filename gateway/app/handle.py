@@ -31,7 +31,7 @@ from vecd.gateway.api.operation import (
 )
 from vecd.gateway.api.served import ModelInfo, Models
 from vecd.gateway.app.routes import Route, name_in
-from vecd.gateway.dialects.ask import INPUT, read
+from vecd.gateway.dialects.ask import INPUT, MODEL, read
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
 from vecd.gateway.pipeline import deadline_of
@@ -116,9 +116,6 @@ def _unknown(service: Service) -> ApiError:
 
 _INLINE_ITEMS = 4096
 """Responses up to this many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
-
-_NAMES_OF_MODEL = ("model", "name")
-"""The fields that may name the model, the first that is given; the second is Ollama's."""
 
 
 class Claim(NamedTuple):
@@ -235,9 +232,9 @@ class OperationsHandler:
         claimed = self._claimed(body) if len(self.claims) > 1 else None
         claims = [claimed] if claimed is not None else [claim for claim in self.claims if not claim.operation.claims]
         operations = [claim.operation for claim in claims or self.claims]
-        fields = {name for operation in operations for name in operation.fields.small.intersection(_NAMES_OF_MODEL)}
-        field = next((name for name in _NAMES_OF_MODEL if name in fields and body.get(name)), _NAMES_OF_MODEL[0])
-        given = body.get(field) if fields else None
+        words = [word for operation in operations for word in operation.fields.words_for(MODEL)]
+        field = next((word for word in words if body.get(word)), MODEL.name)
+        given = body.get(field) if words else None
         name = given if isinstance(given, str) else None
         choice = http.choice
         assert choice is not None
@@ -263,7 +260,7 @@ class OperationsHandler:
     ) -> "_Parsed":
         """Called in a thread if the body is large."""
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
-            body = {**body, "model": name_in(self._path_of_model, http.path)}
+            body = {**body, MODEL.name: name_in(self._path_of_model, http.path)}
         if models is not None:
             service, body = self._choose(service, models, http, body)
         claim = self.claim_of(body, service.info.card.capabilities)

@@ -9,8 +9,7 @@ words:
 - An attribute is declared once, in this module, as the field of its most usual name: values, reader, documentation. It
   is the key to its value in `Wanted`. Other words for it are made with `called`, or with `replace` where a dialect
   writes the values in another way. Attributes that one dialect alone has are declared there.
-- One word may say something of several attributes: `truncate_prompt_tokens` also says that inputs may be cut, and
-  `messages` that there is no other prompt.
+- One word may say something of several attributes: `truncate_prompt_tokens` also says that inputs may be cut.
 - Words that contradict each other are found in one place (`vecd.gateway.api.fields.agreed`), because the vectors would
   depend on which one was ignored. Values must be equal. Where a word leaves something open, its value is the set of
   what it allows, and the sets of several words are intersected: `truncate: true` and `truncation_side: left` together
@@ -120,6 +119,8 @@ def parse_inputs(value: Any, name: str, max_inputs: int) -> TextsOrIds:
     list may also be written as Jina's `{"text": "…"}`. Raises BadRequest."""
     if isinstance(value, str):
         return [value]
+    if isinstance(value, list) and 0 < len(value) <= max_inputs and set(map(type, value)) == _STRINGS:  # most requests
+        return value
     if isinstance(value, array) or (isinstance(value, list) and value and type(value[0]) is int):
         ids = parse_ids(value, name)
         return [ids]
@@ -128,10 +129,7 @@ def parse_inputs(value: Any, name: str, max_inputs: int) -> TextsOrIds:
     check_num(value, name, max_inputs)
     if isinstance(value[0], list | array):
         return check_id_lists(value, name)
-    types = set(map(type, value))
-    if types == _STRINGS:
-        return value
-    if dict in types:
+    if dict in map(type, value):
         value = [_unwrapped(item, f"{name}[{index}]", name) for index, item in enumerate(value)]
     return _check_texts(value, name)
 
@@ -242,6 +240,10 @@ def _prompt_of(wanted: Wanted, model_info: ModelInfo, purpose: str | None) -> st
     ModelNotFound for another model's name if names are strict."""
     by_name = model_info.prompt_of_model_name(wanted.get(MODEL))
     said: list[tuple[str, str | None]] = [] if by_name is None else [(wanted.word(MODEL), by_name)]
+    instead = "send one of them"
+    if wanted.has(MESSAGES.name):
+        said.append((MESSAGES.name, ""))
+        instead = "send the prompt as one of the messages, with the role 'system'"
     texts = (PROMPT, model_info.checked), (PROMPT_NAME, model_info.prompt_named), (INPUT_TYPE, model_info.prompt_for)
     for attribute, text_of in texts:
         value = wanted.get(attribute)
@@ -250,7 +252,7 @@ def _prompt_of(wanted: Wanted, model_info: ModelInfo, purpose: str | None) -> st
             word = wanted.word(attribute)
             said.append((word, text_of(value, word)))
     if said:
-        return agreed(said)
+        return agreed(said, instead)
     if model_info.model_prompt is not None:  # the default is an alias'
         return model_info.default_prompt
     return None if purpose is None else model_info.prompt_for(purpose)
@@ -335,11 +337,15 @@ ADD_SPECIAL_TOKENS = fields.flag(
 )
 
 
+_BY_DEFAULT: tuple[Overflow, ...] = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, *Overflow)
+
+
 def overflow_of(wanted: Wanted, preferred: Overflow) -> Overflow | None:
     """A policy for long inputs that all words allow: `preferred`, if it is one of them. None if there are none."""
     allowed = wanted.get(OVERFLOW)
-    candidates: tuple[Overflow, ...] = (preferred, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, *Overflow)
-    return None if allowed is None else next(overflow for overflow in candidates if overflow in allowed)
+    if allowed is None or preferred in allowed:
+        return None if allowed is None else preferred
+    return next(overflow for overflow in _BY_DEFAULT if overflow in allowed)
 
 
 def _max_tokens_of(wanted: Wanted, model_info: ModelInfo, *, adds_special_tokens: bool) -> int | None:
@@ -533,14 +539,25 @@ MESSAGES = Field(
     "vLLM's: a conversation, or a list of conversations, in place of texts, for models with a chat template, which "
     "makes a text of each",
     any_of(_CONVERSATION, list_of(_CONVERSATION, at_least=1), {"type": "null"}),
-    lambda value, _: Said(input=Conversations(value), prompt=""),
-    key=SEVERAL,
+    lambda value, _: Conversations(value),
+    key=INPUT.key,
 )
-ADD_GENERATION_PROMPT = fields.flag(
-    "add_generation_prompt", "true: the chat template ends a conversation with the beginning of a reply"
+_PLAIN_END, _REPLY, _CONTINUED = "end", "reply", "continued"
+_END_OF_REPLY = {True: frozenset((_REPLY,)), False: frozenset((_PLAIN_END, _CONTINUED))}
+_END_CONTINUED = {True: frozenset((_CONTINUED,)), False: frozenset((_PLAIN_END, _REPLY))}
+ADD_GENERATION_PROMPT = Field(
+    "add_generation_prompt",
+    "true: the chat template ends a conversation with the beginning of a reply",
+    nullable("boolean"),
+    lambda value, name: _END_OF_REPLY[fields.read_flag(value, name)],
 )
-CONTINUE_FINAL_MESSAGE = fields.flag(
-    "continue_final_message", "true: the text of a conversation ends where its last message does", default=False
+"""Its value is the set of ends that the text of a conversation may have."""
+CONTINUE_FINAL_MESSAGE = Field(
+    "continue_final_message",
+    "true: the text of a conversation ends where its last message does",
+    nullable("boolean", default=False),
+    lambda value, name: _END_CONTINUED[fields.read_flag(value, name)],
+    key=ADD_GENERATION_PROMPT.key,
 )
 CHAT_TEMPLATE_KWARGS = fields.anything(
     "chat_template_kwargs", "further variables of the chat template", nullable("object")
@@ -573,12 +590,9 @@ def render_conversations(
             param=MESSAGES.name,
             can=lambda info: info.config.chat_template is not None,
         )
-    does_continue, does_add = wanted.get(CONTINUE_FINAL_MESSAGE) is True, wanted.get(ADD_GENERATION_PROMPT)
-    if does_continue and does_add is True:
-        raise BadRequest(
-            f"Cannot set both `{CONTINUE_FINAL_MESSAGE.name}` and `{ADD_GENERATION_PROMPT.name}` to True.",
-            param=CONTINUE_FINAL_MESSAGE.name,
-        )
+    ends = wanted.get(ADD_GENERATION_PROMPT) or frozenset((_REPLY if add_generation_prompt else _PLAIN_END,))
+    usual_ends = (_REPLY if add_generation_prompt else _PLAIN_END, _PLAIN_END, _REPLY, _CONTINUED)
+    end = next(end for end in usual_ends if end in ends)
     conversations = _conversations(asked.messages, max_conversations or model_info.config.max_inputs)
     adds_special_tokens = wanted.get(ADD_SPECIAL_TOKENS) is True
 
@@ -588,11 +602,10 @@ def render_conversations(
 
     proceed_with([""] * len(conversations))  # refuses wrong fields before anything is rendered
     kwargs = fields.expect(dict, wanted.get(CHAT_TEMPLATE_KWARGS) or {}, CHAT_TEMPLATE_KWARGS.name, "an object")
-    adds = not does_continue and (add_generation_prompt if does_add is None else does_add)
     request = {
         "conversations": conversations,
-        "kwargs": {**kwargs, ADD_GENERATION_PROMPT.name: adds},
-        "continue_final_message": does_continue,
+        "kwargs": {**kwargs, ADD_GENERATION_PROMPT.name: end == _REPLY},
+        "continue_final_message": end == _CONTINUED,
     }
     try:
         payload = orjson.dumps(request)
@@ -715,28 +728,24 @@ def _wanted_by(defaults: AliasDefaults) -> Wanted:
     return Wanted({key: value for key, value in said.items() if value is not None})
 
 
+_FURTHER = frozenset(
+    attribute.key
+    for attribute in (OVERFLOW, MAX_TOKENS, ADD_SPECIAL_TOKENS, ROLE, NORMALIZE, DIMENSIONS, PRIORITY, REPORT)
+)
+"""What `resolve` looks for besides the prompt."""
 _OF_TOKENS = frozenset((Output.TOKENS, Output.TOKEN_VECTORS, Output.HYBRID))
 _WITH_ROLES = frozenset((Output.SPARSE, Output.LEXICAL, Output.TOKEN_VECTORS, Output.HYBRID))
 """Outputs that may be others for a query than for a document."""
 _WITH_WEIGHTS = frozenset((Output.SPARSE, Output.LEXICAL, Output.HYBRID))
-_USUAL_TOKENIZING = {are_own: Tokenizing(are_ids_of_model=are_own) for are_own in (False, True)}
+_FLOAT32 = {Dtype.FLOAT32}
+_USUAL_TOKENIZING = Tokenizing()
 
 
-def usual_request(
-    call: Call,
-    inputs: Inputs,
-    forms: tuple[Form, ...],
-    *,
-    normalize: bool = False,
-    are_ids_of_model: bool = False,
-) -> EmbedRequest:
+def usual_request(call: Call, inputs: Inputs, forms: tuple[Form, ...]) -> EmbedRequest:
     """As `resolve`, for dense vectors, of a call that says nothing but USUAL, of a model that no alias names."""
-    headers = call.headers
-    tokenizing = _USUAL_TOKENIZING[are_ids_of_model]
-    if (prompt := call.model_info.prompt_of_model_name(call.wanted.get(MODEL))) is not None:
-        tokenizing = tokenizing._replace(prompt=prompt)
-    timeout_s = parse_timeout_s(headers)
-    return EmbedRequest(inputs, forms, parse_priority(headers), timeout_s, tokenizing, Output.VECTORS, normalize)
+    headers, prompt = call.headers, call.model_info.prompt_of_model_name(call.wanted.get(MODEL))
+    tokenizing = _USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
+    return EmbedRequest(inputs, forms, parse_priority(headers), parse_timeout_s(headers), tokenizing)
 
 
 def resolve(
@@ -749,26 +758,30 @@ def resolve(
     preferred: Overflow | None = None,
     purpose: str | None = None,
     has_prompt: bool = True,
+    has_chunks: bool = False,
     are_ids_of_model: bool = False,
 ) -> EmbedRequest:
     """The request for `inputs`, with all that the call wants. `output`: any but UNNORMALIZED; only VECTORS have
     `dimensions`. `normalizes`: whether vectors are brought to length 1
     where the client does not say; None: those of tokens, as with vLLM. `preferred`: the policy for long inputs where
     the words leave it open, in place of the server's. `purpose`: of the texts, where the words say none. `has_prompt`:
-    False if the texts have no prompt, whatever the model's default is. Raises BadRequest."""
+    False if the texts have no prompt, whatever the model's default is. `has_chunks`: scores of an input are the mean of
+    those of its chunks. Raises BadRequest."""
     wanted, headers, model_info, defaults = call.wanted, call.headers, call.model_info, call.model_info.defaults
     is_dense = output is Output.VECTORS
-    if is_dense and preferred is None and purpose is None and defaults is None and wanted.is_within(USUAL):
-        return usual_request(call, inputs, forms, normalize=normalizes is True, are_ids_of_model=are_ids_of_model)
     if has_prompt:
         prompt = _prompt_of(wanted, model_info, purpose)
     else:
         model_info.prompt_of_model_name(wanted.get(MODEL))  # raises ModelNotFound if names are strict
         prompt = None
+    if is_dense and defaults is None and wanted.is_without(_FURTHER) and {form.dtype for form in forms} == _FLOAT32:
+        tokenizing = Tokenizing(prompt, preferred, are_ids_of_model=are_ids_of_model)
+        priority, timeout_s = parse_priority(headers), parse_timeout_s(headers)
+        return EmbedRequest(inputs, forms, priority, timeout_s, tokenizing, Output.VECTORS, normalizes is True)
     overflow = overflow_of(wanted, preferred or model_info.overflow)
     if overflow is None:
         overflow = preferred if defaults is None or defaults.overflow is None else preferred or model_info.overflow
-    if not is_dense and (overflow or model_info.overflow) is Overflow.CHUNK:
+    if not (is_dense or has_chunks) and (overflow or model_info.overflow) is Overflow.CHUNK:
         # An input in chunks has no scores of its own, nor a single row for each of its tokens. Where the server would
         # split it, it is refused, because the request did not allow to cut it.
         overflow = Overflow.ERROR

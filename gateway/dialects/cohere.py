@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import fragments_of, json_list, json_response, priority_numbered, response_headers
+from vecd.gateway.api.answer import fragments_of, json_list, json_response, response_headers
 from vecd.gateway.api.fields import (
     SEVERAL,
     STRING,
@@ -38,7 +38,7 @@ from vecd.gateway.dialects.ask import INPUT, INPUT_TYPE, MAX_TOKENS, MODEL, chec
 from vecd.gateway.dialects.vllm import IDS, Tokens, parse_detokenize
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest
-from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Overflow, Priority, Response
+from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Overflow, Response
 
 _FORMS = {
     "float": Form(),
@@ -60,10 +60,6 @@ def _read_types(value: Any, name: str) -> Said:
             raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
     names = tuple(dict.fromkeys(value))
     return Said(embedding_types=names, output_dtype=[_FORMS[name].dtype for name in names])
-
-
-def _read_priority(value: Any, name: str) -> Priority:
-    return priority_numbered(fields.read_whole_number(value, name))
 
 
 _TEXT = record(type={"const": "text"}, text=STRING)
@@ -104,12 +100,6 @@ TRUNCATE = replace(
     ),
     key=ask.OVERFLOW.key,
 )
-PRIORITY = Field(
-    "priority",
-    "how soon an answer is wanted, beside other requests: lower first, 0 is the default",
-    nullable("integer"),
-    _read_priority,
-)
 TEXT = replace(INPUT, name="text", description="what is to be tokenized", schema=STRING)
 FIELDS = Fields(
     TEXTS,
@@ -121,7 +111,7 @@ FIELDS = Fields(
     OUTPUT_DIMENSION,
     TRUNCATE,
     MAX_TOKENS,
-    PRIORITY,
+    ask.PRIORITY,
 )
 
 # --- parse ------------------------------------------------------------------------------------------------------

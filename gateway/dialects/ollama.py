@@ -188,7 +188,8 @@ def list_running(model_infos: Sequence[ModelInfo], path: str) -> Response:
 
 def show(call: Call) -> Response:
     model_info = call.model_info
-    model_info.prompt_of_model_name(_required_name(call.wanted))  # raises ModelNotFound for a name no embedding may use
+    name, word = _required_name(call.wanted)
+    model_info.prompt_of_model_name(name, word)  # raises ModelNotFound for a name that no embedding may use
     family = model_info.card.model_type
     return json_response(
         200,
@@ -211,9 +212,9 @@ def show(call: Call) -> Response:
 
 def pull(call: Call) -> Response:
     """Does nothing, and succeeds for every name that an embedding may use, because clients pull before they embed."""
-    model_info, name = call.model_info, _required_name(call.wanted)
+    name, word = _required_name(call.wanted)
     try:
-        model_info.prompt_of_model_name(name)
+        call.model_info.prompt_of_model_name(name, word)
     except ModelNotFound as error:
         raise NotFound(
             f"pull model manifest: file does not exist: this server has {error.served} and no other model, "
@@ -226,11 +227,12 @@ def pull(call: Call) -> Response:
     return Response(200, line + b"\n", content_type="application/x-ndjson")
 
 
-def _required_name(wanted: Wanted) -> str:
-    name = wanted.get(MODEL)
+def _required_name(wanted: Wanted) -> tuple[str, str]:
+    """The name of the model, and the client's word for it."""
+    name, word = wanted.get(MODEL), wanted.word(MODEL)
     if not name:
-        raise BadRequest("model is required", param=MODEL.name)
-    return name
+        raise BadRequest("model is required", param=word)
+    return name, word
 
 
 def _describe(name: str, model_info: ModelInfo) -> JsonObject:

@@ -60,11 +60,10 @@ FIELDS = Fields(INPUT, *COMMON, ask.TASK, LATE_CHUNKING, *outputs.FIELDS)
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     wanted, model_info = call.wanted, call.model_info
     value, encoding = wanted.get(INPUT), wanted.get(ENCODING)
-    is_usual = model_info.is_dense and model_info.defaults is None and wanted.is_within(USUAL)
-    if not is_usual and isinstance(value, Conversations):
+    if isinstance(value, Conversations):
         return render_conversations(call, value, parse_embeddings)
     inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
-    if is_usual:  # most requests
+    if model_info.is_dense and model_info.defaults is None and wanted.is_within(USUAL):  # most requests
         forms = ACCEPTED_FORMS[parse_accept(call.headers)] if encoding is None else USUAL_FORMS[encoding]
         request = usual_request(call, inputs, forms)
     else:

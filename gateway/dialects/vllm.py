@@ -91,7 +91,7 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
     if task is not Output.VECTORS:
         _check_rows(task, wanted, model_info)
-    request = ask.resolve(call, inputs, task, forms=forms, are_ids_of_model=True)
+    request = ask.resolve(call, inputs, task, forms=forms, has_chunks=task is Output.SCORES, are_ids_of_model=True)
     if task not in _AS_ARRAYS:
         has_metadata = wanted.get(ask.ENCODING) == ask.METADATA
         render = partial(render_response, _POOLING, model_info.model, call.request_id, has_metadata)

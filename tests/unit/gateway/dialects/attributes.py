@@ -424,8 +424,9 @@ TABLE = (
         ("middle", 5), {"encoding_format": "bytes"}),
     Row("byte order", DENSE, words("endianness"), (("big", (False,)),), is_alone=True),
     # --- long inputs ---
-    Row("overflow", (*OPENAI_DENSE, "pooling", "zero-shot"), words("overflow"), _OVERFLOWS, ("cut", 5, True)),
-    Row("overflow", ("openai sparse", "multi-vector", "pooling scores", *CLASSIFY), words("overflow"), _OVERFLOWS[:3],
+    Row("overflow", (*OPENAI_DENSE, "pooling", "pooling scores", "zero-shot"), words("overflow"), _OVERFLOWS,
+        ("cut", 5, True)),
+    Row("overflow", ("openai sparse", "multi-vector", *CLASSIFY), words("overflow"), _OVERFLOWS[:3],
         ("cut", 5, True)),
     Row("overflow", ("pooling tokens", "pooling multi"), words("overflow"), _OVERFLOWS[:3], ("chunk", "cut", 5, True)),
     Row("overflow", ("openai sparse", "multi-vector", *CLASSIFY), words("overflow"), (("chunk", ERROR),),
@@ -593,8 +594,7 @@ TABLE = (
     Row("prompt of tokens", ("tei tokenize",), words("prompt_name"), _PROMPTS, _NO_PROMPT),
     Row("prompt of tokens", ("tokenize",), words("model"), _NAMES, (5, "dense:nope")),
     # --- the request itself ---
-    Row("priority", (*TEXTS, *RERANK), words("priority"), (*_PRIORITIES, *_NUMBERED), ("high", 1.5, True, [])),
-    Row("priority", COHERE, words("priority"), _NUMBERED, ("high", "bulk", *_NO_NUMBER)),
+    Row("priority", (*TEXTS, *RERANK, *COHERE), words("priority"), (*_PRIORITIES, *_NUMBERED), ("high", 1.5, True, [])),
     Row("priority", EMBEDDING, words("header x-vecd-priority"), _PRIORITIES, ("Bulk", "1", "")),
     Row("timeout", EMBEDDING, words("header x-vecd-timeout-ms"), (("1500", 1.5), ("1", 0.001)),
         ("0", "-1", "1.5", "soon", "86400001")),

@@ -73,20 +73,12 @@ ROWS_OF: dict[tuple[str, str], list[Row]] = defaultdict(list)
 for _row in TABLE:
     for _name in _row.routes:
         ROWS_OF[_name, _row.attribute].append(_row)
-KNOWN = {
-    ("wrong", "nothing", "show by name"): "names 'model' where the client has 'name'",
-    ("wrong", "nothing", "pull by name"): "names 'model' where the client has 'name'",
-}
-"""What is not yet as the rule has it, by rule, attribute and route."""
 
 
-def each(rule: str, has_case: Callable[[list[Row]], bool] = bool) -> pytest.MarkDecorator:
+def each(has_case: Callable[[list[Row]], bool] = bool) -> pytest.MarkDecorator:
     """Every attribute on every route that has a word for it, and a case for the rule."""
-    params = []
-    for name, attribute in (key for key, rows in ROWS_OF.items() if has_case(rows)):
-        why = KNOWN.get((rule, attribute, name))
-        marks = [] if why is None else [pytest.mark.xfail(reason=why, strict=False)]
-        params.append(pytest.param(name, attribute, id=f"{attribute}-{name}", marks=marks))
+    found = (key for key, rows in ROWS_OF.items() if has_case(rows))
+    params = [pytest.param(name, attribute, id=f"{attribute}-{name}") for name, attribute in found]
     return pytest.mark.parametrize(("name", "attribute"), params)
 
 
@@ -151,7 +143,7 @@ def are_synonyms(row: Row, word: str, other: Row, other_word: str) -> bool:
     return row is other or row.of == other.of != "" or word.rpartition(".")[2] == other_word.rpartition(".")[2]
 
 
-@each("effect")
+@each()
 def test_a_value_has_its_effect_and_no_other(client: Client, name: str, attribute: str):
     route, see = ROUTES[name], ATTRIBUTES[attribute].seen
     documented = [validator_for({**schema, "required": []}) for schema in schemas_of(client, route.model)[route.path]]
@@ -175,7 +167,7 @@ def test_a_value_has_its_effect_and_no_other(client: Client, name: str, attribut
                 assert see(ask(client, route, {**row.beside, word: value}, path)) == expected, (path, word, value)
 
 
-@each("wrong", lambda rows: any(row.wrong for row in rows))
+@each(lambda rows: any(row.wrong for row in rows))
 def test_a_wrong_value_is_refused_by_the_client_s_own_word(client: Client, name: str, attribute: str):
     for row in ROWS_OF[name, attribute]:
         for word, value in product(row.words, row.wrong):
@@ -187,7 +179,7 @@ def test_a_wrong_value_is_refused_by_the_client_s_own_word(client: Client, name:
             assert shows or attribute == "dimensions of tokens", message
 
 
-@each("large", lambda rows: rows[0].attribute in ("inputs", "documents", "query"))
+@each(lambda rows: rows[0].attribute in ("inputs", "documents", "query"))
 def test_a_large_body_is_read_as_a_small_one(client: Client, name: str, attribute: str):
     """It is parsed in a thread, and in pieces."""
     for row in ROWS_OF[name, attribute]:
@@ -200,7 +192,7 @@ def test_a_large_body_is_read_as_a_small_one(client: Client, name: str, attribut
                 check_refused(large, ROUTES[name], word)
 
 
-@each("null", lambda rows: bool(fields_in(rows)))
+@each(lambda rows: bool(fields_in(rows)))
 def test_null_is_absent(client: Client, name: str, attribute: str):
     for row in ROWS_OF[name, attribute]:
         base = ask(client, ROUTES[name], row.beside)
@@ -211,7 +203,7 @@ def test_null_is_absent(client: Client, name: str, attribute: str):
                 assert ATTRIBUTES[attribute].seen(exchange) == ATTRIBUTES[attribute].seen(base)
 
 
-@each("words", lambda rows: len(set(fields_in(rows))) > 1)
+@each(lambda rows: len(set(fields_in(rows))) > 1)
 def test_two_words_contradict_each_other_or_agree(client: Client, name: str, attribute: str):
     route, see, rows = ROUTES[name], ATTRIBUTES[attribute].seen, ROWS_OF[name, attribute]
     said = [
@@ -275,7 +267,7 @@ HEADERS = {
 """By attribute, a header that says it, and what it means."""
 
 
-@each("header", lambda rows: rows[0].attribute in HEADERS and has_both(rows))
+@each(lambda rows: rows[0].attribute in HEADERS and has_both(rows))
 def test_the_body_says_more_than_a_header(client: Client, name: str, attribute: str):
     """But of the request's id."""
     route, see, (header, of_header) = ROUTES[name], ATTRIBUTES[attribute].seen, HEADERS[attribute]
@@ -299,7 +291,7 @@ OF_ALIAS: dict[str, tuple[dict[str, Any], Any]] = {
 """By attribute, what the configuration gives an alias, and what that means."""
 
 
-@each("alias", lambda rows: rows[0].attribute in OF_ALIAS)
+@each(lambda rows: rows[0].attribute in OF_ALIAS)
 def test_the_default_of_an_alias_counts_where_the_request_says_nothing(client: Client, name: str, attribute: str):
     route, see = ROUTES[name], ATTRIBUTES[attribute].seen
     defaults, expected = OF_ALIAS[attribute]

@@ -160,9 +160,9 @@ def test_a_conversation_is_tokenized_with_the_beginning_of_a_reply():
         ({"messages": [{"role": "user", "content": "secret", "x": DEEP}]}, "messages", "are nested too deeply"),
         ({"messages": CHAT, "chat_template_kwargs": {"x": DEEP}}, "messages", "are nested too deeply"),
         ({"messages": CHAT, "input": "a"}, "input", "'messages' and 'input' contradict each other"),
-        ({"messages": CHAT, "model": "m:query"}, "messages", "'model' and 'messages' contradict each other"),
+        ({"messages": CHAT, "model": "m:query"}, "messages", "contradict each other: send the prompt as one"),
         ({"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
-         "continue_final_message", "Cannot set both"),
+         "add_generation_prompt", "contradict each other"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused_before_it_is_rendered(body, param, says):
