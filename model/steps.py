@@ -33,7 +33,7 @@ class Step:
     out_dim: int = 0
     bias: bool = True
     activation: str = "identity"
-    """Of "dense": a key of `vecd.workers.torch.heads.ACTIVATIONS`."""
+    """Of "dense": a key of `vecd.workers.onnx.steps.Operations.activations`."""
     tensor: str = ""
     """The weights are the model's own, under this name with ".weight" and ".bias" behind it."""
     bias_tensor: str = ""

@@ -23,7 +23,7 @@ from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.arrays import Arrays
 from vecd.workers.batch import COMPLETE, Engine, Finish, Ints, PackedBatch, write_outputs
-from vecd.workers.onnx.steps import Floats, load_head, normalize
+from vecd.workers.onnx.steps import Floats, Head, NumpyOperations
 
 _ROWS_OF_A_BLOCK = 256
 
@@ -39,7 +39,8 @@ class StaticEngine(Engine):
         self._row_of = _row_of(card, arrays, path)
         self._rows_at = arrays.table(_table_of(arrays))
         self._weights = _weights_of_tokens(arrays)
-        self._head = load_head(card, arrays)
+        self._operations = NumpyOperations(arrays)
+        self._head = Head(card, self._operations)
         self._hidden_size = card.hidden_size
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "static"}
         self.warnings: list[str] = []
@@ -57,7 +58,7 @@ class StaticEngine(Engine):
             return self._hidden(batch)
         vectors = self._head.after_pooling(self._means(batch))
         is_final = output is Output.VECTORS and self._head.is_normalized
-        return normalize(vectors) if is_final else vectors
+        return self._operations.normalize(vectors) if is_final else vectors
 
     def _hidden(self, batch: PackedBatch) -> Floats:
         """The row of each token, [T, H]; zeros for ignored ones."""

@@ -31,9 +31,9 @@ from vecd.workers.batch import (
     write_outputs,
 )
 from vecd.workers.machine import available_mb
-from vecd.workers.onnx.heads import LeanHeads, LeanSpladeHead, load_heads, with_threads
+from vecd.workers.onnx.heads import LeanSpladeHead, load_heads
 from vecd.workers.onnx.session import LeanForward, session_of, session_options
-from vecd.workers.onnx.steps import Floats
+from vecd.workers.onnx.steps import Floats, Heads
 
 # Runs a model's own ONNX export in ONNX Runtime, for a folder that has no other weights.
 #
@@ -167,6 +167,7 @@ def _open_files(export: Path, keeps_files: bool) -> dict[str, ModelFile]:
 # so this one is made in the worker, in a thread of its own, while batches go on with one thread.
 
 Forward: TypeAlias = LeanForward | ExportForward
+Computation: TypeAlias = tuple[Forward, Heads[Floats]]
 
 log = logging.getLogger("vecd.worker")
 
@@ -175,16 +176,16 @@ _MIN_FREE = 3
 
 
 class WideForward:
-    def __init__(self, make: Callable[[], Forward], num_threads: int, num_bytes: int) -> None:
+    def __init__(self, make: Callable[[], Computation], num_threads: int, num_bytes: int) -> None:
         """`make` is called in another thread, once at most. What it makes needs `num_bytes` of memory for its
         weights."""
         self.num_threads = num_threads
         self._make = make
         self._num_bytes = num_bytes
-        self._made: Forward | None = None
+        self._made: Computation | None = None
         self._was_wanted = False
 
-    def get(self) -> Forward | None:
+    def get(self) -> Computation | None:
         """None until it has been made, which the first call begins, and for ever if memory is short or it cannot be
         made."""
         if not self._was_wanted:
@@ -222,16 +223,13 @@ class LeanEngine(Engine):
         self._card = card
         self._dtype = dtype
         self._num_threads = 1
-        self._forward: Forward = (
-            ExportForward(card, keeps_files=keeps_files)
-            if card.export_file
-            else LeanForward(card, is_int8=dtype == "int8", keeps_files=keeps_files)
-        )
+        forward = self._make_forward(1, keeps_files=keeps_files)
+        self._own: Computation = (forward, load_heads(card, forward.arrays))
         self._wide: WideForward | None = None
-        self._leased: Forward | None = None
-        self._heads = self._wide_heads = load_heads(card, self._forward.arrays)
-        self._num_private_bytes = self._forward.num_private_bytes + _bytes_of(self._heads)
-        self.facts: dict[str, Any] = dict(self._forward.facts)
+        self._leased: Computation | None = None
+        sparse = self._own[1].get(Output.SPARSE)
+        self._num_private_bytes = forward.num_private_bytes + getattr(sparse, "num_private_bytes", 0)
+        self.facts: dict[str, Any] = dict(forward.facts)
         if not card.export_file:
             self.facts["converted_bytes"] = self._num_private_bytes
         self.warnings: list[str] = []
@@ -240,27 +238,30 @@ class LeanEngine(Engine):
         if num_threads != self._num_threads:
             self._num_threads = num_threads
             if num_threads == 0:
-                self._forward.close()
+                self._own[0].close()
                 return
-            self._forward = self._with_threads(num_threads)
-            self._heads = with_threads(self._heads, num_threads)
+            self._own = self._make(num_threads)
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
         num_bytes = self._num_private_bytes if may_copy_weights else 0
         self.facts["wide_session_bytes"] = num_bytes
         if not may_copy_weights:
             return (1,)
-        self._wide = WideForward(partial(self._make_wide, max_threads), max_threads, num_bytes)
+        self._wide = WideForward(partial(self._make, max_threads), max_threads, num_bytes)
         return (1, max_threads)
 
-    def _make_wide(self, num_threads: int) -> Forward:
-        self._wide_heads = with_threads(self._heads, num_threads)
-        return self._with_threads(num_threads)
+    def _make(self, num_threads: int) -> Computation:
+        """Like the engine's own, with threads. numpy's heads have one, whatever `num_threads` is."""
+        forward, heads = self._own
+        sparse = heads.get(Output.SPARSE)
+        if isinstance(sparse, LeanSpladeHead):
+            heads = {**heads, Output.SPARSE: sparse.with_threads(num_threads)}
+        return self._make_forward(num_threads, like=forward), heads
 
-    def _with_threads(self, num_threads: int) -> Forward:
-        if isinstance(self._forward, ExportForward):
-            return ExportForward(self._card, num_threads, like=self._forward)
-        return LeanForward(self._card, num_threads, is_int8=self._dtype == "int8", like=self._forward)
+    def _make_forward(self, num_threads: int, **arguments: Any) -> Forward:
+        if self._card.export_file:
+            return ExportForward(self._card, num_threads, **arguments)
+        return LeanForward(self._card, num_threads, is_int8=self._dtype == "int8", **arguments)
 
     def lease(self, num_threads: int) -> int:
         self._leased = None
@@ -273,23 +274,17 @@ class LeanEngine(Engine):
         return begin_or_halve(self._compute, batch, rows)
 
     def _compute(self, batch: PackedBatch, rows: Rows) -> Finish:
-        forward, first_rows = self._leased or self._forward, batch.first_rows
-        heads = self._heads if self._leased is None else self._wide_heads
+        (forward, heads), first_rows = self._leased or self._own, batch.first_rows
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
-            hidden = forward(layout)
+            make = partial(_rows_of, heads, forward(layout), layout)
             if batch.outputs is None:
-                rows[layout.order] = heads[Output.VECTORS](hidden, layout)
+                rows[layout.order] = make(Output.VECTORS)
             else:
-                make = partial(_rows_of, heads, hidden, layout)
                 write_outputs(
                     rows, batch.outputs[layout.order], layout.lengths, first_rows[layout.order], make, batch.span
                 )
         return COMPLETE
 
 
-def _rows_of(heads: LeanHeads, hidden: Floats, layout: Layout, output: Output) -> Floats:
+def _rows_of(heads: Heads[Floats], hidden: Floats, layout: Layout, output: Output) -> Floats:
     return heads[output](hidden, layout)
-
-
-def _bytes_of(heads: LeanHeads) -> int:
-    return sum(head.num_private_bytes for head in heads.values() if isinstance(head, LeanSpladeHead))

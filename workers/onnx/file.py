@@ -57,15 +57,15 @@ class Graph:
     def weight(self, name: str, array: NDArray[Any]) -> Value:
         """A tensor like `array`, which the session gets from memory. Until then the format wants a place in a file."""
         place = _text(1, "location") + _text(2, PLACEHOLDER[1])
-        fields = [*(_number(1, size) for size in array.shape), _number(2, _ELEMENTS[array.dtype.name]), _text(8, name)]
-        self._parts.append(_message(5, b"".join(fields) + _message(13, place) + _number(14, 1)))
-        return name
+        return self._tensor(name, array, _message(13, place) + _number(14, 1))
 
     def constant(self, value: ArrayLike) -> Value:
         array = np.asarray(value)
-        name = self._new_name("constant")
+        return self._tensor(self._new_name("constant"), array, _message(9, array.tobytes()))
+
+    def _tensor(self, name: str, array: NDArray[Any], content: bytes) -> Value:
         fields = [*(_number(1, size) for size in array.shape), _number(2, _ELEMENTS[array.dtype.name]), _text(8, name)]
-        self._parts.append(_message(5, b"".join(fields) + _message(9, array.tobytes())))
+        self._parts.append(_message(5, b"".join(fields) + content))
         return name
 
     def node(self, operator: str, *inputs: Value, domain: str = "", **attributes: Any) -> Value:

@@ -15,7 +15,7 @@ runs, because a loop of one turn costs 4 % of a text of 12 tokens.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,21 +44,16 @@ class EncoderGraph:
     has_first_tokens_only: bool = False
 
 
-def encoder_graph(
-    card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], *, is_int8: bool = False
-) -> EncoderGraph:
-    """The graph of the model of `card`, which `encoder` describes. `is_int8`: products by weights are computed in int8.
-    Raises KeyError for a missing tensor."""
-    return _Builder(card, encoder, tensors, is_int8).build()
-
-
-class _Builder:
-    def __init__(self, card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], is_int8: bool) -> None:
+class GraphBuilder:
+    def __init__(self, card: ModelCard, encoder: EncoderSpec, tensors: Mapping[str, Array], *, is_int8: bool) -> None:
+        """For the graph of the model of `card`, which `encoder` describes. `is_int8`: products by weights are computed
+        in int8. Raises KeyError for a missing tensor, as does `build`."""
         self._encoder = encoder
         self._tensors = tensors
         self._max_tokens = card.max_tokens
         self._has_unattended = card.tokens is not None and card.tokens.has_unattended
-        self._graph = Graph("pass")
+        self._graph = graph = Graph("pass")
+        self._node, self._constant = graph.node, graph.constant
         self._int8 = Int8Products(self._graph, is_signed=has_vnni()) if is_int8 else None
         has_types = card.has_segments and encoder.types is not None and len(self._tensor(encoder.types)) > 1
         self._made = EncoderGraph(b"", has_types=has_types, has_first_tokens_only=card.reads_first_tokens_only)
@@ -70,14 +65,15 @@ class _Builder:
     def build(self) -> EncoderGraph:
         graph = self._graph
         token_ids, positions = (graph.input(name, Element.INT64, ["tokens"]) for name in ("token_ids", "positions"))
-        runs = tuple(graph.input(name, Element.INT64, ["runs"]) for name in ("starts", "counts", "lengths"))
+        starts, counts, lengths = (
+            graph.input(name, Element.INT64, ["runs"]) for name in ("starts", "counts", "lengths")
+        )
         words = self._tensor(self._encoder.words)
         x = self._embeddings(words, token_ids, positions)
         width = int(words.shape[1])
         if self._encoder.projection is not None:
             x = self._linear(self._encoder.projection, x)
             width = int(self._tensor(self._encoder.projection).shape[0])
-        starts, counts, lengths = runs
         whole = _Pieces(starts, starts, counts, lengths, lengths)
         if any(layer.theta is not None for layer in self._encoder.layers):
             self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
@@ -94,23 +90,23 @@ class _Builder:
 
     def _embeddings(self, words: Array, token_ids: Value, positions: Value) -> Value:
         encoder = self._encoder
-        x = self._graph.node("Gather", self._weight("embeddings/words", words), token_ids)
+        x = self._node("Gather", self._weight("embeddings/words", words), token_ids)
         if encoder.words_factor != 1:
             factor = np.array([encoder.words_factor], dtype=np.float32)
-            x = self._graph.node("Mul", x, self._weight("embeddings/factor", factor))
+            x = self._node("Mul", x, self._weight("embeddings/factor", factor))
         types = None if encoder.types is None else self._tensor(encoder.types)
         if types is not None and self._made.has_types:
             given = self._graph.input("token_types", Element.INT64, ["tokens"])
-            x = self._plus(x, self._graph.node("Gather", self._weight("embeddings/types", types), given))
+            x = self._node("Add", x, self._node("Gather", self._weight("embeddings/types", types), given))
             types = None
         if encoder.positions is not None:
             table = self._tensor(encoder.positions)
             if types is not None:
                 table = table + types[0]
-            places = self._graph.node("Gather", self._weight("embeddings/positions", table), positions)
-            x = self._plus(x, places)
+            places = self._node("Gather", self._weight("embeddings/positions", table), positions)
+            x = self._node("Add", x, places)
         elif types is not None:
-            x = self._plus(x, self._weight("embeddings/types", types[0]))
+            x = self._node("Add", x, self._weight("embeddings/types", types[0]))
         return x if encoder.embedding_norm is None else self._norm(encoder.embedding_norm, x)
 
     def _layer(
@@ -119,18 +115,21 @@ class _Builder:
         """`wanted`: the tokens that the result has; None: all. The others are computed as far as attention alone."""
         if self._encoder.final_norm is None:
             attended = self._attended(layer, x, attention, name, wanted)
-            x = self._norm(layer.attention_norm, self._plus(attended, self._some(x, wanted)))
-            return self._norm(layer.norm, self._plus(self._fed_forward(layer, x), x))
+            x = self._norm(layer.attention_norm, self._node("Add", attended, self._some(x, wanted)))
+            return self._norm(layer.norm, self._node("Add", self._fed_forward(layer, x), x))
         attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name, wanted)
-        x = self._plus(self._norm(layer.attended_norm, attended), self._some(x, wanted))
-        return self._plus(self._norm(layer.fed_forward_norm, self._fed_forward(layer, self._norm(layer.norm, x))), x)
+        x = self._node("Add", self._norm(layer.attended_norm, attended), self._some(x, wanted))
+        fed = self._fed_forward(layer, self._norm(layer.norm, x))
+        return self._node("Add", self._norm(layer.fed_forward_norm, fed), x)
 
     def _some(self, x: Value, wanted: Value | None) -> Value:
-        return x if wanted is None else self._graph.node("Gather", x, wanted)
+        return x if wanted is None else self._node("Gather", x, wanted)
 
     def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None) -> Value:
         if layer.theta is None:
-            weight, bias = (self._side_by_side(layer.qkv, part) for part in ("weight", "bias"))
+            weight, bias = (
+                np.concatenate([self._tensor(name, part) for name in layer.qkv]) for part in ("weight", "bias")
+            )
             qkv = self._product(layer.qkv[0], x, weight, bias)
             thirds = self._constant([weight.shape[0] // 3] * 3)
             query, key, value = self._graph.nodes("Split", attention.framed(qkv, 3), thirds, num_outputs=3, axis=2)
@@ -157,8 +156,8 @@ class _Builder:
     def _head_norm(self, name: str | None, x: Value, head_dim: int) -> Value:
         if name is None:
             return x
-        heads = self._graph.node("Reshape", x, self._constant([-1, head_dim]))
-        return self._graph.node("Reshape", self._norm(name, heads), self._graph.node("Shape", x))
+        heads = self._node("Reshape", x, self._constant([-1, head_dim]))
+        return self._node("Reshape", self._norm(name, heads), self._node("Shape", x))
 
     def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
         if base not in self._rotations:
@@ -170,20 +169,18 @@ class _Builder:
             tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
             self._rotations[base] = [self._weight(f"rotary/{theta}/{divisor}/{name}", table) for name, table in tables]
         # The operator wants [batch, length, width]: each token is a sequence of its own.
-        apart = self._graph.node("Unsqueeze", x, self._constant([1]))
-        rotated = self._graph.node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)
-        return self._graph.node("Squeeze", rotated, self._constant([1]))
+        apart = self._node("Unsqueeze", x, self._constant([1]))
+        rotated = self._node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)
+        return self._node("Squeeze", rotated, self._constant([1]))
 
     def _for_all_heads(self, x: Value, num_key_heads: int, head_dim: int) -> Value:
         """[T, key heads · head dim] → [T, heads · head dim]: each key head for its group of query heads."""
         num_heads = self._encoder.num_heads
         if num_key_heads == num_heads:
             return x
-        heads = self._graph.node("Reshape", x, self._constant([-1, num_key_heads, 1, head_dim]))
+        heads = self._node("Reshape", x, self._constant([-1, num_key_heads, 1, head_dim]))
         group = self._constant([1, 1, num_heads // num_key_heads, 1])
-        return self._graph.node(
-            "Reshape", self._graph.node("Expand", heads, group), self._constant([-1, num_heads * head_dim])
-        )
+        return self._node("Reshape", self._node("Expand", heads, group), self._constant([-1, num_heads * head_dim]))
 
     def _fed_forward(self, layer: LayerSpec, x: Value) -> Value:
         if not self._encoder.is_gated:
@@ -192,7 +189,7 @@ class _Builder:
         gate, up = self._parts(layer.up, x, [half])
         if self._encoder.is_gate_last:
             gate, up = up, gate
-        return self._linear(layer.down, self._graph.node("Mul", self._activation(gate), up))
+        return self._linear(layer.down, self._node("Mul", self._activation(gate), up))
 
     def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:
         if len(names) > 1:
@@ -212,17 +209,17 @@ class _Builder:
         # The operator adds the bias, which the product would otherwise do apart.
         product = self._product(name, x, self._tensor(name))
         bias = self._weight(f"{name}.bias", self._tensor(name, "bias"))
-        return self._graph.node(operator, product, bias, domain=MICROSOFT)
+        return self._node(operator, product, bias, domain=MICROSOFT)
 
     def _activation(self, x: Value) -> Value:
         match self._encoder.activation:
             case "relu":
-                return self._graph.node("Relu", x)
+                return self._node("Relu", x)
             case "silu":
-                return self._graph.node("QuickGelu", x, domain=MICROSOFT, alpha=1.0)
+                return self._node("QuickGelu", x, domain=MICROSOFT, alpha=1.0)
             case activation:
                 operator = {"gelu": "Gelu", "gelu_new": "FastGelu"}[activation]
-                return self._graph.node(operator, x, domain=MICROSOFT)
+                return self._node(operator, x, domain=MICROSOFT)
 
     def _product(self, name: str, x: Value, weight: Array, bias: Array | None = None) -> Value:
         """x [T, K] times weight [N, K], plus bias [N]."""
@@ -231,15 +228,12 @@ class _Builder:
             quantized = [self._weight(f"{name}.int8", values), self._weight(f"{name}.scales", scales)]
             self._made.products.add(quantized[0])
             product = self._int8(x, *quantized)
-            return product if bias is None else self._plus(product, self._weight(f"{name}.bias", bias))
+            return product if bias is None else self._node("Add", product, self._weight(f"{name}.bias", bias))
         inputs = [x, self._weight(f"{name}.weight", weight)]
         self._made.products.add(inputs[1])
         if bias is not None:
             inputs.append(self._weight(f"{name}.bias", bias))
-        return self._graph.node("Gemm", *inputs, transB=1)
-
-    def _plus(self, x: Value, residual: Value) -> Value:
-        return self._graph.node("Add", x, residual)
+        return self._node("Gemm", *inputs, transB=1)
 
     def _norm(self, name: str | None, x: Value) -> Value:
         if name is None:
@@ -252,7 +246,7 @@ class _Builder:
         bias = None if self._encoder.is_rms else self._bias(name)
         if bias is not None:
             inputs.append(self._weight(f"{name}.bias", bias))
-        return self._graph.node(operator, *inputs, axis=1, epsilon=self._encoder.epsilon)
+        return self._node(operator, *inputs, axis=1, epsilon=self._encoder.epsilon)
 
     def _attention(self, layer: LayerSpec, whole: "_Pieces") -> "_Attention":
         if layer.window not in self._attentions:
@@ -262,7 +256,7 @@ class _Builder:
                 name = f"pieces_{layer.window}"
                 self._made.windows[name] = layer.window
                 given = self._graph.input(name, Element.INT64, [5, "pieces"])
-                rows = [self._graph.node("Gather", given, self._graph.constant(row), axis=0) for row in range(5)]
+                rows = [self._node("Gather", given, self._constant(row), axis=0) for row in range(5)]
                 pieces = _Pieces(*rows)
             if not sees_all:
                 bias = self._window_bias(layer.window)
@@ -285,18 +279,12 @@ class _Builder:
         bias = bias_of_distances(self._tensor(self._encoder.distance_bias), self._max_tokens)
         return self._weight("distance_bias", bias[None]), 0
 
-    def _side_by_side(self, names: tuple[str, ...], part: str) -> Array:
-        return np.concatenate([self._tensor(name, part) for name in names])
-
     def _tensor(self, name: str, part: str = "weight") -> Array:
         return self._tensors[f"{name}.{part}"]
 
     def _bias(self, name: str) -> Array | None:
         is_there = self._encoder.has_all_biases or f"{name}.bias" in self._tensors
         return self._tensor(name, "bias") if is_there else None
-
-    def _constant(self, value: list[int]) -> Value:
-        return self._graph.constant(value)
 
     def _weight(self, name: str, array: NDArray[Any]) -> Value:
         self._made.weights[name] = np.ascontiguousarray(array)
@@ -333,8 +321,7 @@ def pieces_of(runs: Sequence[Run], window: int | None, is_causal: bool) -> Ints:
     return np.array(pieces, dtype=np.int64).T.copy()
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
+class _Pieces(NamedTuple):
     queries: Value
     keys: Value
     counts: Value
@@ -397,9 +384,7 @@ class _Attention:
         goes_on = body.input(f"{name}/goes_on", Element.BOOL, [])
         before = body.input(f"{name}/before", Element.FLOAT32, None, is_sequence=True)
         index = body.node("Unsqueeze", index, self._zero)
-        all_pieces = self._pieces
-        given = (all_pieces.queries, all_pieces.keys, all_pieces.counts, all_pieces.num_queries, all_pieces.num_keys)
-        piece = _Pieces(*(body.node("Gather", values, index) for values in given))
+        piece = _Pieces(*(body.node("Gather", values, index) for values in self._pieces))
         query_stop, key_stop = (
             body.node("Add", start, body.node("Mul", piece.counts, number))
             for start, number in ((piece.queries, piece.num_queries), (piece.keys, piece.num_keys))

@@ -1,26 +1,26 @@
-"""The heads of a model without torch: what each output of its card is made of, in terms of hidden states.
+"""The heads of a model without torch (`vecd.workers.onnx.steps`).
 
-Owns the table from `Output` to a function, which state of a sequence is pooled for its score, and the product with the
-vocabulary of SPLADE models. `vecd.workers.torch.heads` has the same on torch.
+Owns which of them are computed here, and the product with the vocabulary of SPLADE models.
+`vecd.workers.torch.heads` has the same on torch.
 """
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
 from vecd.model.card import ModelCard
-from vecd.shm.output import Output
 from vecd.workers.arrays import Arrays
 from vecd.workers.batch import Layout
 from vecd.workers.description import NotDescribed
+from vecd.workers.onnx import steps
 from vecd.workers.onnx.file import Element, Graph
 from vecd.workers.onnx.session import session_with
-from vecd.workers.onnx.steps import Floats, apply_all, load_head, load_steps, pool, weights_of
+from vecd.workers.onnx.steps import Floats, Heads, NumpyOperations
 
 # The sparse vector of a SPLADE model: a weight for each token of the vocabulary, from the states of a text's tokens.
 #
@@ -41,10 +41,11 @@ class LeanSpladeHead:
         head = card.sparse
         assert head is not None
         *before, decoder = head.steps
-        self._states = partial(apply_all, load_steps(card, before, own))
+        operations = NumpyOperations(own)
+        self._states = steps.steps_of(card, before, operations)
         self.with_threads = partial(LeanSpladeHead, card, own)
         """Gives the same head with a number of threads."""
-        weight, bias, _ = weights_of(card, decoder, own, Arrays)
+        weight, bias, _ = steps.weights_of(card, decoder, operations)
         self._vocab_size = len(weight)
         self.num_private_bytes = weight.nbytes
         """Memory for weights that every further head of this model needs for itself."""
@@ -121,73 +122,14 @@ class _Product:
         return memory.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
 
-LeanHeads: TypeAlias = dict[Output, Callable[[Floats, Layout], Floats]]
-"""By output: from hidden states, [T, H] in the layout's order, to rows of all sequences, [B or T, width]."""
-
-
-def load_heads(card: ModelCard, own: Arrays) -> LeanHeads:
+def load_heads(card: ModelCard, own: Arrays) -> Heads[Floats]:
     """A function for each of `card.outputs`. `own`: the model's tensors.
 
     Raises ModelError when a file or a tensor of a head is missing or misshapen, NotDescribed for a head that is not
     computed here."""
     if card.export_file and card.score is not None:
         return {card.main_output: lambda logits, layout: logits}  # the graph has the head
-    heads: LeanHeads = {}
-    if "dense" in card.capabilities:
-        head = load_head(card, own)
-        heads[Output.VECTORS] = lambda hidden, layout: head(hidden, layout.runs)
-        heads[Output.UNNORMALIZED] = lambda hidden, layout: head.unnormalized(hidden, layout.runs)
-        heads[Output.TOKENS] = lambda hidden, layout: hidden
-    if card.score is not None:
-        heads |= _score_heads(card, own)
-    if card.tokens is not None:
-        vectors = partial(apply_all, load_steps(card, card.tokens.steps, own))
-        heads[Output.TOKEN_VECTORS] = lambda hidden, layout: vectors(hidden)
-    if card.sparse is not None and not card.sparse.is_lexical:
-        heads[Output.SPARSE] = LeanSpladeHead(card, own)
-    if card.sparse is not None and card.sparse.is_lexical:
-        weights = partial(apply_all, load_steps(card, card.sparse.steps, own))
-        heads[Output.LEXICAL] = lambda hidden, layout: weights(hidden)
-    if card.main_output is Output.HYBRID:
-        heads[Output.HYBRID] = lambda hidden, layout: _hybrid(hidden, layout, heads)
-    if not card.outputs <= heads.keys():
-        raise NotDescribed("a head without a description in numpy")
-    return heads
-
-
-def with_threads(heads: LeanHeads, num_threads: int) -> LeanHeads:
-    """The same heads. numpy's have one thread, whatever `num_threads` is. Raises what `load_heads` raises."""
-    made = {output: head for output, head in heads.items() if isinstance(head, LeanSpladeHead)}
-    return {**heads, **{output: head.with_threads(num_threads) for output, head in made.items()}}
-
-
-def _hybrid(hidden: Floats, layout: Layout, heads: LeanHeads) -> Floats:
-    """The rows of BGE-M3, [T, D + 1]: each token's vector and weight; the dense vector and 0 for the first one."""
-    parts = (heads[output](hidden, layout) for output in (Output.TOKEN_VECTORS, Output.LEXICAL))
-    rows = np.concatenate(tuple(parts), axis=1)
-    rows[layout.starts, :-1] = heads[Output.VECTORS](hidden, layout)
-    rows[layout.starts, -1] = 0
-    return rows
-
-
-# --- scores -----------------------------------------------------------------------------------------------------
-
-
-def _score_heads(card: ModelCard, own: Arrays) -> LeanHeads:
-    score = card.score
-    assert score is not None
-    if not score.steps:
-        raise NotDescribed(f"the head of {card.model_type} has no table of its layers")
-    if score.pair_template is not None:
+    if card.score is not None and card.score.pair_template is not None:
         # One that torch's engine computes once for a batch, which matters more than what it takes by itself.
         raise NotDescribed("pairs that share a beginning, the model's template")
-    logits = partial(apply_all, load_steps(card, score.steps, own))
-    match score.pooling:
-        case "":
-            return {Output.TOKEN_SCORES: lambda hidden, layout: logits(hidden)}
-        case "cls":  # the graph gives the states of first tokens alone
-            return {Output.SCORES: lambda hidden, layout: logits(hidden)}
-        case "lasttoken":
-            return {Output.SCORES: lambda hidden, layout: logits(hidden[layout.last_tokens(score.padding_id)])}
-        case pooling:
-            return {Output.SCORES: lambda hidden, layout: logits(pool(hidden, layout.runs, (pooling,)))}
+    return steps.load_heads(card, NumpyOperations(own), partial(LeanSpladeHead, own=own))

@@ -20,7 +20,7 @@ from vecd.workers.batch import Layout
 from vecd.workers.description import NotDescribed, describe
 from vecd.workers.machine import cpu_flags
 from vecd.workers.onnx.file import PLACEHOLDER
-from vecd.workers.onnx.graph import encoder_graph, pieces_of
+from vecd.workers.onnx.graph import GraphBuilder, pieces_of
 from vecd.workers.weights import weight_files
 
 
@@ -44,16 +44,13 @@ class LeanForward:
                 self._encoder = describe(card, self.arrays)
             else:
                 self.arrays, self._encoder = like.arrays, like._encoder
-            encoder = self._encoder
-            made = encoder_graph(card, encoder, self.arrays, is_int8=is_int8)
+            made = GraphBuilder(card, self._encoder, self.arrays, is_int8=is_int8).build()
         except (OSError, ValueError, KeyError, TypeError, ModelError) as error:
             if like is not None:
                 raise
             # The reference model reads the same files and reports their faults.
             raise NotDescribed(one_line(error)) from error
-        self._positions_after = encoder.positions_after
-        self._windows, self._is_causal, self._has_types = made.windows, encoder.is_causal, made.has_types
-        self._has_first_tokens_only = made.has_first_tokens_only
+        self._made = made  # the session borrows its weights
         self.num_private_bytes = sum(made.weights[name].nbytes for name in made.products)
         lent: dict[str, onnxruntime.OrtValue] = {} if like is None else like._weights
         self._weights: dict[str, onnxruntime.OrtValue] = {
@@ -73,13 +70,12 @@ class LeanForward:
         if platform.machine() == "x86_64" and (not is_int8 or "avx2" in cpu_flags()):
             for name in made.products:
                 del self._weights[name], made.weights[name]
-        self._borrowed = list(made.weights.values())
         self._lender = like  # its memory is this one's, too
 
     def __call__(self, layout: Layout) -> NDArray[np.float32]:
         """The last layer's hidden states, [T, H], in the layout's order; of a model that reads no others, those of each
         sequence's first token, [B, H]."""
-        after = self._positions_after
+        after, made = self._encoder.positions_after, self._made
         positions = layout.offsets() if after is None else layout.positions_after(after)
         feeds = {
             "token_ids": layout.token_ids,
@@ -88,12 +84,12 @@ class LeanForward:
             "counts": np.array([run.count for run in layout.runs]),
             "lengths": np.array([run.length for run in layout.runs]),
         }
-        if self._has_types:
+        if made.has_types:
             feeds["token_types"] = layout.token_types()
-        if self._has_first_tokens_only:
+        if made.has_first_tokens_only:
             feeds["firsts"] = layout.starts
-        for name, window in self._windows.items():
-            feeds[name] = pieces_of(layout.runs, window, self._is_causal)
+        for name, window in made.windows.items():
+            feeds[name] = pieces_of(layout.runs, window, self._encoder.is_causal)
         [hidden] = self._session.run(None, feeds)
         return hidden  # type: ignore[no-any-return]
 

@@ -29,6 +29,15 @@ class Tensors(StoredTensors, Mapping[str, Tensor]):
             return torch.empty(shape, dtype=_TYPES[kind])
         return torch.from_numpy(file.read(begin, count)).view(_TYPES[kind]).reshape(shape)
 
+    def shape(self, name: str) -> list[int]:
+        return self._places[name][2]
+
+    def rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Some rows of a matrix, [rows, K]: the others are not read."""
+        file, kind, (num_rows, _), begin, count = self._places[name]
+        size = count // num_rows
+        return torch.stack([torch.from_numpy(file.read(begin + row * size, size)).view(_TYPES[kind]) for row in rows])
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

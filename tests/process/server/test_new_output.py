@@ -35,16 +35,11 @@ _EDITS = {
         "{Output.VECTORS, Output.UNNORMALIZED}",
         "{Output.VECTORS, Output.UNNORMALIZED, Output.FIRST_TOKEN}",
     ),
-    "workers/torch/heads.py": (
-        "        Output.TOKENS: lambda",
-        "        Output.FIRST_TOKEN: lambda hidden, layout: torch.cat([\n"
-        "            hidden[run.start : run.stop : run.length].float() for run in layout.runs\n"
-        "        ]),\n"
-        "        Output.TOKENS: lambda",
-    ),
-    "workers/onnx/heads.py": (
+    "workers/onnx/steps.py": (
         "        heads[Output.TOKENS] =",
-        "        heads[Output.FIRST_TOKEN] = lambda hidden, layout: hidden[layout.starts]\n"
+        "        heads[Output.FIRST_TOKEN] = lambda hidden, layout: operations.floats(\n"
+        "            operations.take(hidden, layout.starts)\n"
+        "        )\n"
         "        heads[Output.TOKENS] =",
     ),
     "gateway/dialects/vllm.py": (

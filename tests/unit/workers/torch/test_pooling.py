@@ -15,12 +15,21 @@ from tests.support.checkpoints import Checkpoints
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import POOLING_MODES, Step
 from vecd.workers.batch import Run
-from vecd.workers.torch.heads import ACTIVATIONS, load_head, pool
+from vecd.workers.onnx.steps import Head, pool
+from vecd.workers.torch.heads import TorchOperations
 
 RUNS = [Run(0, 3, 1), Run(3, 2, 4), Run(11, 1, 9)]
 LENGTHS = [run.length for run in RUNS for _ in range(run.count)]
 HIDDEN = 6
 CPU = torch.device("cpu")
+
+
+def card_with(folder: Path, *steps: Step) -> ModelCard:
+    dim = steps[-1].out_dim or HIDDEN
+    return ModelCard(str(folder), str(folder), "bert", HIDDEN, dim, 10, 10, ("mean",), steps, False, "")
+
+
+OPERATIONS = TorchOperations(card_with(Path("nowhere"), Step("normalize")), CPU)
 
 
 def hidden_states() -> Tensor:
@@ -44,20 +53,19 @@ def padded(hidden: Tensor) -> dict[str, Tensor]:
 def test_pooling_is_the_reference_s(modes: tuple[str, ...]) -> None:
     hidden = hidden_states()
     expected = Pooling(HIDDEN, pooling_mode=modes)(padded(hidden))["sentence_embedding"]
-    torch.testing.assert_close(pool(hidden, RUNS, modes), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(pool(OPERATIONS, hidden, RUNS, modes), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_states_are_pooled_in_float32(dtype: torch.dtype) -> None:
     hidden = hidden_states().to(dtype)
-    pooled = pool(hidden, RUNS, POOLING_MODES)
+    pooled = pool(OPERATIONS, hidden, RUNS, POOLING_MODES)
     assert pooled.dtype == torch.float32
-    assert torch.equal(pooled, pool(hidden.float(), RUNS, POOLING_MODES))
+    assert torch.equal(pooled, pool(OPERATIONS, hidden.float(), RUNS, POOLING_MODES))
 
 
-def card_with(folder: Path, *steps: Step) -> ModelCard:
-    dim = steps[-1].out_dim or HIDDEN
-    return ModelCard(str(folder), str(folder), "bert", HIDDEN, dim, 10, 10, ("mean",), steps, False, "")
+def load_head(card: ModelCard) -> Head[Tensor]:
+    return Head(card, TorchOperations(card, CPU))
 
 
 def reference_of(modules: list[Any], pooled: Tensor) -> Tensor:
@@ -83,11 +91,11 @@ def test_a_chain_of_steps_is_the_reference_s(tmp_path: Path) -> None:
         Step("normalize"),
     )
     hidden = hidden_states()
-    expected = reference_of([dense, norm, Normalize()], pool(hidden, RUNS, ["mean"]))
-    torch.testing.assert_close(load_head(card, CPU)(hidden, RUNS), expected, atol=1e-6, rtol=0)
+    expected = reference_of([dense, norm, Normalize()], pool(OPERATIONS, hidden, RUNS, ["mean"]))
+    torch.testing.assert_close(load_head(card)(hidden, RUNS), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(OPERATIONS.activations))
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_activation_is_the_reference_s(tmp_path: Path, name: str, bias: bool) -> None:
     activations: dict[str, Any] = {cls.lower(): getattr(torch.nn, cls) for cls in dir(torch.nn)}
@@ -96,12 +104,12 @@ def test_every_activation_is_the_reference_s(tmp_path: Path, name: str, bias: bo
     dense.save(str(tmp_path))
     card = card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, bias=bias, activation=name))
     hidden = hidden_states()
-    expected = reference_of([dense], pool(hidden, RUNS, ["mean"]))
-    torch.testing.assert_close(load_head(card, CPU)(hidden, RUNS), expected, atol=1e-6, rtol=0)
+    expected = reference_of([dense], pool(OPERATIONS, hidden, RUNS, ["mean"]))
+    torch.testing.assert_close(load_head(card)(hidden, RUNS), expected, atol=1e-6, rtol=0)
 
 
 def test_normalizing_leaves_a_zero_vector_alone(tmp_path: Path) -> None:
-    vectors = load_head(card_with(tmp_path, Step("normalize")), CPU)(torch.zeros(20, HIDDEN), RUNS)
+    vectors = load_head(card_with(tmp_path, Step("normalize")))(torch.zeros(20, HIDDEN), RUNS)
     assert torch.equal(vectors, torch.zeros(len(LENGTHS), HIDDEN))
 
 
@@ -119,16 +127,16 @@ def test_a_dense_layer_with_other_tensors_is_refused(
     path = tmp_path / "model.safetensors"
     save_file(spoil(load_file(path)), path)
     with pytest.raises(ModelError, match=why) as refusal:
-        load_head(card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, activation="tanh")), CPU)
+        load_head(card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, activation="tanh")))
     assert str(path) in str(refusal.value)
 
 
 def test_a_missing_or_broken_file_and_an_unknown_activation_are_refused(tmp_path: Path) -> None:
     step = Step("dense", "", in_dim=HIDDEN, out_dim=5, activation="tanh")
     with pytest.raises(ModelError, match="file missing"):
-        load_head(card_with(tmp_path, step), CPU)
+        load_head(card_with(tmp_path, step))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelError, match="is not a safetensors file: it has 8 bytes"):
-        load_head(card_with(tmp_path, step), CPU)
+        load_head(card_with(tmp_path, step))
     with pytest.raises(ModelError, match="activation prelu"):
-        load_head(card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, activation="prelu")), CPU)
+        load_head(card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, activation="prelu")))
