@@ -281,9 +281,6 @@ class OutputFolder:
         except (EmbedError, RunEnded, ValueError, OSError) as error:  # ValueError: flags that do not go with this input
             if isinstance(error, OSError) and error.errno in _NO_MORE:
                 raise
-            # Another run may have been about to remove its journal at the look before.
-            if isinstance(error, EmbedError) and not self._options.restart and _is_there(shard):
-                return _THERE
             self._reasons[shard] = told(error)
             return _FAILED
 
@@ -298,7 +295,12 @@ class OutputFolder:
             if not options.restart and _is_there(shard):  # another run has made it just now
                 return _THERE
             inputs = await in_thread(lambda: _read_inputs(options, shard.source, source), "input")
-            files.resume(inputs)
+            try:
+                files.resume(inputs)
+            except EmbedError:
+                if options.restart or not _is_there(shard):
+                    raise
+                return _THERE  # another run was about to remove its journal at the look before
             if not files.is_complete:
                 num_done = sum(fate not in (_LEFT, _LOCKED) for fate in self._fates.values())
                 label = f"[{num_done + 1} of {len(self._fates)}] {inputs[0].name}: "

@@ -131,8 +131,10 @@ async def until_interrupted(work: Coroutine[Any, Any, None]) -> None:
 
     for each in _SIGNALS:
         loop.add_signal_handler(each, interrupt, each)
-    await asyncio.wait({task})
-    restore()
+    try:
+        await asyncio.wait({task})
+    finally:
+        restore()
     if received:
         raise Interrupted(received[0])
     await task
