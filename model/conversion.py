@@ -5,7 +5,6 @@ model's.
 """
 
 import importlib.util
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from vecd.model.card import ModelError, vocabulary_files
+from vecd.model.files import read_optional
 
 _PROBES = (
     "",
@@ -37,7 +37,9 @@ _PROBES = (
 def convert(folder: Path, vocab_size: int, target: Path) -> None:
     """Write the fast tokenizer of the model in `folder` to `target`. Its ids must be below `vocab_size`. Raises
     ModelError, in one line, also when the file's ids differ from AutoTokenizer's."""
-    _refuse_remote_code(folder)
+    config = read_optional(folder / "tokenizer_config.json")
+    if config.get("auto_map"):
+        raise config.error("asks for Python code from the model's repository to be run (auto_map)")
     tokenizer = _load(folder)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -48,16 +50,6 @@ def convert(folder: Path, vocab_size: int, target: Path) -> None:
         raise ModelError(f"{folder}: {type(tokenizer).__name__} takes no vocabulary from {names}; no tokenizer.json")
     target.write_text(backend.to_str(), encoding="utf-8")
     _compare(folder, tokenizer, tokenizers.Tokenizer.from_file(str(target)), vocab_size)
-
-
-def _refuse_remote_code(folder: Path) -> None:
-    path = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if isinstance(config, dict) and config.get("auto_map"):
-        raise ModelError(f"{path}: asks for Python code from the model's repository to be run (auto_map)")
 
 
 def _load(folder: Path) -> Any:

@@ -31,21 +31,23 @@ def fetch(model: str, revision: str | None) -> Path:
     try:
         return _fetch(model, revision)
     except ModelError as error:
-        raise ModelError(f"{at}: {error}") from None
-    except GatedRepoError:
-        raise ModelError(
-            f"{at}: the hub asks for permission: accept the model's terms there and set HF_TOKEN"
-        ) from None
-    except RevisionNotFoundError:
-        raise ModelError(f"{at}: the hub has the model, but not this revision") from None
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"{at}: no such folder, and the hub has no such model (or it is private and HF_TOKEN is not set)"
-        ) from None
-    except LocalEntryNotFoundError:
-        raise ModelError(f"{at}: no such folder, not in the hub's cache, and the hub cannot be reached") from None
+        fault = str(error)
     except Exception as error:  # the HTTP library may raise anything
-        raise ModelError(f"{at}: cannot be fetched: {one_line(error)}") from None
+        known = (text for kind, text in _FAULTS if isinstance(error, kind))
+        fault = next(known, f"cannot be fetched: {one_line(error)}")
+    raise ModelError(f"{at}: {fault}")
+
+
+_FAULTS = (
+    (GatedRepoError, "the hub asks for permission: accept the model's terms there and set HF_TOKEN"),
+    (RevisionNotFoundError, "the hub has the model, but not this revision"),
+    (
+        RepositoryNotFoundError,
+        "no such folder, and the hub has no such model (or it is private and HF_TOKEN is not set)",
+    ),
+    (LocalEntryNotFoundError, "no such folder, not in the hub's cache, and the hub cannot be reached"),
+)
+"""By the error of the library, special ones first."""
 
 
 def _fetch(model: str, revision: str | None) -> Path:

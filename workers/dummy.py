@@ -29,6 +29,7 @@ OOPSLA 2014.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,15 +71,9 @@ class DummyEngine(Engine):
             dim = self._model.dim
             rows[: batch.lengths.size, :dim] = dummy_vectors(batch, dim)
             rows[: batch.lengths.size, dim:] = 0
-            return
-        write_outputs(
-            rows,
-            batch.outputs,
-            batch.lengths,
-            batch.first_rows,
-            lambda output: dummy_rows(output, batch, self._model),
-            batch.span,
-        )
+        else:
+            make = partial(dummy_rows, batch=batch, model=self._model)
+            write_outputs(rows, batch.outputs, batch.lengths, batch.first_rows, make, batch.span)
 
 
 def dummy_rows(output: Output, batch: PackedBatch, model: ModelSizes) -> Rows:

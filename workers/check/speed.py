@@ -164,23 +164,19 @@ def _turn(order: Order, case: _Case, turn_s: float) -> JsonObject:
         _forget_peak()
         case.engine.use_threads(order.config.num_threads)
         case.engine.embed(batch, rows)
-        return _run(case.engine, batch, rows, turn_s)
+        num_batches, elapsed_s, started_at, processor_s = 0, 0.0, time.perf_counter(), time.process_time()
+        while elapsed_s < turn_s:
+            case.engine.embed(batch, rows)
+            num_batches += 1
+            elapsed_s = time.perf_counter() - started_at
+        return {
+            "tokens_per_s": num_batches * batch.token_ids.size / elapsed_s,
+            "core_share": (time.process_time() - processor_s) / elapsed_s,  # below 1 if others used the core
+            "private_mb": _peak_private_mb(),
+        }
 
     found: JsonObject = in_worker(order.config, work)
     return found
-
-
-def _run(engine: Engine, batch: PackedBatch, rows: Any, turn_s: float) -> JsonObject:
-    num_batches, elapsed_s, started_at, processor_s = 0, 0.0, time.perf_counter(), time.process_time()
-    while elapsed_s < turn_s:
-        engine.embed(batch, rows)
-        num_batches += 1
-        elapsed_s = time.perf_counter() - started_at
-    return {
-        "tokens_per_s": num_batches * batch.token_ids.size / elapsed_s,
-        "core_share": (time.process_time() - processor_s) / elapsed_s,  # below 1 if other programs used the core
-        "private_mb": _peak_private_mb(),
-    }
 
 
 def _forget_peak() -> None:

@@ -62,18 +62,17 @@ def connected(address_fds: Sequence[int], incarnation: Incarnation) -> Iterator[
     paths are no files, so none has to be removed. The sockets are closed without waiting."""
     context = zmq.Context()
     try:
-        yield [_connected(context, fd, incarnation) for fd in address_fds]
+        sockets = []
+        for fd in address_fds:
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, incarnation.identity)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
+            socket.connect(f"ipc:///proc/self/fd/{fd}")
+            sockets.append(socket)
+        yield sockets
     finally:
         context.destroy(linger=0)
-
-
-def _connected(context: "zmq.Context[zmq.Socket[bytes]]", address_fd: int, who: Incarnation) -> "zmq.Socket[bytes]":
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, who.identity)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
-    socket.connect(f"ipc:///proc/self/fd/{address_fd}")
-    return socket
 
 
 @dataclass(slots=True)
@@ -133,7 +132,8 @@ class Loop:
             poller.register(peer.socket, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._poll_timeout_ms()))
+            idle_ms = None if self._has_trimmed else self._trim_after_ms
+            ready = dict(poller.poll(0 if self._running else idle_ms))
             if self._channel.fileno() in ready and self._supervisor_is_gone():
                 self._finish_all()
                 return
@@ -151,11 +151,6 @@ class Loop:
             if self._peers[-1].socket in ready:
                 return self._peers[-1]
         return None
-
-    def _poll_timeout_ms(self) -> int | None:
-        if self._running:
-            return 0
-        return None if self._has_trimmed else self._trim_after_ms
 
     def _supervisor_is_gone(self) -> bool:
         try:
@@ -259,12 +254,21 @@ class Loop:
         if isinstance(error, BadBatch):
             log.error("batch %d refused: %s", message.number, error)
             code = FailureCode.BAD_MESSAGE
-        elif _means_device_lost(error):
+        elif type(error).__name__ == "AcceleratorError":
+            # By name, because torch is not imported in a worker without a model. Its out-of-memory is another class.
             raise EngineLost("its device takes no more work") from None
         elif means_no_more_code(error):
             raise EngineLost("memory ran out, and oneDNN cannot compile kernels in this process again") from None
         else:
-            _log_without_content(message, error)
+            # torch quotes values in its messages, and values are token ids.
+            log.error(
+                "batch %d (%d sequences, %d tokens) failed: %s\n%s",
+                message.number,
+                message.num_sequences,
+                message.num_tokens,
+                type(error).__name__,
+                "".join(traceback.format_tb(error.__traceback__)),
+            )
             code = FailureCode.OUT_OF_MEMORY if means_out_of_memory(error) else FailureCode.ENGINE_ERROR
         return Failed(message.epoch, message.number, message.slot, code)
 
@@ -278,20 +282,3 @@ class Loop:
 
 class EngineLost(Exception):
     """The engine cannot go on in this process. Ends the worker; the gateway sends its batches to another."""
-
-
-def _means_device_lost(error: Exception) -> bool:
-    # By name, because torch is not imported in a worker without a model. Torch's own out-of-memory is another class.
-    return type(error).__name__ == "AcceleratorError"
-
-
-def _log_without_content(message: Batch, error: Exception) -> None:
-    """torch quotes values in its messages, and values are token ids."""
-    log.error(
-        "batch %d (%d sequences, %d tokens) failed: %s\n%s",
-        message.number,
-        message.num_sequences,
-        message.num_tokens,
-        type(error).__name__,
-        "".join(traceback.format_tb(error.__traceback__)),
-    )
