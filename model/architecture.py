@@ -11,8 +11,6 @@ from typing import Any
 
 from vecd.base.files import JsonMapping, JsonObject
 
-_Config = JsonMapping
-
 
 @dataclass(frozen=True, slots=True)
 class _Port:
@@ -20,10 +18,10 @@ class _Port:
 
     always: Mapping[str, tuple[Any, Any]]
     """Key → the original's default, and the only value that transformers implements."""
-    translate: Callable[[_Config], JsonObject]
+    translate: Callable[[JsonMapping], JsonObject]
 
 
-def native_config(config: _Config) -> JsonObject | None:
+def native_config(config: JsonMapping) -> JsonObject | None:
     """The fields for transformers' configuration class, or None if it reads config.json correctly without help. Raises
     ValueError, with the reason in one line, for code that has no equal in transformers."""
     auto_map = config.get("auto_map") or {}
@@ -48,7 +46,7 @@ def native_config(config: _Config) -> JsonObject | None:
     return _ported(config, port)
 
 
-def _ported(config: _Config, port: _Port) -> JsonObject:
+def _ported(config: JsonMapping, port: _Port) -> JsonObject:
     if experts := config.get("num_experts"):  # nomic-embed-text-v2-moe
         raise ValueError(f"is a mixture of {experts} experts, and transformers' own version of this model has none")
     for name, (absent, required) in port.always.items():
@@ -63,14 +61,14 @@ _OF_HEADS = ("id2label", "label2id", "num_labels", "problem_type", "sentence_tra
 """What heads of classification read; the same in every architecture."""
 
 
-def _number(config: _Config, name: str) -> Any:
+def _number(config: JsonMapping, name: str) -> Any:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is missing or not a number")
     return value
 
 
-def _whole(config: _Config, name: str, multiple_of: int = 1) -> int:
+def _whole(config: JsonMapping, name: str, multiple_of: int = 1) -> int:
     value = _number(config, name)
     if not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number")
@@ -80,7 +78,7 @@ def _whole(config: _Config, name: str, multiple_of: int = 1) -> int:
 # --- Nomic ------------------------------------------------------------------------------------------------------
 
 
-def _translate_nomic(config: _Config) -> JsonObject:
+def _translate_nomic(config: JsonMapping) -> JsonObject:
     translated = {
         "model_type": "nomic_bert",
         "vocab_size": _whole(config, "vocab_size", int(config.get("pad_vocab_size_multiple") or 1)),
@@ -136,7 +134,7 @@ _NOMIC = _Port(
 # --- GTE --------------------------------------------------------------------------------------------------------
 
 
-def _translate_gte(config: _Config) -> JsonObject:
+def _translate_gte(config: JsonMapping) -> JsonObject:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     translated: JsonObject = {name: _whole(config, name) for name in (*sizes, "max_position_embeddings")}
     head_dim = translated["hidden_size"] // max(1, translated["num_attention_heads"])
@@ -151,7 +149,7 @@ def _translate_gte(config: _Config) -> JsonObject:
     }
 
 
-def _rope_of_gte(config: _Config, head_dim: int) -> JsonObject:
+def _rope_of_gte(config: JsonMapping, head_dim: int) -> JsonObject:
     """The original's fixed NTK scaling by a factor f: base · f, and every frequency divided by f^(2 / head_dim), which
     is transformers' linear scaling of another base. Source: NTKScalingRotaryEmbedding in modeling.py of
     Alibaba-NLP/new-impl."""

@@ -196,7 +196,8 @@ def _steps(config: ModelSettings, num_labels: int, *, is_of_tokens: bool) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _KnownModel:
-    name: re.Pattern[str]
+    name: str
+    """A regular expression."""
     model_type: str
     yes: str
     no: str | None
@@ -205,7 +206,7 @@ class _KnownModel:
 
 _KNOWN = (
     _KnownModel(
-        re.compile(r"qwen3-reranker", re.IGNORECASE),
+        r"qwen3-reranker",
         "qwen3",
         "yes",
         "no",
@@ -219,7 +220,7 @@ _KNOWN = (
         ),
     ),
     _KnownModel(
-        re.compile(r"mxbai-rerank-(base|large)-v2", re.IGNORECASE),
+        r"mxbai-rerank-(base|large)-v2",
         "qwen2",
         "1",
         "0",
@@ -233,7 +234,7 @@ _KNOWN = (
         ),
     ),
     _KnownModel(
-        re.compile(r"bge-reranker-v2-gemma", re.IGNORECASE),
+        r"bge-reranker-v2-gemma",
         "gemma",
         "Yes",
         None,
@@ -311,8 +312,8 @@ def known_template(config: JsonMapping, names: str) -> PairTemplate | None:
 
 
 def _find(config: JsonMapping, names: str) -> _KnownModel | None:
-    found = (known for known in _KNOWN if known.name.search(names) and known.model_type == config["model_type"])
-    return next(found, None)
+    of_type = (known for known in _KNOWN if known.model_type == config["model_type"])
+    return next((known for known in of_type if re.search(known.name, names, re.IGNORECASE)), None)
 
 
 def _head(config: ModelSettings, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:

@@ -36,8 +36,8 @@ class StaticEngine(Engine):
             arrays = Arrays([path])
         except FileNotFoundError:
             raise ModelError(f"{path}: file missing") from None
-        self._row_of = _row_of(card, arrays, path)
-        self._rows_at = arrays.table(_table_of(arrays))
+        table, self._row_of = _table_and_rows(card, arrays, path)
+        self._rows_at = arrays.table(table)
         self._weights = _weights_of_tokens(arrays)
         self._operations = NumpyOperations(arrays)
         self._head = Head(card, self._operations)
@@ -102,22 +102,19 @@ def _weights_of_tokens(arrays: Arrays) -> Floats | None:
     return None if shape is None else arrays.table("weights")(np.arange(shape[0]))
 
 
-def _table_of(arrays: Arrays) -> str:
-    return next(name for name in TABLES if arrays.shape(name) is not None)
-
-
-def _row_of(card: ModelCard, arrays: Arrays, path: Path) -> Ints:
-    """The row of the table for each token id, int64 [vocab_size]; -1 for ignored ones. Raises ModelError for tensors
-    that do not fit each other."""
-    found = [name for name in TABLES if arrays.shape(name) is not None]
-    if not found:
+def _table_and_rows(card: ModelCard, arrays: Arrays, path: Path) -> tuple[str, Ints]:
+    """The table's name, and its row for each token id, int64 [vocab_size]; -1 for ignored ones. Raises ModelError for
+    tensors that do not fit each other."""
+    name = next((name for name in TABLES if arrays.shape(name) is not None), "")
+    shape = arrays.shape(name)
+    if shape is None:
         raise ModelError(f"{path}: the table of embeddings has a type that is not supported")
-    num_tokens, num_rows = card.vocab_size - 1, (arrays.shape(found[0]) or (0,))[0]
+    num_tokens, num_rows = card.vocab_size - 1, (shape or (0,))[0]
     if arrays.shape("mapping") is None:
         row_of = np.arange(num_tokens, dtype=np.int64)
     else:
         row_of = arrays.whole_numbers("mapping")
-    if arrays.shape(found[0]) != (num_rows, card.hidden_size) or row_of.shape != (num_tokens,):
+    if shape != (num_rows, card.hidden_size) or row_of.shape != (num_tokens,):
         raise ModelError(f"{path}: the tensors of the table do not fit each other")
     if row_of.min() < 0 or row_of.max() >= num_rows:
         raise ModelError(f"{path}: mapping names rows outside the table, which has {num_rows}")
@@ -125,4 +122,4 @@ def _row_of(card: ModelCard, arrays: Arrays, path: Path) -> Ints:
         raise ModelError(f"{path}: weights is {list(arrays.shape('weights') or ())}, should be [{num_tokens}]")
     row_of = np.append(row_of, -1)
     row_of[list(card.ignored_ids)] = -1
-    return row_of
+    return name, row_of
