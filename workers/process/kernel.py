@@ -6,6 +6,7 @@ Owns the calls into libc and /proc, and the description of how a process ended. 
 import ctypes
 import faulthandler
 import os
+import re
 import resource
 import signal
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from vecd.workers.machine import kilobytes, line_of
+from vecd.workers.machine import kilobytes
 
 # Linux UAPI include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -110,7 +111,10 @@ def describe_status(status: int | None) -> str:
 
 
 def num_threads() -> int:
-    return int(line_of(Path("/proc/self/status"), "Threads"))
+    """Raises OSError, as without a free descriptor."""
+    found = re.search(r"^Threads:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found, "the kernel counts threads"
+    return int(found[1])
 
 
 def is_single_threaded() -> bool:
