@@ -296,13 +296,17 @@ def read_whole_number(value: Any, name: str) -> int:
 def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any) -> Field[T]:
     """A field that must be one of the keys of `choices`; it reads as the value of that key."""
 
-    def read(value: Any, name: str) -> T:
-        if isinstance(value, str) and value in choices:
-            return choices[value]
-        names = ", ".join(f"'{choice}'" for choice in choices)
-        raise BadRequest(f"'{name}' must be one of {names}, is {given(value)}", param=name)
+    return Field(
+        name, description, {"enum": [*choices, None], **schema}, lambda value, name: one_of(choices, value, name)
+    )
 
-    return Field(name, description, {"enum": [*choices, None], **schema}, read)
+
+def one_of(choices: Mapping[str, T], value: Any, where: str, param: str = "") -> T:
+    """What the value means, which is one of the `choices`. Raises BadRequest; `where` and `param` as in `expect`."""
+    if isinstance(value, str) and value in choices:
+        return choices[value]
+    names = ", ".join(f"'{choice}'" for choice in choices)
+    raise BadRequest(f"'{where}' must be one of {names}, is {given(value)}", param=param or where)
 
 
 REQUEST_ID = text(

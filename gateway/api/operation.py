@@ -125,6 +125,11 @@ class Operation:
     """Schemas of responses of the server's own routes that have other statuses, for the documentation."""
 
 
+def posted(operation: Operation, *paths: str) -> dict[str, Operation]:
+    """The operation at several paths, as in `Dialect.operations`."""
+    return {f"POST {path}": operation for path in paths}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     name: str

@@ -24,10 +24,10 @@ each. Such texts have no other prompt, and by default no special tokens but the 
 """
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
@@ -269,20 +269,21 @@ def _role_of(wanted: Wanted, model_info: ModelInfo, purpose: str | None) -> Role
 
 _CUT = frozenset((Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT))
 _NONE = frozenset((Overflow.ERROR,))
-_ENDS = {"NONE": _NONE, "START": frozenset((Overflow.TRUNCATE_LEFT,)), "END": frozenset((Overflow.TRUNCATE,))}
+ENDS = {"NONE": _NONE, "START": frozenset((Overflow.TRUNCATE_LEFT,)), "END": frozenset((Overflow.TRUNCATE,))}
+"""Cohere's values, by which end is cut."""
 _OF_FLAG: dict[bool, frozenset[Overflow]] = {True: _CUT, False: _NONE}
 # A side alone does not decide whether an input may be cut.
 _OF_SIDE = {
-    "left": Said(overflow=frozenset(Overflow) - _ENDS["END"], truncation_side="left"),
-    "right": Said(overflow=frozenset(Overflow) - _ENDS["START"], truncation_side="right"),
+    "left": Said(overflow=frozenset(Overflow) - ENDS["END"], truncation_side="left"),
+    "right": Said(overflow=frozenset(Overflow) - ENDS["START"], truncation_side="right"),
 }
 
 
 def _read_truncate(value: Any, name: str) -> frozenset[Overflow]:
     if isinstance(value, bool):
         return _OF_FLAG[value]
-    if isinstance(value, str) and value in _ENDS:
-        return _ENDS[value]
+    if isinstance(value, str) and value in ENDS:
+        return ENDS[value]
     raise BadRequest(f"'{name}' must be true, false, 'NONE', 'START' or 'END', is {given(value)}", param=name)
 
 
@@ -309,7 +310,7 @@ TRUNCATE = replace(
     name="truncate",
     description="true, or Cohere's and NVIDIA's `END` and `START`, cut an input that is longer than the model takes at "
     "that end; false and `NONE` make it an error",
-    schema=any_of(nullable("boolean"), {"enum": [*_ENDS]}),
+    schema=any_of(nullable("boolean"), {"enum": [*ENDS]}),
     read=_read_truncate,
 )
 TRUNCATION = replace(TRUNCATE.called("truncation", "Voyage's"), schema=nullable("boolean"), read=read_truncation)
@@ -421,17 +422,11 @@ _JINA_TYPES = {
 }  # fmt: skip
 
 
-def _refuse(value: Any, name: str, names: Mapping[str, Any]) -> NoReturn:
-    *most, last = [f"'{name}'" for name in names]
-    raise BadRequest(f"'{name}' must be {', '.join(most)} or {last}, is {given(value)}", param=name)
-
-
 def _read_encoding(value: Any, name: str) -> str | None:
     if value == "":  # some clients send it for the default
         return None
-    if not isinstance(value, str) or value not in _ENCODINGS:
-        _refuse(value, name, _ENCODINGS)
-    return value
+    fields.one_of(_ENCODINGS, value, name)
+    return str(value)
 
 
 def _read_jina_type(value: Any, name: str) -> Said:
@@ -439,10 +434,8 @@ def _read_jina_type(value: Any, name: str) -> Said:
         if len(value) != 1:
             raise BadRequest(f"'{name}' must be one type, or a list of one, is a list of {len(value)}", param=name)
         [value] = value
-    if not isinstance(value, str) or value not in _JINA_TYPES:
-        _refuse(value, name, _JINA_TYPES)
-    encoding = value if value == "base64" else None
-    return Said(embedding_type=value, output_dtype=_JINA_TYPES[value], encoding_format=encoding)
+    dtype, encoding = fields.one_of(_JINA_TYPES, value, name), value if value == "base64" else None
+    return Said(embedding_type=value, output_dtype=dtype, encoding_format=encoding)
 
 
 def _jina_type(name: str, description: str) -> Field[Said]:

@@ -25,7 +25,6 @@ from vecd.gateway.api.fields import (
     any_of,
     described,
     expect,
-    given,
     json_type,
     list_of,
     nullable,
@@ -38,7 +37,7 @@ from vecd.gateway.dialects.ask import INPUT, INPUT_TYPE, MAX_TOKENS, MODEL, chec
 from vecd.gateway.dialects.vllm import IDS, Tokens, parse_detokenize
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest
-from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Overflow, Response
+from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Response
 
 _FORMS = {
     "float": Form(),
@@ -55,9 +54,7 @@ _FORMS = {
 def _read_types(value: Any, name: str) -> Said:
     """Without repetitions."""
     for index, item in enumerate(expect(list, value, name, "a list")):
-        if not isinstance(item, str) or item not in _FORMS:
-            known = ", ".join(f"'{known}'" for known in _FORMS)
-            raise BadRequest(f"'{name}[{index}]' must be one of {known}, is {given(item)}", param=name)
+        fields.one_of(_FORMS, item, f"{name}[{index}]", name)
     names = tuple(dict.fromkeys(value))
     return Said(embedding_types=names, output_dtype=[_FORMS[name].dtype for name in names])
 
@@ -92,11 +89,7 @@ TRUNCATE = replace(
         "truncate",
         "what becomes of a text that is longer than the model takes: an error (`NONE`), or its start or end is cut; "
         "default: as the server is configured",
-        {
-            "NONE": frozenset((Overflow.ERROR,)),
-            "START": frozenset((Overflow.TRUNCATE_LEFT,)),
-            "END": frozenset((Overflow.TRUNCATE,)),
-        },
+        ask.ENDS,
     ),
     key=ask.OVERFLOW.key,
 )

@@ -26,7 +26,7 @@ from vecd.gateway.api.answer import (
     usage,
 )
 from vecd.gateway.api.fields import Fields, Schema, Wanted, agreed, any_of, described, list_of, nullable, record
-from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedMessages
+from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedMessages, posted
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, outputs
 from vecd.gateway.dialects.ask import (
@@ -296,19 +296,14 @@ DIALECT = Dialect(
     name="openai",
     title="OpenAI",
     operations={
-        "POST /v1/embeddings": EMBEDDINGS,
-        "POST /embeddings": EMBEDDINGS,
-        "POST /openai/deployments/*/embeddings": EMBEDDINGS,
-        "POST /v1/openai/deployments/*/embeddings": EMBEDDINGS,
-        "POST /v1/deployments/*/embeddings": EMBEDDINGS,
-        "POST /openai/v1/embeddings": EMBEDDINGS,  # KServe and others put OpenAI's routes below /openai
-        "POST /v1/engines/*/embeddings": EMBEDDINGS,
-        "POST /engines/*/embeddings": EMBEDDINGS,
-        "POST /v1/classify": ZERO_SHOT,
-        "POST /classify": ZERO_SHOT,
-        "POST /v1/multi-vector": _MULTI_VECTOR,
-        "POST /openai/v1/classify": ZERO_SHOT,
-        "POST /openai/v1/multi-vector": _MULTI_VECTOR,
+        **posted(
+            EMBEDDINGS,
+            *("/v1/embeddings", "/embeddings", "/v1/engines/*/embeddings", "/engines/*/embeddings"),
+            *("/openai/deployments/*/embeddings", "/v1/openai/deployments/*/embeddings"),
+            *("/v1/deployments/*/embeddings", "/openai/v1/embeddings"),  # KServe and others put OpenAI's below /openai
+        ),
+        **posted(ZERO_SHOT, "/v1/classify", "/classify", "/openai/v1/classify"),
+        **posted(_MULTI_VECTOR, "/v1/multi-vector", "/openai/v1/multi-vector"),
         "GET /v1/models": _MODELS,
         "GET /models": _MODELS,
         "GET /v1/models/*": _MODEL,

@@ -70,6 +70,7 @@ _DENSE, _SPARSE, _MULTI_VECTOR = _KINDS = ("dense", "sparse", "multi-vector")
 NEEDS = _KINDS
 """As in `Operation.needs`."""
 Kinds: TypeAlias = frozenset[str]
+_BY_NAME = {kind: kind for kind in _KINDS}
 DENSE_ALONE: Kinds = frozenset((_DENSE,))
 _ALL_KINDS = frozenset(frozenset(some) for n in (1, 2, 3) for some in combinations(_KINDS, n))
 WITH_MULTI_VECTOR = frozenset(kinds for kinds in _ALL_KINDS if _MULTI_VECTOR in kinds)
@@ -80,10 +81,7 @@ def _read_output(value: Any, name: str) -> frozenset[Kinds]:
     if not items:
         raise BadRequest(f"'{name}' must have one kind of vectors at least, is an empty list", param=name)
     for index, item in enumerate(items):
-        if not isinstance(item, str) or item not in _KINDS:
-            where = f"{name}[{index}]" if isinstance(value, list) else name
-            known = ", ".join(f"'{kind}'" for kind in _KINDS)
-            raise BadRequest(f"'{where}' must be one of {known}, is {given(item)}", param=name)
+        fields.one_of(_BY_NAME, item, f"{name}[{index}]" if isinstance(value, list) else name, name)
     return frozenset((frozenset(items),))
 
 

@@ -54,7 +54,7 @@ from vecd.gateway.api.fields import (
     nullable,
     record,
 )
-from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed
+from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, posted
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import ACTIVATION, MODEL, OWN, RAW, check_num, parse_texts
@@ -489,17 +489,13 @@ DIALECT = Dialect(
     name="rerank",
     title="Rerank (Cohere, Jina, Voyage, vLLM, infinity, NVIDIA)",
     operations={
-        "POST /rerank": _RERANK,
-        "POST /v1/rerank": _RERANK,
-        "POST /openai/v1/rerank": _RERANK,
-        "POST /v2/rerank": _RERANK,
-        "POST /api/rerank": _RERANK,
-        "POST /voyage/v1/rerank": Operation(
+        **posted(_RERANK, "/rerank", "/v1/rerank", "/openai/v1/rerank", "/v2/rerank", "/api/rerank"),
+        "POST /voyage/v1/rerank": replace(
+            _RERANK,
             summary="Rank documents, for clients of Voyage that are recognized by no field",
-            fields=Fields(*_FIELDS),
             embed=partial(parse_rerank, is_voyage=True),
             response=_RERANKED,
-            needs=NEEDS,
+            claims=(),
         ),
         "POST /v1/ranking": Operation(
             summary="Rank passages by how well they answer a query",

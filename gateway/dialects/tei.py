@@ -12,7 +12,7 @@ there. Source of the shapes: its router's types, version 1.9. Differences from i
 - of a model that classifies tokens, a flat list is one of texts, and labels are of tokens or spans of the text.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from vecd.gateway.api.fields import (
     nullable,
     record,
 )
-from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize
+from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize, posted
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, classify, outputs, rerank
 from vecd.gateway.dialects.ask import (
@@ -79,7 +79,7 @@ from vecd.gateway.errors import (
     Unavailable,
     WrongModel,
 )
-from vecd.gateway.request import Embedded, EmbedRequest, Encoding, Form, Pair, Response, Token
+from vecd.gateway.request import Embedded, Encoding, Form, Pair, Response, Token
 from vecd.shm.output import Output
 
 # --- options ----------------------------------------------------------------------------------------------------
@@ -231,27 +231,21 @@ def parse_embed(call: Call) -> ParsedEmbed:
     return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
 
 
-def parse_for_hub(call: Call) -> ParsedEmbed:
-    """At Hugging Face's paths, by what the model is for."""
-    return _by_kind(call, parse_embed, parse_by_hub)
-
-
-def _by_kind(call: Call, embed: Callable[[Call], ParsedEmbed], predict: Callable[[Call], ParsedEmbed]) -> ParsedEmbed:
-    """What the model is for; a model that makes vectors of texts may also do other things, by other paths."""
+def parse_by_kind(call: Call, *, is_for_hub: bool = False) -> ParsedEmbed:
+    """What the model is for; a model that makes vectors of texts may also do other things, by other paths. Texts to
+    compare are recognized by their shape, because clients send them to "/", too. `is_for_hub`: as in `parse_predict`;
+    there are none."""
     model_info = call.model_info
     if model_info.is_dense:
-        return embed(call._replace(wanted=call.wanted.without(INPUT_TYPE)))  # which is of sparse vectors
+        call = call._replace(wanted=call.wanted.without(INPUT_TYPE))  # which is of sparse vectors
+        compares = not is_for_hub and isinstance(call.wanted.get(INPUT), dict)
+        return parse_similarity(call) if compares else parse_embed(call)
     if model_info.card.score is None and model_info.card.sparse is None:
         raise WrongModel(
             f"{model_info.what_it_is()}: POST /v1/embeddings with 'output' 'multi-vector'",
             can=lambda info: info.is_dense or info.card.score is not None or info.card.sparse is not None,
         )
-    return parse_embed_sparse(call) if model_info.card.score is None else predict(call)
-
-
-def parse_embed_or_compare(call: Call) -> ParsedEmbed:
-    """Texts to compare are recognized by their shape, because clients send them to "/", too."""
-    return parse_similarity(call) if isinstance(call.wanted.get(INPUT), dict) else parse_embed(call)
+    return parse_embed_sparse(call) if model_info.card.score is None else parse_predict(call, is_for_hub=is_for_hub)
 
 
 def parse_embed_all(call: Call) -> ParsedEmbed:
@@ -334,57 +328,37 @@ def _of_one_kind(sequences: list[list[str]], name: str) -> list[str] | list[Pair
     return [texts[0] for texts in sequences] if num == 1 else [Pair(*texts) for texts in sequences]
 
 
-def parse_predict(call: Call) -> ParsedEmbed:
-    classify.head_of(call.model_info)
-    if classify.classifies_tokens(call.model_info):
-        return _parse_tokens(call)
-    return _parse_sequences(call, *read_sequences(call.wanted.get(INPUT), PREDICTED.name, call.model_info))
-
-
-def parse_by_hub(call: Call) -> ParsedEmbed:
-    """At Hugging Face's paths: a flat list is one of texts, and the labels of even one text are in a list of lists,
-    where its clients look for them."""
-    if classify.classifies_tokens(call.model_info):
-        return _parse_tokens(call)
-    value, name = call.wanted.get(INPUT), PREDICTED.name
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        value = [[text] for text in parse_texts(value, name, call.model_info.config.max_inputs)]
-    inputs, _ = read_sequences(value, name, call.model_info)
-    return _parse_sequences(call, inputs, is_single=False)
-
-
-def _parse_sequences(call: Call, inputs: list[str] | list[Pair], is_single: bool) -> ParsedEmbed:
-    wanted, model_info = call.wanted, call.model_info
+def parse_predict(call: Call, *, is_for_hub: bool = False) -> ParsedEmbed:
+    """Where labels are of tokens, flat lists are of texts: there is nothing to say of the tokens of a pair.
+    `is_for_hub`: a flat list is one of texts, too, and the labels of even one text are in a list of lists, where
+    Hugging Face's clients look for them."""
+    wanted, model_info, value, name = call.wanted, call.model_info, call.wanted.get(INPUT), PREDICTED.name
     head, activation, top_k = classify.head_of(model_info), activation_of(wanted), wanted.get(TOP_K)
+    are_of_tokens = classify.classifies_tokens(model_info)
+    inputs: list[str] | list[Pair]
+    if are_of_tokens:
+        _check_not_empty(value, name)
+        inputs, is_single = parse_texts(value, name, model_info.config.max_inputs), isinstance(value, str)
+    else:
+        if is_for_hub and isinstance(value, list) and value and isinstance(value[0], str):
+            value = [[text] for text in parse_texts(value, name, model_info.config.max_inputs)]
+        inputs, is_single = read_sequences(value, name, model_info)
+        is_single = is_single and not is_for_hub
 
-    def render(embedded: Embedded) -> Response:
-        results = written(classify.ranked_labels(embedded, head, activation, top_k))
-        return _render_labels(results, embedded, is_single=is_single, model_info=model_info)
+    def respond(labels: Iterator[Iterable[bytes]], embedded: Embedded) -> Response:
+        """`labels`: the JSON of each sequence's, in pieces."""
+        body = iter(next(labels)) if is_single else list_of_pieces(labels)
+        return Response(200, body, headers_of(embedded, model_info))
 
-    request = _predict_request(call, inputs, Output.SCORES)
-    return ParsedEmbed(request, render, classify.is_large(len(inputs), model_info))
-
-
-def _parse_tokens(call: Call) -> ParsedEmbed:
-    """Flat lists are of texts: there is nothing to say of the tokens of a pair."""
-    wanted, model_info, value = call.wanted, call.model_info, call.wanted.get(INPUT)
-    _check_not_empty(value, PREDICTED.name)
-    texts = parse_texts(value, PREDICTED.name, model_info.config.max_inputs)
-    request = _predict_request(call, texts, Output.TOKEN_SCORES)
-    respond = partial(_render_labels, is_single=isinstance(value, str), model_info=model_info)
-    return classify.parse_entities(request, model_info, wanted, activation_of(wanted), respond)
-
-
-def _predict_request(call: Call, inputs: list[str] | list[Pair], output: Output) -> EmbedRequest:
-    return resolve(call, inputs, output, are_ids_of_model=True)
-
-
-def _render_labels(
-    results: Iterator[Iterable[bytes]], embedded: Embedded, *, is_single: bool, model_info: ModelInfo
-) -> Response:
-    """`results`: the JSON of each sequence, in pieces."""
-    body = iter(next(results)) if is_single else list_of_pieces(results)
-    return Response(200, body, headers_of(embedded, model_info))
+    output = Output.TOKEN_SCORES if are_of_tokens else Output.SCORES
+    request = resolve(call, inputs, output, are_ids_of_model=True)
+    if are_of_tokens:
+        return classify.parse_entities(request, model_info, wanted, activation, respond)
+    return ParsedEmbed(
+        request,
+        lambda embedded: respond(written(classify.ranked_labels(embedded, head, activation, top_k)), embedded),
+        classify.is_large(len(inputs), model_info),
+    )
 
 
 # --- sparse vectors ---------------------------------------------------------------------------------------------
@@ -466,7 +440,7 @@ def parse_rerank(call: Call) -> ParsedEmbed:
 def parse_default(call: Call) -> ParsedEmbed:
     if call.wanted.get(QUERY) is not None:
         return parse_rerank(call)
-    return parse_pairs(call) if _takes_pairs(call.model_info) else _by_kind(call, parse_embed_or_compare, parse_predict)
+    return parse_pairs(call) if _takes_pairs(call.model_info) else parse_by_kind(call)
 
 
 def _takes_pairs(model_info: ModelInfo) -> bool:
@@ -651,7 +625,7 @@ _EMBED_BY_MODEL = replace(
     _EMBED,
     summary="Embed or classify texts, where clients of Hugging Face look for it",
     fields=_with_parameters(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, options=_ALL_PARAMETERS),
-    embed=parse_for_hub,
+    embed=partial(parse_by_kind, is_for_hub=True),
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
 )
@@ -663,8 +637,7 @@ DIALECT = Dialect(
     title="text-embeddings-inference",
     operations={
         "POST /embed": replace(_EMBED, claims=(INPUTS.name,)),
-        "POST /models/*": _EMBED_BY_MODEL,
-        **{f"POST {path.format(task)}": _EMBED_BY_MODEL for task in _HUB_TASKS for path in _HUB_PATHS},
+        **posted(_EMBED_BY_MODEL, "/models/*", *(path.format(task) for task in _HUB_TASKS for path in _HUB_PATHS)),
         "POST /": _DEFAULT,
         "POST /invocations": _INVOCATION,
         "POST /embed_all": Operation(

@@ -23,6 +23,7 @@ from vecd.gateway.api.operation import (
     ParsedEmbed,
     ParsedMessages,
     ParsedTokenize,
+    posted,
 )
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, classify, rerank
@@ -201,23 +202,22 @@ def parse_tokenize(call: Call) -> ParsedTokenize | ParsedMessages:
     wanted, model_info = call.wanted, call.model_info
     prompt = model_info.prompt_of_model_name(wanted.get(MODEL))
     if isinstance(value := wanted.get(INPUT), ask.Conversations):
+        tokenize = partial(_tokenize, prompt="")
         return ask.render_conversations(
-            call, value, _tokenize_conversation, TEXT.name, max_conversations=1, add_generation_prompt=True
+            call, value, tokenize, TEXT.name, max_conversations=1, add_generation_prompt=True
         )
     text = fields.read_text(wanted.require(TEXT), TEXT.name)
-    prompt = model_info.default_prompt if prompt is None else prompt
-    return _tokenize(call, [text], prompt, adds_special_tokens=wanted.get(ADD_SPECIAL_TOKENS) is not False)
+    call = call._replace(wanted=wanted | Wanted({INPUT.key: [text]}))
+    return _tokenize(call, model_info.default_prompt if prompt is None else prompt)
 
 
-def _tokenize_conversation(call: Call) -> ParsedTokenize:
+def _tokenize(call: Call, prompt: str) -> ParsedTokenize:
+    """The call for the tokens of its one text."""
     wanted = call.wanted
-    return _tokenize(call, wanted.require(INPUT), "", adds_special_tokens=wanted.get(ADD_SPECIAL_TOKENS) is True)
-
-
-def _tokenize(call: Call, texts: list[str], prompt: str, *, adds_special_tokens: bool) -> ParsedTokenize:
-    tokens = Tokens(wants_texts=call.wanted.get(RETURN_TOKEN_STRS) is True)
+    tokens = Tokens(wants_texts=wanted.get(RETURN_TOKEN_STRS) is True)
     render = partial(render_tokenize, tokens, max_tokens=call.model_info.config.max_tokens)
-    return ParsedTokenize(texts, adds_special_tokens, prompt, tokens, render)
+    adds_special_tokens = wanted.get(ADD_SPECIAL_TOKENS) is not False
+    return ParsedTokenize(wanted.require(INPUT), adds_special_tokens, prompt, tokens, render)
 
 
 class Tokens:
@@ -294,12 +294,8 @@ DIALECT = Dialect(
             returns_tokens=True,
             binary_media_types=EMBEDDINGS.binary_media_types,
         ),
-        "POST /score": rerank.SCORE,
-        "POST /v1/score": rerank.SCORE,
-        "POST /openai/v1/score": rerank.SCORE,
-        "POST /classify": CLASSIFY,
-        "POST /v1/classify": CLASSIFY,
-        "POST /openai/v1/classify": CLASSIFY,
+        **posted(rerank.SCORE, "/score", "/v1/score", "/openai/v1/score"),
+        **posted(CLASSIFY, "/classify", "/v1/classify", "/openai/v1/classify"),
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, MODEL, ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *ask.CONVERSATION_FIELDS),
