@@ -731,14 +731,23 @@ _WITH_ROLES = frozenset((Output.SPARSE, Output.LEXICAL, Output.TOKEN_VECTORS, Ou
 """Outputs that may be others for a query than for a document."""
 _WITH_WEIGHTS = frozenset((Output.SPARSE, Output.LEXICAL, Output.HYBRID))
 _FLOAT32 = {Dtype.FLOAT32}
-_USUAL_TOKENIZING = Tokenizing()
+_USUAL_TOKENIZING = {are_own: Tokenizing(are_ids_of_model=are_own) for are_own in (False, True)}
 
 
-def usual_request(call: Call, inputs: Inputs, forms: tuple[Form, ...]) -> EmbedRequest:
+def usual_request(
+    call: Call,
+    inputs: Inputs,
+    forms: tuple[Form, ...],
+    normalize: bool = False,
+    are_ids_of_model: bool = False,
+) -> EmbedRequest:
     """As `resolve`, for dense vectors, of a call that says nothing but USUAL, of a model that no alias names."""
     headers, prompt = call.headers, call.model_info.prompt_of_model_name(call.wanted.get(MODEL))
-    tokenizing = _USUAL_TOKENIZING if prompt is None else Tokenizing(prompt)
-    return EmbedRequest(inputs, forms, parse_priority(headers), parse_timeout_s(headers), tokenizing)
+    tokenizing = _USUAL_TOKENIZING[are_ids_of_model]
+    if prompt is not None:
+        tokenizing = tokenizing._replace(prompt=prompt)
+    timeout_s = parse_timeout_s(headers)
+    return EmbedRequest(inputs, forms, parse_priority(headers), timeout_s, tokenizing, Output.VECTORS, normalize)
 
 
 def resolve(
@@ -762,6 +771,8 @@ def resolve(
     those of its chunks. Raises BadRequest."""
     wanted, headers, model_info, defaults = call.wanted, call.headers, call.model_info, call.model_info.defaults
     is_dense = output is Output.VECTORS
+    if is_dense and preferred is None and purpose is None and defaults is None and wanted.is_within(USUAL):
+        return usual_request(call, inputs, forms, normalizes is True, are_ids_of_model)
     if has_prompt:
         prompt = _prompt_of(wanted, model_info, purpose)
     else:
