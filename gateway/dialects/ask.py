@@ -573,7 +573,7 @@ def render_conversations(
     add_generation_prompt: bool = False,
 ) -> ParsedMessages:
     """The call for the texts of conversations. `proceed` parses the same call with their texts in place of
-    inputs. `instead_of`: the field of texts. `max_conversations`: None for as many as inputs. `add_generation_prompt`:
+    inputs. `instead_of`: the field of texts. `max_conversations`: None: the limit on inputs. `add_generation_prompt`:
     the default of the field. Raises BadRequest, also what `proceed` raises for any texts."""
     wanted, model_info = call.wanted, call.model_info
     if model_info.config.chat_template is None:
