@@ -20,7 +20,7 @@ VarlenAttention: TypeAlias = Callable[..., Any]
 
 
 class Cuda:
-    """`vecd.workers.torch.device.DeviceCalls` for one GPU. Side effects: the GPU becomes the process's current one,
+    """One GPU. Side effects: the GPU becomes the process's current one,
     because some kernels allocate memory on the current GPU and a context on another GPU costs hundreds of megabytes;
     float32 matrices are multiplied in float32."""
 
@@ -34,9 +34,11 @@ class Cuda:
         return torch.cuda.get_device_name(self._device)
 
     def upload(self, tensor: Tensor) -> Tensor:
+        """A copy on the device of a tensor in the processor's memory, for use by the next computation."""
         return upload(tensor, self._device)
 
     def pin(self, address: int, nbytes: int) -> None:
+        """Pin memory of this process until its end. Raises RuntimeError when the driver refuses it."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         register = getattr(runtime, "cudaHostRegister", None)
         if register is None:
@@ -56,6 +58,8 @@ class Cuda:
         return torch.empty(shape, dtype=torch.float32, pin_memory=True)
 
     def start_copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Copy `source` on the device to `target` in pinned memory, after the computations so far and in parallel to
+        the next ones. Copies run one after the other. The caller keeps `target` until the event has occurred."""
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)

@@ -12,7 +12,7 @@ torch's. Knows no model. The calls into CUDA are in `vecd.workers.torch.cuda`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,36 +55,8 @@ def open_device(device: torch.device) -> Device:
     return Accelerator(cuda.Cuda(device)) if device.type == "cuda" else Device()
 
 
-class Event(Protocol):
-    """Like torch.cuda.Event: a place in a stream of work."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
-class DeviceCalls(Protocol):
-    """The functions of CUDA that `Accelerator` needs."""
-
-    def name(self) -> str: ...
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """A copy on the device of a tensor in the processor's memory, for use by the next computation."""
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """Pin memory of this process until its end. Raises RuntimeError when the driver refuses it."""
-
-    def pinned(self, shape: tuple[int, ...]) -> Tensor:
-        """A new float32 tensor in pinned memory."""
-
-    def start_copy(self, target: Tensor, source: Tensor) -> Event:
-        """Copy `source` on the device to `target` in pinned memory, after the computations so far and in parallel to
-        the next ones. Copies run one after the other. The caller keeps `target` until the event has occurred."""
-
-    def free_memory(self) -> None: ...
-
-
 class Accelerator(Device):
-    def __init__(self, calls: DeviceCalls) -> None:
+    def __init__(self, calls: cuda.Cuda) -> None:
         self._calls = calls
         self._pinned = range(0)
 
@@ -104,9 +76,9 @@ class Accelerator(Device):
         ordered = vectors.index_select(0, self._calls.upload(torch.from_numpy(inverse(order))))
         target = rows[: order.size]
         if self._holds(target):
-            return _Written(self._calls.start_copy(torch.from_numpy(target), ordered))
+            return _Copied(self._calls.start_copy(torch.from_numpy(target), ordered))
         staged = self._calls.pinned(tuple(target.shape))
-        return _Staged(self._calls.start_copy(staged, ordered), staged, target)
+        return _Copied(self._calls.start_copy(staged, ordered), staged, target)
 
     def _holds(self, rows: Rows) -> bool:
         addresses = span([rows])
@@ -119,29 +91,21 @@ class Accelerator(Device):
         return {**super().facts(), "gpu": self._calls.name()}
 
 
-class _Written:
-    def __init__(self, copied: Event) -> None:
-        self._copied = copied
+class _Copied:
+    def __init__(self, copied: torch.cuda.Event, staged: Tensor | None = None, rows: Rows | None = None) -> None:
+        """`staged`: the copy's target, in place of `rows`."""
+        self._copied, self._staged, self._rows = copied, staged, rows
 
     def is_ready(self) -> bool:
         try:
-            return self._copied.query()
+            return self._copied.query()  # type: ignore[no-any-return, no-untyped-call]
         except RuntimeError:  # the device is lost; the call raises the same
             return True
 
     def __call__(self) -> None:
         self._copied.synchronize()
-
-
-class _Staged(_Written):
-    def __init__(self, copied: Event, staged: Tensor, rows: Rows) -> None:
-        super().__init__(copied)
-        self._staged = staged
-        self._rows = rows
-
-    def __call__(self) -> None:
-        super().__call__()
-        self._rows[:] = self._staged.numpy()
+        if self._staged is not None and self._rows is not None:
+            self._rows[:] = self._staged.numpy()
 
 
 def inverse(order: Ints) -> Ints:

@@ -22,6 +22,7 @@ tokens: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +54,6 @@ class Norm:
         if self.is_rms:
             return normalize_rms_(x.to(torch.float32, copy=True), self.epsilon).mul_(self.weight).to(x.dtype)
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
-
-
-def _no_norm(x: Tensor) -> Tensor:
-    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class Layer:
     qkv: PrepackedLinear
     attention: Attention
     out: PrepackedLinear
-    norm: Norm
+    norm: Callable[[Tensor], Tensor]
     gate: PrepackedLinear | None
     up: PrepackedLinear
     activation: Activation
@@ -162,12 +159,12 @@ class FusedForward:
             return self._norm(last(x, layout.runs, prefix, starts)[: layout.starts.size])
         return self._norm(last(x, layout.runs, prefix)[num_before:num_tokens])
 
-    def warm(self, max_tokens: int) -> None:
+    def warm(self, max_tokens: int, width: int) -> None:
         """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer
         is enough. 0.1 s for all-MiniLM-L6-v2."""
         with torch.inference_mode():
             for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
-                x = torch.zeros(num_tokens, self._layers[0].norm.weight.shape[0], dtype=self._dtype)
+                x = torch.zeros(num_tokens, width, dtype=self._dtype)
                 self._layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
 
 
@@ -197,17 +194,11 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         forward = _Builder(
             describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
         ).build(has_first_tokens_only=card.reads_first_tokens_only)
-        forward.warm(card.max_tokens)
+        forward.warm(card.max_tokens, card.hidden_size)
         return forward
     except (OSError, ModelError, ValueError, KeyError, TypeError, RuntimeError) as error:
         # The packed path reads the same files and reports their faults.
         raise NotDescribed(f"{type(error).__name__}: {error}") from error
-
-
-def _refuse_other_parts(encoder: EncoderSpec) -> None:
-    has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
-    if has_others or any(layer.frequency_divisor != 1 or layer.attended_norm for layer in encoder.layers):
-        raise NotDescribed("the fused path does not compute all parts of layers like these")
 
 
 class _Builder:
@@ -220,17 +211,20 @@ class _Builder:
         self._dtype = dtype
         self._max_tokens = max_tokens
         self._bias = self._distance_bias()
-        # Shared by the layers: by theta, and by distance.
-        self._tables: dict[float, Tensor] = {}
-        self._windows: dict[int, SlidingWindow] = {}
+        # Shared by the layers that have the same.
+        self._rotations = cache(partial(rotations, num_positions=max_tokens))
+        self._windows = cache(partial(SlidingWindow, is_causal=encoder.is_causal))
 
     def build(self, *, has_first_tokens_only: bool) -> FusedForward:
         """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
-        _refuse_other_parts(self._encoder)
-        layers = [self._layer(layer) for layer in self._encoder.layers]
+        encoder = self._encoder
+        has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
+        if has_others or any(layer.frequency_divisor != 1 or layer.attended_norm for layer in encoder.layers):
+            raise NotDescribed("the fused path does not compute all parts of layers like these")
+        layers = [self._layer(layer) for layer in encoder.layers]
         between = type_between_layers(self._dtype)
         assert between is not None
-        norm = self._norm_or_none(self._encoder.final_norm)
+        norm = self._norm(encoder.final_norm)
         return FusedForward(self._embeddings(), layers, norm, between, has_first_tokens_only=has_first_tokens_only)
 
     def _embeddings(self) -> Embeddings:
@@ -245,7 +239,7 @@ class _Builder:
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
             type_difference=difference,
-            norm=self._norm_or_none(encoder.embedding_norm),
+            norm=self._norm(encoder.embedding_norm),
             projection=None if encoder.projection is None else self._linear(encoder.projection),
             positions_after=encoder.positions_after,
         )
@@ -260,7 +254,7 @@ class _Builder:
         qkv, attention = self._attention(layer)
         return Layer(
             is_norm_first=self._encoder.final_norm is not None,
-            attention_norm=self._norm_or_none(layer.attention_norm),
+            attention_norm=self._norm(layer.attention_norm),
             qkv=qkv,
             attention=attention,
             out=self._linear(layer.out),
@@ -288,9 +282,10 @@ class _Builder:
             if bias is not None:
                 bias = torch.cat([paired(bias[:num_rotated], head_dim), bias[num_rotated:]])
             norm = self._head_norms(layer, num_heads, num_key_heads, head_dim)
-            rotation = Rotation(self._table(layer.theta, head_dim), norm, self._encoder.epsilon)
-        is_causal, window = self._encoder.is_causal, self._window(layer.window)
-        attention = Attention(num_heads, num_key_heads, self._bias, rotation, is_causal, window)
+            rotation = Rotation(self._rotations(layer.theta, head_dim), norm, self._encoder.epsilon)
+        hides = layer.window is not None and layer.window < self._max_tokens - 1
+        window = self._windows(layer.window) if hides else None
+        attention = Attention(num_heads, num_key_heads, self._bias, rotation, self._encoder.is_causal, window)
         return make_linear(weight, bias, self._dtype), attention
 
     def _head_norms(self, layer: LayerSpec, num_heads: int, num_key_heads: int, head_dim: int) -> Tensor | None:
@@ -300,18 +295,6 @@ class _Builder:
             paired(self._weights[f"{name}.weight"].float(), head_dim) for name in (layer.query_norm, layer.key_norm)
         )
         return torch.cat([query.expand(num_heads, -1), key.expand(num_key_heads, -1)])
-
-    def _table(self, theta: float, head_dim: int) -> Tensor:
-        if theta not in self._tables:
-            self._tables[theta] = rotations(theta, head_dim, self._max_tokens)
-        return self._tables[theta]
-
-    def _window(self, distance: int | None) -> SlidingWindow | None:
-        if distance is None or distance >= self._max_tokens - 1:
-            return None
-        if distance not in self._windows:
-            self._windows[distance] = SlidingWindow(distance, self._encoder.is_causal)
-        return self._windows[distance]
 
     def _distance_bias(self) -> Tensor | None:
         if self._encoder.distance_bias is None:
@@ -332,10 +315,9 @@ class _Builder:
             return None
         return torch.cat([self._weights[name] for name in names])
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str | None) -> Callable[[Tensor], Tensor]:
+        if name is None:
+            return lambda x: x
         bias = None if self._encoder.is_rms else self._biases((name,))
         weight = self._weights[f"{name}.weight"].float()
         return Norm(weight, None if bias is None else bias.float(), self._encoder.epsilon, self._encoder.is_rms)
-
-    def _norm_or_none(self, name: str | None) -> Callable[[Tensor], Tensor]:
-        return _no_norm if name is None else self._norm(name)

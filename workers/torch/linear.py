@@ -119,11 +119,10 @@ def type_between_layers(dtype: str) -> torch.dtype | None:
 
 def make_linear(weight: Tensor, bias: Tensor | None, dtype: str) -> "PrepackedLinear":
     """Make a layer from weight [N, K] and bias [N] as stored. `type_between_layers(dtype)` must not be None."""
-    between = type_between_layers(dtype)
-    assert between is not None, dtype
-    bias = None if bias is None else bias.to(between, copy=True)
+    between = DTYPES[dtype]
     kernels = float_kernels(between)
     assert kernels is not None, dtype
+    bias = None if bias is None else bias.to(between, copy=True)
     return PrepackedLinear(kernels, kernels.prepack(weight.to(between), None), bias)
 
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -150,19 +151,12 @@ class _Pass:
         self.prefix = prefix
         self.num_tokens = runs[-1].stop if runs else 0
         self.attends_to_all = not any(run.attended for run in runs)
-        self._boundaries: Tensor | None = None
-        self._keys: list[Tensor | None] = []
-
-    def boundaries(self, device: torch.device) -> Tensor:
-        if self._boundaries is None:
-            self._boundaries = to_device(boundaries(self.runs), device)
-        return self._boundaries
-
-    def keys(self, device: torch.device) -> Sequence[Tensor | None]:
+        self.boundaries = cache(lambda device: to_device(boundaries(runs), device))
+        """On the device."""
+        self.keys: Callable[[torch.device], list[Tensor | None]] = cache(
+            lambda device: [to_device(run.attended_keys(), device) if run.attended else None for run in runs]
+        )
         """For each run: which of its tokens are attended to, bool [count, 1, 1, length]; None if all are."""
-        if not self._keys:
-            self._keys = [to_device(run.attended_keys(), device) if run.attended else None for run in self.runs]
-        return self._keys
 
 
 def boundaries(runs: Sequence[Run]) -> NDArray[np.int32]:
@@ -227,8 +221,7 @@ def packed_attention(
     query [1, heads, T, head dim], key and value [1, key heads, T, head dim] → [1, T, heads, head dim]. Raises
     PackingError for arguments that are not supported here.
     """
-    _refuse_unknown(arguments, dropout)
-    _check_shapes(query, key)
+    _refuse_unsupported(query, key, arguments, dropout)
     rule = _rule_of(module, attention_mask, is_causal, arguments.get("sliding_window"))
     # The kernel for variable lengths takes no sequence with fewer keys than queries.
     varlen = _varlen_for(query, value) if _pass.attends_to_all else None
@@ -286,17 +279,10 @@ def _attend_at_once(
     varlen: cuda.VarlenAttention, window: Window, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     starts, longest = _pass.boundaries(query.device), _pass.runs[-1].length
+    tokens = (_tokens_first(each) for each in (query, key, value))
+    is_grouped = key.shape[1] != query.shape[1]
     out: Tensor = varlen(
-        _tokens_first(query),
-        _tokens_first(key),
-        _tokens_first(value),
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=window,
-        enable_gqa=key.shape[1] != query.shape[1],
+        *tokens, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=is_grouped
     )
     return out[None]
 
@@ -336,15 +322,12 @@ def _rule_of(module: torch.nn.Module, mask: Any, is_causal: bool | None, window:
     return SequenceMask(causal_mask_function if causal else bidirectional_mask_function)
 
 
-def _refuse_unknown(arguments: dict[str, Any], dropout: float) -> None:
+def _refuse_unsupported(query: Tensor, key: Tensor, arguments: dict[str, Any], dropout: float) -> None:
     if dropout:
         raise PackingError("dropout in inference")
     for name, value in arguments.items():
         if name not in _HARMLESS_ARGUMENTS and value is not None and value is not False:
             raise PackingError(f"attention with {name}")
-
-
-def _check_shapes(query: Tensor, key: Tensor) -> None:
     num_tokens = _pass.num_tokens
     if query.shape[0] != 1 or query.shape[2] != num_tokens or key.shape[2] != num_tokens:
         raise PackingError(f"attention over {tuple(query.shape)}, not over the {num_tokens} packed tokens")

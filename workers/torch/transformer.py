@@ -154,48 +154,34 @@ Load = Callable[[str], "PreTrainedModel"]
 def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None = None) -> Engine:
     """Raises NotDescribed for a model without a fused path, ModelError for one that cannot be loaded, and anything that
     a model raises on a path that it does not support."""
-    device = torch.device(config.device)
-    load, score = load or partial(_load, config.card, device), config.card.score
-    if path in ("padded", "unpadded") and score is not None and not score.steps:
-        # No table describes its head: transformers' class computes that, too.
-        forward = _padded(config.card, path, device, load(dtype), has_head=True)
-        return TransformerEngine(forward, {config.card.main_output: _as_they_are}, dtype, device)
-    heads = load_heads(config.card, device)
-    engine = TransformerEngine(_forward(config.card, path, dtype, device, load), heads, dtype, device)
-    if score is not None and score.pooling == "lasttoken" and score.pair_template is not None:
-        engine.share_prefixes(prefix.probe(config.card))
+    card, device = config.card, torch.device(config.device)
+    load, score = load or partial(_load, card, device), card.score
+    # Where no table describes the head, transformers' class computes that, too.
+    has_head = path in ("padded", "unpadded") and score is not None and not score.steps
+    heads: Heads = {card.main_output: lambda logits, layout: logits.float()} if has_head else load_heads(card, device)
+    engine = TransformerEngine(_forward(card, path, dtype, device, load, has_head), heads, dtype, device)
+    if score is not None and score.pooling == "lasttoken" and score.pair_template is not None and not has_head:
+        engine.share_prefixes(prefix.probe(card))
     return engine
 
 
-def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load) -> Forward:
+def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load: Load, has_head: bool) -> Forward:
     if path == "fused":
         if device.type != "cpu":
             raise NotDescribed(f"the fused path is for processors, not for {device.type}")
         return load_fused(card, dtype)
+    if path not in ("packed", "padded", "unpadded"):
+        raise ModelError(f"{card.folder}: there is no path {path}")
+    model = load(dtype)
+    if card.score is not None and not has_head:
+        model = cast("PreTrainedModel", model.base_model)
     if path == "packed":
         from vecd.workers.torch.packed import PackedForward  # not below: it needs names inside transformers
 
-        return PackedForward(_body(card, load(dtype)), device, has_segments=card.has_segments)
-    if path not in ("padded", "unpadded"):
-        raise ModelError(f"{card.folder}: there is no path {path}")
-    return _padded(card, path, device, _body(card, load(dtype)))
-
-
-def _as_they_are(logits: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return logits.float()
-
-
-def _padded(
-    card: ModelCard, path: str, device: torch.device, model: "PreTrainedModel", *, has_head: bool = False
-) -> Forward:
+        return PackedForward(model, device, has_segments=card.has_segments)
     from vecd.workers.torch.padded import PaddedForward
 
-    may_pad = path == "padded"
-    return PaddedForward(model, device, may_pad=may_pad, has_segments=card.has_segments, has_head=has_head)
-
-
-def _body(card: ModelCard, model: "PreTrainedModel") -> "PreTrainedModel":
-    return model if card.score is None else cast("PreTrainedModel", model.base_model)
+    return PaddedForward(model, device, may_pad=path == "padded", has_segments=card.has_segments, has_head=has_head)
 
 
 def _load(card: ModelCard, device: torch.device, dtype: str) -> "PreTrainedModel":

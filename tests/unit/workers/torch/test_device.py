@@ -42,8 +42,8 @@ class Copy:
         self.is_done = True
 
 
-class Calls:
-    """`vecd.workers.torch.device.DeviceCalls`, on the processor."""
+class Calls(cuda.Cuda):
+    """On the processor."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         """`refusal`: what happens to who wants to pin memory."""
@@ -67,7 +67,7 @@ class Calls:
         self.num_buffers += 1
         return torch.full(shape, torch.nan)
 
-    def start_copy(self, target: Tensor, source: Tensor) -> Copy:
+    def start_copy(self, target: Tensor, source: Tensor) -> Copy:  # type: ignore[override]
         assert target.shape == source.shape
         assert source.is_contiguous()
         self.copies.append(Copy(target, source))
