@@ -51,6 +51,10 @@ class TruncationPolicy:
     """Of an input that is split, the prompt and special tokens included, each once."""
     prompt: str = ""
     prompt_ids: tuple[int, ...] = ()
+    role: "RoleTemplate | None" = None
+    """Its special tokens and limit are in the above."""
+    strips: bool = False
+    """A text is taken without the blanks around it."""
 
     @property
     def max_own_tokens(self) -> int:
@@ -70,21 +74,15 @@ class TruncationPolicy:
         return TokenizedInput(array("i", ids).tobytes(), len(ids), False, source)
 
     def beginning(self, own: TokenIds, source: Source) -> TokenizedInput:
-        """The first `max_own_tokens` of `own`, at least one."""
-        return self.whole(own[: self.max_own_tokens], source)._replace(is_truncated=True)
+        """The first of `own`, more than `max_own_tokens`; where special tokens alone are too many, the first of these
+        and the suffix."""
+        prefix, suffix = self.template
+        ids = [*prefix, *own[: self.max_tokens]][: self.max_tokens - len(suffix)] + suffix
+        return TokenizedInput(array("i", ids).tobytes(), len(ids), True, source)
 
-    def templated(self, ids: TokenIds, source: Source, *, is_truncated: bool) -> TokenizedInput:
-        """`ids` that may have special tokens already, which are kept if they match; at most `max_tokens` of them."""
-        suffix = self.template.suffix
-        if len(ids) > self.max_tokens:
-            has_template = self.template.matches(ids)
-            ids = [*ids[: self.max_tokens - len(suffix)], *suffix] if has_template else ids[: self.max_tokens]
-        return TokenizedInput(array("i", ids).tobytes(), len(ids), is_truncated, source)
-
-    def end(self, own: TokenIds, source: Source, prompt: TokenIds | None = None) -> TokenizedInput:
+    def end(self, own: TokenIds, source: Source, prompt: TokenIds) -> TokenizedInput:
         """`prompt` and as much of the end of `own` as a sequence takes; `own` may begin with the prompt, too. Raises
         BadRequest when the prompt takes the whole sequence."""
-        prompt = prompt or []
         num_kept = self.max_own_tokens - len(prompt)
         if num_kept < 1:
             raise BadRequest(
@@ -187,9 +185,9 @@ class RoleTemplate(NamedTuple):
         prefix = [*template.prefix[:1], *self.marker, *template.prefix[1:]]
         return SequenceTemplate(prefix, template.suffix)
 
-    def filled(self, item: TokenizedInput, max_tokens: int) -> TokenizedInput:
-        """The sequence with its expansion, together at most `max_tokens`."""
-        num_added = min(max_tokens, self.num_filled) - item.num_tokens
+    def filled(self, item: TokenizedInput) -> TokenizedInput:
+        """The sequence with its expansion."""
+        num_added = self.num_filled - item.num_tokens
         if num_added <= 0:
             return item
         offsets = item.offsets
@@ -204,8 +202,8 @@ class RoleTemplate(NamedTuple):
 _PLAIN_ROLE = RoleTemplate(None, [], None)
 
 
-def role_templates(head: TokenHead | None) -> dict[Role, RoleTemplate]:
-    """The templates of roles whose texts get something of their own, or have a limit."""
+def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTemplate]:
+    """The templates of roles whose texts get something of their own, or have a limit. `max_tokens`: the model's."""
     if head is None:
         return {}
     limit, expansion_id = head.query_tokens, head.expansion_id
@@ -214,7 +212,7 @@ def role_templates(head: TokenHead | None) -> dict[Role, RoleTemplate]:
     query = RoleTemplate(head.query_prompt or None, _marker(head.query_marker), limit or None)
     if expansion_id is not None:
         query = query._replace(
-            num_filled=head.query_tokens,
+            num_filled=min(max_tokens, head.query_tokens),
             expansion_id=expansion_id,
             is_expansion_attended=head.attends_to_expansion,
         )

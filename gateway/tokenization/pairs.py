@@ -6,10 +6,10 @@ Owns that template (`PairFrame`), or the card's (`TemplatedPairs`), and the trun
     └ prefix    └ middle ┴ border └ suffix
 
 A query is tokenized once, however many documents it is paired with: no tokenizer looks across the border of a pair.
-Where the template is more than special tokens around both texts, the library tokenizes each pair.
 
-Measured against that, MiniLM, 1,000 documents with one query (AMD EPYC, 2 busy cores): as fast for 100 words and a
-query of 12, 1.4 times for a query of 60; 3.2 times for 1,000 words, of which only the beginning is tokenized.
+Measured against the library with each pair, MiniLM, 1,000 documents with one query (AMD EPYC, 2 busy cores): as fast
+for 100 words and a query of 12, 1.4 times for a query of 60; 3.2 times for 1,000 words, of which only the beginning is
+tokenized.
 """
 
 import re
@@ -22,7 +22,7 @@ import tokenizers
 
 from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
 from vecd.gateway.request import MAX_PROMPT_CHARS, Overflow, Pair, TokenizedInput
-from vecd.gateway.tokenization.text_tokens import RUN_CHARS, TextTokens, exhaust, runs_of
+from vecd.gateway.tokenization.text_tokens import ALL, TextTokens, exhaust
 from vecd.model.steps import PairTemplate
 
 
@@ -34,14 +34,18 @@ class PairFrame(NamedTuple):
     suffix: list[int]
     first_of_type_one: int | None
     """Of `middle` and what follows, the index of the first token of type 1; None: all are of type 0."""
+    is_document_first: bool
 
     @property
     def num_tokens(self) -> int:
         return len(self.prefix) + len(self.middle) + len(self.suffix)
 
-    def border(self, num_query: int) -> int:
-        """Where type 1 begins behind a query of this number of tokens; 0 where it does not."""
-        return 0 if self.first_of_type_one is None else len(self.prefix) + num_query + self.first_of_type_one
+    def fill(self, query: list[int], document: list[int]) -> tuple["array[int]", int]:
+        """The sequence, and where type 1 begins; 0 where it does not."""
+        first, second = (document, query) if self.is_document_first else (query, document)
+        ids = array("i", [*self.prefix, *first, *self.middle, *second, *self.suffix])
+        at = self.first_of_type_one
+        return ids, 0 if at is None else len(self.prefix) + len(first) + at
 
 
 class PairLimits(NamedTuple):
@@ -74,10 +78,8 @@ class PairTokens:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, texts: TextTokens) -> None:
         """`tokenizer` neither truncates nor pads yet."""
-        self._tokenizer = tokenizer
         self._texts = texts
         self._frames = {is_special: pair_frame_of(tokenizer, is_special) for is_special in (True, False)}
-        self.num_special_tokens = tokenizer.num_special_tokens_to_add(True)
 
     def steps(
         self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, openings: dict[str, Opening]
@@ -89,17 +91,19 @@ class PairTokens:
         off. Side effect: `openings` has the tokens of the queries of these pairs alone: a request hands on the same
         dictionary, so that each query is tokenized once.
         """
-        max_own = limits.max_tokens - (self.num_special_tokens if limits.add_special_tokens else 0)
-        if max_own < 1:
-            raise BadRequest(
-                f"A pair has to have room for at least {limits.max_tokens - max_own + 1} tokens, "
-                f"{limits.max_tokens - max_own} special tokens among them; the limit is {limits.max_tokens} "
-                "(truncate_prompt_tokens)",
-                param="truncate_prompt_tokens",
-            )
         frame = self._frames[limits.add_special_tokens]
         if frame is None:
-            return (yield from self._by_library(pairs, indices, limits, max_own))
+            raise BadRequest(
+                "The model's tokenizer puts more than special tokens around two texts: no pair can be made of them",
+                param=INPUT,
+            )
+        max_own = limits.max_tokens - frame.num_tokens
+        if max_own < 1:
+            raise BadRequest(
+                f"A pair has to have room for at least {frame.num_tokens + 1} tokens, {frame.num_tokens} special "
+                f"tokens among them; the limit is {limits.max_tokens} (truncate_prompt_tokens)",
+                param="truncate_prompt_tokens",
+            )
         yield from self._read_queries(pairs, openings)
         num_needed = 0
         for pair in pairs:
@@ -111,11 +115,12 @@ class PairTokens:
             query, document = openings[pair.query].ids, first
             is_beyond = self._is_beyond(pair, len(query), len(document), limits)
             is_long = is_beyond or sum(_own_lengths(query, document, limits)) > max_own
+            if limits.overflow is Overflow.TRUNCATE_LEFT:
+                is_long |= _least(len(document), limits.max_document_tokens) < len(document)
             if is_long and limits.overflow is not Overflow.TRUNCATE:
                 query, document = yield from self._long(pair, index, query, limits, max_own, is_beyond=is_beyond)
             query, document, is_cut = _cut(query, document, limits, max_own)
-            ids = array("i", [*frame.prefix, *query, *frame.middle, *document, *frame.suffix])
-            border = frame.border(len(query))
+            ids, border = frame.fill(query, document)
             sequences.append(checked(ids, border, index, is_truncated=is_cut or is_beyond))
         return sequences
 
@@ -126,7 +131,7 @@ class PairTokens:
         for query in [query for query in openings if query not in wanted]:
             del openings[query]
         if new:
-            lists = yield from self._texts.first_steps(new, "", self._texts.max_chars)
+            lists = yield from self._texts.first_steps(new, "", ALL)
             openings.update(zip(new, map(Opening, lists), strict=True))
 
     def _long(
@@ -153,56 +158,23 @@ class PairTokens:
             for text, num, limit in zip(pair, nums, most, strict=True)
         )
 
-    def _by_library(
-        self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, max_own: int
-    ) -> Generator[None, None, list[TokenizedInput]]:
-        """Let the library put the special tokens in, and take out what is too long."""
-        most = self._texts.max_chars
-        prepared = [(pair.query[:most], pair.document[:most]) for pair in pairs]
-        self._texts.check_parts(text for pair_texts in prepared for text in pair_texts)
-        encodings: list[tokenizers.Encoding] = []
-        for part in runs_of([len(query) + len(document) for query, document in prepared], RUN_CHARS, 2 * most):
-            run = prepared[part.start : part.stop]
-            encodings += self._tokenizer.encode_batch_fast(run, add_special_tokens=limits.add_special_tokens)
-            yield
-        sequences = []
-        for index, pair, encoding in zip(indices, pairs, encodings, strict=True):
-            own: tuple[list[int], list[int]] = ([], [])
-            for at, number in enumerate(encoding.sequence_ids):
-                if number is not None:
-                    own[number].append(at)
-            is_beyond = self._is_beyond(pair, len(own[0]), len(own[1]), limits)
-            if limits.overflow is Overflow.ERROR:
-                check_length(sum(_own_lengths(*own, limits)), max_own, limits, index, is_at_least=is_beyond)
-            if is_beyond and limits.overflow is not Overflow.TRUNCATE:
-                raise beyond(index, most)
-            query, document, is_truncated = _cut(*own, limits, max_own)
-            dropped = {*own[0], *own[1]}.difference(query, document)
-            kept = [at for at in range(len(encoding)) if at not in dropped]
-            types = [encoding.type_ids[at] for at in kept]
-            ids = array("i", [encoding.ids[at] for at in kept])
-            border = types.index(1) if 1 in types else 0
-            sequences.append(checked(ids, border, index, is_truncated=is_truncated or is_beyond))
-        return sequences
-
 
 def pair_frame_of(tokenizer: tokenizers.Tokenizer, add_special_tokens: bool = True) -> PairFrame | None:
     """The special ids that the tokenizer puts around two texts; None if it does more than that."""
     probe = tokenizer.encode("a1 中 !", "a1 中 !", add_special_tokens=add_special_tokens)
-    if not {0, 1}.issubset(probe.sequence_ids):
-        return None
     places = [[at for at, number in enumerate(probe.sequence_ids) if number == part] for part in (0, 1)]
-    (start, *_, end), (start_2, *_, end_2) = ([*part, part[-1]] for part in places)
-    ids, types = probe.ids, probe.type_ids
-    first = types.index(1) if 1 in types else None
-    if first is not None and (first <= end or types != [0] * first + [1] * (len(types) - first)):
+    if not all(places):
         return None
-    at = None if first is None else first - end - 1
-    frame = PairFrame(ids[:start], ids[end + 1 : start_2], ids[end_2 + 1 :], at)
-    for query, document in (("", ""), ("a1", ""), ("", "a1"), ("a b", "b, c d")):
-        encoding = tokenizer.encode(query, document, add_special_tokens=add_special_tokens)
-        own = [tokenizer.encode(text, add_special_tokens=False).ids for text in (query, document)]
-        if encoding.ids != [*frame.prefix, *own[0], *frame.middle, *own[1], *frame.suffix]:
+    is_document_first = places[1] < places[0]
+    (start, *_, end), (start_2, *_, end_2) = ([*part, part[-1]] for part in sorted(places))
+    ids, types = probe.ids, probe.type_ids
+    first_of_type_one = types.index(1) - end - 1 if 1 in types else None
+    if first_of_type_one is not None and first_of_type_one < 0:
+        return None
+    frame = PairFrame(ids[:start], ids[end + 1 : start_2], ids[end_2 + 1 :], first_of_type_one, is_document_first)
+    for texts in (("", ""), ("a1", ""), ("", "a1"), ("a b", "b, c d")):
+        own = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        if tokenizer.encode(*texts, add_special_tokens=add_special_tokens).ids != frame.fill(*own)[0].tolist():
             return None
     return frame
 
@@ -346,7 +318,7 @@ class TemplatedPairs:
         ids, rest = yield from self._read(parts)
         cuts = self._texts.cuts
         cut = 0 if cuts is None else max((found.start() for found in cuts.finditer(rest)), default=0)
-        self._texts.check_parts([rest[cut:]])
+        self._texts.long_parts.check(rest[cut:])
         if cut:
             ids += yield from self._texts.all_steps(rest[:cut], "")
         return Opening(ids, rest[cut:], is_cut=len(read) < len(query))
@@ -358,7 +330,7 @@ class TemplatedPairs:
         head, rest, is_query_cut = opening
         max_chars = self._texts.max_chars - len(end.text)
         max_own = limits.max_tokens - len(head) - len(end.ids)
-        num_rest, num_end = (len(self._texts.all_ids(text)) if text else 0 for text in (rest, end.text))
+        num_rest, num_end = (len(self._ids(text)) for text in (rest, end.text))
         if max_own <= num_rest + num_end:
             # All documents would get the same score.
             num_tokens = len(head) + num_rest + num_end + len(end.ids)
@@ -386,7 +358,7 @@ class TemplatedPairs:
             elif limits.overflow is Overflow.TRUNCATE_LEFT:
                 num_kept = _least(max_own, most) - num_rest
                 last = yield from self._texts.last_steps(text, rest, num_kept)
-                ids = [*head, *self._texts.all_ids(rest), *last[len(last) - num_kept :], *end.ids]
+                ids = [*head, *self._ids(rest), *last[len(last) - num_kept :], *end.ids]
             else:
                 kept = own if most is None else own[: most - num_end]
                 ids = [*head, *kept][: limits.max_tokens - len(end.kept)] + end.kept
@@ -433,7 +405,7 @@ class TemplatedPairs:
         return text[: offsets[num - 1, 1]] if num else ""
 
     def _ids(self, text: str) -> list[int]:
-        return self._texts.all_ids(text) if text else []
+        return self._texts.ids([text], ALL)[0] if text else []
 
     def _agrees(self) -> bool:
         """The special tokens of the template cut it, for any texts in it."""

@@ -14,9 +14,10 @@ other requests can have a turn in between. A part without split points is one pi
 """
 
 import re
+import sys
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import tokenizers
@@ -99,16 +100,30 @@ SEARCH_CHARS = 64 * 1024
 """Characters searched for a split point before other requests have a turn: 0.9 ms at worst."""
 
 
+ALL = sys.maxsize
+"""All tokens of a text are needed."""
+
+
+class Described(NamedTuple):
+    """What the library says of a piece of a text, behind some of the piece before."""
+
+    encoding: tokenizers.Encoding
+    num_before: int
+    """The number of its first tokens that are of the piece before."""
+    num_chars: int
+    shift: int
+    """From its offsets to those in the text, in characters; below 0 for a prompt."""
+
+
 class TextTokens:
     """Tokens of texts without special tokens. Texts are read up to `max_chars`; the rest is ignored."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, max_chars: int, *, may_cut: bool) -> None:
-        """`tokenizer` neither truncates nor pads yet. `may_cut`: at split points."""
+    def __init__(self, tokenizer: tokenizers.Tokenizer, max_chars: int) -> None:
+        """`tokenizer` neither truncates nor pads yet."""
         self._tokenizer = tokenizer
         self.max_chars = max_chars
-        self.cuts = cut_pattern(tokenizer) if may_cut else None
+        self.cuts = cut_pattern(tokenizer)
         self.long_parts = LongParts(tokenizer, has_cuts=self.cuts is not None)
-        self.max_part_chars = self.long_parts.max_chars
         self._words = None if self.cuts is None else KnownWords(self.cuts, self.ids)
 
     def first_chars(self, num: int) -> int:
@@ -123,23 +138,28 @@ class TextTokens:
 
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
-        more than `num`. Tokens that the library truncates are missing at the end."""
+        more than `num`."""
         if self._is_one_call(texts, prompt, num):
             if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
                 return [self._words.learn(prompt + texts[0])]
-            return self.ids([prompt + text for text in texts] if prompt else texts)
+            return self.ids([prompt + text for text in texts] if prompt else texts, num)
         ends = []
         for text in texts:
             end = yield from self._piece_end(text, 0, self.first_chars(num), num, prompt)
             ends.append(end)
         firsts = [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
         lists: list[list[int]] = []
-        for part in runs_of(map(len, firsts), RUN_CHARS, self.max_chars):  # some have no split point
-            lists += self.ids(firsts[part.start : part.stop])
+        for part in runs_of(map(len, firsts), RUN_CHARS):  # some have no split point
+            lists += self.ids(firsts[part.start : part.stop], num)
             yield
         for text, end, ids in zip(texts, ends, lists, strict=True):
             yield from self._extend(ids, text, end, num)
         return lists
+
+    def all_steps(self, text: str, prompt: str) -> Generator[None, None, list[int]]:
+        """All tokens of the text, with the prompt before it."""
+        [ids] = yield from self.first_steps([text], prompt, ALL)
+        return ids
 
     def _is_one_call(self, texts: Sequence[str], prompt: str, num: int) -> bool:
         """Whether each text is a first piece, and all are one run, as in most requests: the search for split points
@@ -149,56 +169,47 @@ class TextTokens:
             return False
         return len(texts) == 1 or sum(map(len, texts)) + len(texts) * (CHARS_PER_TEXT + len(prompt)) <= RUN_CHARS
 
-    def offset_steps(
-        self, text: str, prompt: str, num: int | None
-    ) -> Generator[None, None, tuple[list[int], NDArray[np.int32]]]:
-        """As `first_steps` for one text, or all its tokens; and where each begins and ends, in characters of the text,
-        shape [num_tokens, 2]. Tokens of the prompt are at (-1, -1)."""
-        ids: list[int] = []
-        offsets = [np.empty((0, 2), np.int32)]
-        stop, start, context = min(len(text), self.max_chars), 0, ""
-        while not start or (start < stop and (num is None or len(ids) <= num)):
-            num_chars = self.first_chars(self.max_chars if num is None else num)
-            num_missing = None if num is None else num - len(ids)
-            end = yield from self._piece_end(text, start, num_chars, num_missing, "" if start else prompt)
+    def described_steps(self, text: str, prompt: str, num: int) -> Generator[Described | None, None, None]:
+        """The pieces of the text, with the prompt before it, that have all its tokens or more than `num`, and None
+        where others may have a turn."""
+        stop, start, num_chars = min(len(text), self.max_chars), 0, self.first_chars(num)
+        context = ""
+        while True:
+            end = yield from self._piece_end(text, start, num_chars, num, "" if start else prompt)
             piece = text[start:end] if start else prompt + text[:end]
             # The text before it, because the library's offsets differ at the beginning of a text.
             [encoding] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
-            num_before = len(self.all_ids(context)) if context else 0
-            shift = start - len(context) if start else -len(prompt)
-            rest = [] if num is not None and len(ids) + len(encoding) - num_before > num else encoding.overflowing
+            num_before = len(self.ids([context], ALL)[0]) if context else 0
+            yield Described(encoding, num_before, len(piece), start - len(context) if start else -len(prompt))
+            num -= len(encoding) - num_before
+            if end >= stop or num < 0:
+                return
+            context = self._last_part(piece)
+            start = end
+
+    def offset_steps(
+        self, text: str, prompt: str, num: int
+    ) -> Generator[None, None, tuple[list[int], NDArray[np.int32]]]:
+        """As `first_steps` for one text, and where each token begins and ends, in characters of the text, shape
+        [num_tokens, 2]. Tokens of the prompt are at (-1, -1)."""
+        ids: list[int] = []
+        offsets = [np.empty((0, 2), np.int32)]
+        for piece in self.described_steps(text, prompt, num):
+            if piece is None:
+                yield
+                continue
+            encoding, num_before, _, shift = piece
+            rest = [] if len(ids) + len(encoding) - num_before > num else encoding.overflowing
             for large in (encoding, *rest):
                 large.truncate(_TOKENS_PER_STEP)
                 for part in (large, *large.overflowing):
+                    if len(ids) > num:
+                        break
                     ids += part.ids[num_before:]
                     offsets.append(shifted(part.offsets[num_before:], shift))
                     num_before = max(0, num_before - len(part))
                     yield
-                    if num is not None and len(ids) > num:
-                        break
-            context = self.last_part(piece)
-            start = end
-            if not start:
-                break
         return ids, np.concatenate(offsets)
-
-    def all_steps(self, text: str, prompt: str) -> Generator[None, None, list[int]]:
-        """All tokens of the text, with the prompt before it."""
-        ids: list[int] = []
-        for piece in (yield from self.piece_steps(text, prompt)):
-            ids += self.all_ids(piece)
-            yield
-        return ids
-
-    def piece_steps(self, text: str, prompt: str) -> Generator[None, None, list[str]]:
-        """The pieces of the text, with the prompt before it, that can be tokenized separately: at least one."""
-        start, stop = 0, min(len(text), self.max_chars)
-        pieces: list[str] = []
-        while not pieces or start < stop:
-            end = yield from self._piece_end(text, start, PIECE_CHARS)
-            pieces.append(text[start:end] if start else prompt + text[:end])
-            start = end
-        return pieces
 
     def last_steps(self, text: str, prompt: str, num: int) -> Generator[None, None, list[int]]:
         """The tokens of the text, with the prompt before it: all, or the last of them, at least `num`."""
@@ -207,7 +218,7 @@ class TextTokens:
         num_ids, num_chars = 0, self.first_chars(num)
         while True:
             start = yield from self._piece_start(text, end - num_chars, end)
-            parts.append(self.all_ids(text[start:end] if start else prompt + text[:end]))
+            parts.append(self.ids([text[start:end] if start else prompt + text[:end]], ALL)[0])
             num_ids += len(parts[-1])
             end = start
             if not end or num_ids >= num:
@@ -215,26 +226,14 @@ class TextTokens:
             num_chars = PIECE_CHARS
             yield
 
-    def last_part(self, piece: str) -> str:
-        """The end of a piece, from a split point on."""
-        start = max(0, len(piece) - LEAST_PIECE_CHARS - 1)
-        cut = self._last_cut(piece, start, len(piece))
-        return piece[cut:] if cut > start else piece
-
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, as far as the library does not truncate it."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def all_ids(self, text: str) -> list[int]:
-        """All tokens of a text, with those that the library truncates."""
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids]
-
-    def check_parts(self, texts: Iterable[str]) -> None:
-        """Raises BadRequest for texts that have a part that is too long."""
-        for text in texts:
-            for part in [text] if self.cuts is None else self.cuts.split(text):
-                self.long_parts.check(part)
+    def ids(self, texts: Sequence[str], num: int = 0) -> list[list[int]]:
+        """The tokens of each text; those that the library truncates only where ALL are needed."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        if num < ALL:
+            return [encoding.ids for encoding in encodings]
+        return [
+            [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids] for encoding in encodings
+        ]
 
     def _extend(self, ids: list[int], text: str, start: int, num: int) -> Generator[None, None, None]:
         """Add a text's tokens from `start` on to those before it, until there are more than `num`."""
@@ -245,11 +244,11 @@ class TextTokens:
             num_chars = int((num + 1 - len(ids)) * chars_per_token * 1.1)
             num_chars = min(PIECE_CHARS, max(LEAST_PIECE_CHARS, num_chars))
             end = yield from self._piece_end(text, start, num_chars, num - len(ids))
-            ids += self.ids([text[start:end]])[0]
+            ids += self.ids([text[start:end]], num)[0]
             start = end
 
     def _piece_end(
-        self, text: str, start: int, num_chars: int, num: int | None = None, prompt: str = ""
+        self, text: str, start: int, num_chars: int, num: int, prompt: str = ""
     ) -> Generator[None, None, int]:
         """The first split point at least `num_chars` behind `start`, or the end of the text. Where that is too far, the
         last one before; or else, where only `num` tokens and one more are needed, a place up to which the text has
@@ -266,8 +265,8 @@ class TextTokens:
         if not self.long_parts.is_too_long(text[start:end]):
             return end
         nearer = self._last_cut(text, start, min(start + num_chars, end))
-        if nearer == start and num is not None:
-            part = prompt + text[start : min(stop, start + self.max_part_chars)]
+        if nearer == start:
+            part = prompt + text[start : min(stop, start + self.long_parts.max_chars)]
             nearer += max(0, (yield from self.long_parts.cut_steps(part, num)) - len(prompt))
         if nearer == start:
             self.long_parts.check(text[start:end])
@@ -288,6 +287,12 @@ class TextTokens:
             start = self._last_cut(text, start, found_to)
             self.long_parts.check(text[start:end])
         return start
+
+    def _last_part(self, piece: str) -> str:
+        """The end of a piece, from a split point on."""
+        start = max(0, len(piece) - LEAST_PIECE_CHARS - 1)
+        cut = self._last_cut(piece, start, len(piece))
+        return piece[cut:] if cut > start else piece
 
     def _last_cut(self, text: str, start: int, end: int) -> int:
         """The last split point between `start` and `end`; `start` if there is none."""
@@ -314,15 +319,13 @@ def shifted(offsets: Sequence[tuple[int, int]], shift: int) -> NDArray[np.int32]
     return rows
 
 
-def runs_of(lengths: Iterable[int], most: int, longest: int, cost_per_input: int = 0) -> Iterator[range]:
-    """Runs of at most `most` characters or ids, or of one input each. `lengths` are those of the inputs; an input
-    counts for at most `longest`."""
+def runs_of(lengths: Iterable[int], most: int, cost_per_input: int = CHARS_PER_TEXT) -> Iterator[range]:
+    """Runs of at most `most` characters or ids, or of one input each. `lengths` are those of the inputs."""
     start = cost = stop = 0
     for index, length in enumerate(lengths):
-        cost_of_item = min(length, longest) + CHARS_PER_TEXT + cost_per_input
-        if cost + cost_of_item > most and index > start:
+        if cost + length + cost_per_input > most and index > start:
             yield range(start, index)
             start, cost = index, 0
-        cost += cost_of_item
+        cost += length + cost_per_input
         stop = index + 1
     yield range(start, stop)

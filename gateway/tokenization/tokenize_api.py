@@ -6,6 +6,7 @@ Only the tokens of one piece of a text exist as Python objects at a time, becaus
 memory as in a response: a collector writes them as they are made.
 """
 
+from array import array
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -15,7 +16,7 @@ import tokenizers
 from vecd.gateway.errors import INPUT, BadRequest
 from vecd.gateway.request import Token, TokenCollector, TokenIds
 from vecd.gateway.tokenization.frames import TextFrame
-from vecd.gateway.tokenization.text_tokens import TextTokens
+from vecd.gateway.tokenization.text_tokens import ALL, Described, TextTokens
 
 MAX_CHARS = 2**18
 """Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of a response. This
@@ -69,17 +70,16 @@ class TokenizeApi:
         template, prompt = frame.around(prompt)
         before, behind = self._special(template.prefix), self._special(template.suffix)
         num_tokens = 0
-        for index, text in enumerate(texts):
+        for index, given in enumerate(texts):
+            text = given.strip() if frame.strips else given
+            at = _byte_offsets(prompt + text)
             collector.put(index, before)
-            num_bytes = 0
-            context = ""
-            for piece in (yield from self._texts.piece_steps(text.strip() if frame.strips else text, prompt)):
-                for tokens in self._tokens_of(piece, context, num_bytes):
+            for piece in self._texts.described_steps(text, prompt, ALL):
+                for tokens in () if piece is None else _tokens_of(piece, at, len(prompt)):
                     collector.put(index, tokens)
                     num_tokens += len(tokens)
                     yield
-                num_bytes += len(piece.encode())
-                context = self._texts.last_part(piece)
+                yield
             collector.put(index, behind)
             num_tokens += len(before) + len(behind)
         return num_tokens
@@ -118,29 +118,29 @@ class TokenizeApi:
     def _special(self, ids: Sequence[int]) -> list[Token]:
         return [Token(token_id, self._tokenizer.id_to_token(token_id) or "", True, None, None) for token_id in ids]
 
-    def _tokens_of(self, piece: str, context: str, start: int) -> Iterator[list[Token]]:
-        """The tokens of a piece, some at a time. `start`: where it begins in its text, in bytes. `context`: the text
-        before it, because the library's offsets differ at the beginning of a text."""
-        [first] = self._tokenizer.encode_batch([context + piece], add_special_tokens=False)
-        at = _byte_offsets(context + piece, start - len(context.encode()))
-        if first.overflowing:
-            raise BadRequest(
-                f"A text has a part of {len(piece)} characters that can be cut nowhere, and has more than {len(first)} "
-                "tokens, the most of one part",
-                param=INPUT,
-            )
-        num_before = len(self._texts.all_ids(context)) if context else 0
-        described = zip(first.ids, first.tokens, first.offsets, strict=True)
-        own = islice(described, num_before, None)
-        while some := list(islice(own, _TOKENS_PER_STEP)):
-            yield [Token(token_id, token, False, at[begin], at[end]) for token_id, token, (begin, end) in some]
+
+def _tokens_of(piece: Described, at: Sequence[int], num_prompt: int) -> Iterator[list[Token]]:
+    """The tokens of a piece, some at a time. `at`: the byte offset of each character of the prompt and the text."""
+    encoding, num_before, num_chars, shift = piece
+    shift += num_prompt
+    if encoding.overflowing:
+        raise BadRequest(
+            f"A text has a part of {num_chars} characters that can be cut nowhere, and has more than "
+            f"{len(encoding)} tokens, the most of one part",
+            param=INPUT,
+        )
+    described = zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True)
+    own = islice(described, num_before, None)
+    while some := list(islice(own, _TOKENS_PER_STEP)):
+        yield [
+            Token(token_id, token, False, at[begin + shift], at[end + shift]) for token_id, token, (begin, end) in some
+        ]
 
 
-def _byte_offsets(text: str, start: int) -> Sequence[int]:
+def _byte_offsets(text: str) -> Sequence[int]:
     """The byte offset of each character, and of the end."""
     if text.isascii():
-        return range(start, start + len(text) + 1)
+        return range(len(text) + 1)
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-    offsets: list[int] = np.concatenate(([start], start + np.cumsum(widths))).tolist()
-    return offsets
+    widths = 1 + (codes >= 0x80).astype(np.int32) + (codes >= 0x800) + (codes >= 0x10000)
+    return array("i", np.concatenate(([0], np.cumsum(widths)), dtype=np.int32).tobytes())

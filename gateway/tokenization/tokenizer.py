@@ -20,11 +20,10 @@ import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeGuard, cast
 
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
 from tokenizers.processors import TemplateProcessing
@@ -49,20 +48,19 @@ from vecd.gateway.tokenization.frames import (
     TextFrame,
     TruncationPolicy,
     check_num_chunks,
-    no_offsets,
     role_templates,
     with_offsets,
 )
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
 from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens, TemplatedPairs
 from vecd.gateway.tokenization.text_tokens import (
+    ALL,
     CHARS_PER_TEXT,
     MAX_CHARS,
     RUN_CHARS,
     TextTokens,
     exhaust,
     runs_of,
-    shifted,
 )
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.model.card import ModelCard, ModelError
@@ -144,7 +142,7 @@ class Tokenizer:
         self.max_ids = self.max_chars
         """Of a longer list a caller keeps the first `max_ids`, at least one more, and the last few."""
         self._prompt = card.prompt
-        self.roles = role_templates(card.tokens)
+        self.roles = role_templates(card.tokens, max_tokens)
         self._no_tokens = [card.vocab_size - 1] if card.is_static else []
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._overflow = overflow
@@ -167,10 +165,12 @@ class Tokenizer:
         self._policy = IdPolicy(token_id_policy, card.vocab_size, own)
         max_own_tokens = max_tokens - self._template.num_tokens
         self._least_chunk = max(1, min(_LEAST_CHUNK_TOKENS, max_own_tokens // 2))
-        self._is_template_plain = self._is_templated or (
-            max_own_tokens > 0 and is_template_plain(self._tokenizer, self._template)
-        )
-        self.texts = TextTokens(self._tokenizer, self.max_chars, may_cut=self._is_template_plain)
+        if not self._is_templated and not _is_plain(self._tokenizer, own):
+            raise ModelError(
+                f"{original_of(card.tokenizer_file)}: its post_processor does more than putting special tokens before "
+                "and behind a text"
+            )
+        self.texts = TextTokens(self._tokenizer, self.max_chars)
         template = None if card.score is None else card.score.pair_template
         self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self.texts, template)
         self._pairs = PairTokens(self._tokenizer, self.texts)
@@ -247,18 +247,14 @@ class Tokenizer:
     # --- on the event loop, or in a thread --------------------------------------------------------------------
 
     def _is_short(self, inputs: Inputs, how: Tokenizing) -> bool:
-        prompt = self._prompt_of(how)
-        if _are_texts(inputs):
-            return _cost(inputs, prompt) <= _INLINE_CHARS
-        if _are_pairs(inputs):
-            texts = [pair.document for pair in inputs[: _INLINE_CHARS // CHARS_PER_TEXT + 1]]
-            if len(texts) < len(inputs):
-                return False
-            return _cost([*texts, *{pair.query for pair in inputs}], how.instruction or "") <= _INLINE_CHARS
-        if _cost(inputs, "") > _INLINE_IDS:
+        lengths, cost = self._lengths(inputs, how)
+        are_ids = not isinstance(inputs[0], (str, Pair))
+        most = _INLINE_IDS if are_ids else _INLINE_CHARS
+        cost *= len(inputs)
+        if cost > most or cost + sum(lengths) > most:  # a long list is not added up
             return False
-        may_decode = self._policy.may_decode(how.are_ids_of_model)
-        return not may_decode or self._is_decoded_soon(cast(list[TokenIds], inputs), prompt)
+        may_decode = are_ids and self._policy.may_decode(how.are_ids_of_model)
+        return not may_decode or self._is_decoded_soon(cast(list[TokenIds], inputs), self._prompt_of(how))
 
     def _is_decoded_soon(self, lists: list[TokenIds], prompt: str) -> bool:
         decoded = [(ids, index) for index, ids in enumerate(lists) if not self._policy.are_model_s(ids)]
@@ -271,14 +267,22 @@ class Tokenizer:
         num_bytes = sum(cl100k.num_bytes(ids) for ids, _ in decoded)
         return num_bytes + len(decoded) * (CHARS_PER_TEXT + len(prompt)) <= _INLINE_CHARS
 
+    def _lengths(self, inputs: Inputs, how: Tokenizing, longest: int = ALL) -> tuple[Iterator[int], int]:
+        """The size of each input in characters or ids, and what each counts besides. `longest`: what a text counts at
+        most, but for queries."""
+        if _are_pairs(inputs):
+            return _lengths_of_pairs(inputs, longest), CHARS_PER_TEXT + len(how.instruction or "")
+        if _are_texts(inputs):
+            return (min(len(text), longest) for text in inputs), CHARS_PER_TEXT + len(self._prompt_of(how))
+        return map(len, inputs), CHARS_PER_TEXT
+
     def _runs(self, inputs: Inputs, how: Tokenizing) -> Iterator[range]:
         longest = self.texts.first_chars(self.max_tokens - self._template.num_tokens)
-        if _are_pairs(inputs):
-            return runs_of(_lengths_of_pairs(inputs, longest), RUN_CHARS, self.max_chars, len(how.instruction or ""))
-        if _are_texts(inputs):
-            return runs_of(map(len, inputs), RUN_CHARS, longest, len(self._prompt_of(how)))
+        lengths, cost = self._lengths(inputs, how, longest)
+        if isinstance(inputs[0], (str, Pair)):
+            return runs_of(lengths, RUN_CHARS, cost)
         most = _RUN_DECODED_IDS if self._policy.may_decode(how.are_ids_of_model) else _RUN_IDS
-        return runs_of(map(len, inputs), most, most)
+        return runs_of(lengths, most, cost)
 
     # --- limits -----------------------------------------------------------------------------------------------
 
@@ -291,20 +295,17 @@ class Tokenizer:
         what = "prompt"
         if self._is_templated and how.add_special_tokens:
             template, prompt = self._frames[True].around(prompt)
-            truncation, what = replace(truncation, template=template), "prompt in the chat template"
+            truncation = replace(truncation, template=template, strips=self._frames[True].strips)
+            what = "prompt in the chat template"
         if not prompt:
             return truncation
-        prompt_ids = tuple(self.texts.all_ids(prompt))
+        prompt_ids = tuple(self.texts.ids([prompt], ALL)[0])
         if (how.prompt is not None or self._is_templated) and len(prompt_ids) >= truncation.max_own_tokens:
             raise BadRequest(
                 f"The {what} has {len(prompt_ids)} tokens, and an input may have {truncation.max_tokens} in all, of "
                 f"which {truncation.template.num_tokens} are special tokens: nothing would be left for a text"
             )
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
-
-    def _kept(self, text: str, how: Tokenizing) -> str:
-        """What the chat template keeps of a text."""
-        return text.strip() if self._frames[how.add_special_tokens].strips else text
 
     def _role_of(self, how: Tokenizing) -> RoleTemplate | None:
         return self.roles.get(how.role or Role.DOCUMENT) if self.roles else None
@@ -328,7 +329,7 @@ class Tokenizer:
             max_tokens = max_tokens if role.max_tokens is None else min(max_tokens, role.max_tokens)
             if role.num_filled and overflow is Overflow.CHUNK:
                 overflow = Overflow.TRUNCATE  # a query is one sequence
-        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, self._max_embed_len)
+        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, self._max_embed_len, role=role)
         least = template.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
         is_asked_for = how.max_tokens is not None or overflow is not Overflow.TRUNCATE
         if max_tokens < least and is_asked_for:
@@ -346,14 +347,13 @@ class Tokenizer:
         if len(text) > self._most_known_chars or how.wants_offsets:
             return None
         truncation = self._truncation(how)
-        own = self.texts.known(truncation.prompt + self._kept(text, how))
+        own = self.texts.known(truncation.prompt + (text.strip() if truncation.strips else text))
         prefix, suffix, max_own_bytes = truncation.frame
         if not own or len(own) > max_own_bytes:
             return None
         token_ids = prefix + own + suffix
         item = TokenizedInput(token_ids, len(token_ids) // BYTES_PER_ID, False, _TEXT)
-        role = self._role_of(how) if self.roles else None
-        return item if role is None else role.filled(item, self.max_tokens)
+        return item if truncation.role is None else truncation.role.filled(item)
 
     def take_run(
         self, inputs: Inputs, run: range, how: Tokenizing, openings: dict[str, Opening] | None = None
@@ -393,13 +393,11 @@ class Tokenizer:
         """`indices`: the index in the request of each text's input."""
         if how.num_queries:
             return (yield from self._take_queries_first(texts, indices, how, source))
-        truncation, role = self._truncation(how), self._role_of(how)
+        truncation = self._truncation(how)
         max_own_tokens, max_chars = truncation.max_own_tokens, self.max_chars
-        if how.add_special_tokens and not self._is_template_plain:
-            return (yield from self._take_texts_by_library(texts, indices, truncation, source, how))
-        kept = [self._kept(text, how) for text in texts]
+        kept = [text.strip() for text in texts] if truncation.strips else texts
         lists = []
-        if truncation.overflow is Overflow.TRUNCATE_LEFT and max(map(len, kept)) > self.texts.max_part_chars:
+        if truncation.overflow is Overflow.TRUNCATE_LEFT and max(map(len, kept)) > self.texts.long_parts.max_chars:
             for text in kept:  # whose beginning may have a part that is too long, and is not needed
                 last = yield from self.texts.last_steps(text, truncation.prompt, max_own_tokens + 1)
                 lists.append(last)
@@ -414,10 +412,14 @@ class Tokenizer:
             else:
                 item = yield from self._take_long_text(text, index, truncation, source)
             if how.wants_offsets:
-                lead = 0 if text == given else len(given) - len(given.lstrip())
-                item = yield from self._with_offsets(item, text, truncation, lead)
-            if role is not None:
-                item = role.filled(item, self.max_tokens)
+                is_beginning = not item.chunks and truncation.overflow is not Overflow.TRUNCATE_LEFT
+                num = max_own_tokens if is_beginning else ALL
+                all_own, offsets = yield from self.texts.offset_steps(text, truncation.prompt, num)
+                if text != given:
+                    offsets[offsets[:, 0] >= 0] += len(given) - len(given.lstrip())
+                item = with_offsets(item, offsets, all_own, truncation)
+            if truncation.role is not None:
+                item = truncation.role.filled(item)
             if not item.num_tokens and self._no_tokens:
                 item = truncation.whole(self._no_tokens, source)
             if not item.num_tokens:
@@ -466,85 +468,32 @@ class Tokenizer:
             max_document_tokens=None,
         )
 
-    def _with_offsets(
-        self, item: TokenizedInput, text: str, truncation: TruncationPolicy, lead: int = 0
-    ) -> Generator[None, None, TokenizedInput]:
-        """`lead`: characters that the input has before the text."""
-        is_beginning = not item.chunks and truncation.overflow is not Overflow.TRUNCATE_LEFT
-        num = truncation.max_own_tokens if is_beginning else None
-        own, offsets = yield from self.texts.offset_steps(text, truncation.prompt, num)
-        offsets[offsets[:, 0] >= 0] += lead
-        return with_offsets(item, offsets, own, truncation)
-
-    def _take_texts_by_library(
-        self,
-        texts: list[str],
-        indices: Sequence[int],
-        truncation: TruncationPolicy,
-        source: Source,
-        how: Tokenizing,
-    ) -> Generator[None, None, list[TokenizedInput]]:
-        """For a model whose special tokens are not a plain template: only the library can add them."""
-        prepared = [truncation.prompt + text[: self.max_chars] for text in texts]
-        self.texts.check_parts(prepared)
-        role = self._role_of(how)
-        encode = self._tokenizer.encode_batch if how.wants_offsets else self._tokenizer.encode_batch_fast
-        tokenized = []
-        for index, text, encoding in zip(indices, texts, encode(prepared), strict=True):
-            ids = encoding.ids
-            if role is not None:
-                ids[1:1] = role.marker
-            is_long = len(ids) > truncation.max_tokens or len(text) > self.max_chars
-            if not is_long or truncation.overflow is Overflow.TRUNCATE:
-                item = truncation.templated(ids, source, is_truncated=is_long)
-                if how.wants_offsets:
-                    item = item._replace(offsets=self._offsets_by_library(encoding, item, truncation, role))
-            else:
-                item = yield from self._take_long_text(text, index, truncation, source)
-                if how.wants_offsets:
-                    item = yield from self._with_offsets(item, text, truncation)
-            tokenized.append(item if role is None else role.filled(item, self.max_tokens))
-        return tokenized
-
-    @staticmethod
-    def _offsets_by_library(
-        encoding: tokenizers.Encoding, item: TokenizedInput, truncation: TruncationPolicy, role: RoleTemplate | None
-    ) -> NDArray[np.int32]:
-        rows = shifted(encoding.offsets, -len(truncation.prompt))
-        rows[np.array(encoding.special_tokens_mask, np.bool_)] = -1
-        marker = no_offsets(0 if role is None else len(role.marker))
-        offsets = np.concatenate((rows[:1], marker, rows[1:]))[: item.num_tokens]
-        if item.is_truncated and truncation.template.matches(np.frombuffer(item.token_ids, np.int32).tolist()):
-            offsets[len(offsets) - len(truncation.template.suffix) :] = -1
-        return offsets
-
     def _take_long_text(
         self, text: str, index: int, truncation: TruncationPolicy, source: Source
     ) -> Generator[None, None, TokenizedInput]:
         """A text with too many tokens or characters, which may not be truncated on the right."""
-        is_beyond = len(text) > self.max_chars
-        if truncation.overflow is Overflow.ERROR:
-            own = yield from self.texts.all_steps(text, truncation.prompt)
-            num_tokens = len(own) + truncation.template.num_tokens
-            if num_tokens > truncation.max_tokens:
-                raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param=INPUT, index=index)
-        if is_beyond:
-            raise self._beyond(index, f"{self.max_chars} characters")
-        if truncation.overflow is Overflow.TRUNCATE_LEFT:
-            return (yield from self._take_end(text, truncation, source))
-        own = yield from self.texts.all_steps(text, truncation.prompt)
+        is_beyond, prompt = len(text) > self.max_chars, truncation.prompt
+        if truncation.overflow is Overflow.TRUNCATE_LEFT and not is_beyond:
+            prompt_ids: TokenIds = []
+            if prompt:
+                [first] = yield from self.texts.first_steps([text], prompt, len(truncation.prompt_ids))
+                prompt_ids = truncation.prompt_of(first)
+            last = yield from self.texts.last_steps(text, prompt, truncation.max_own_tokens - len(prompt_ids))
+            return truncation.end(last, source, prompt_ids)
+        own: TokenIds = []
+        if truncation.overflow is Overflow.ERROR or not is_beyond:
+            own = yield from self.texts.all_steps(text, prompt)
+        self._check_long(len(own), index, truncation, f"{self.max_chars} characters" if is_beyond else "")
         return (yield from truncation.chunk_steps(own, source))
 
-    def _take_end(
-        self, text: str, truncation: TruncationPolicy, source: Source
-    ) -> Generator[None, None, TokenizedInput]:
-        """The prompt and the last tokens of a text that is too long."""
-        prompt: TokenIds = []
-        if truncation.prompt:
-            [first] = yield from self.texts.first_steps([text], truncation.prompt, len(truncation.prompt_ids))
-            prompt = truncation.prompt_of(first)
-        last = yield from self.texts.last_steps(text, truncation.prompt, truncation.max_own_tokens - len(prompt))
-        return truncation.end(last, source, prompt)
+    def _check_long(self, num_own: int, index: int, truncation: TruncationPolicy, beyond: str) -> None:
+        """Raises InputTooLong for an input that has too many tokens with Overflow.ERROR, and BadRequest for one that
+        goes on behind what is looked at of it, which `beyond` names."""
+        num_tokens = num_own + truncation.template.num_tokens
+        if truncation.overflow is Overflow.ERROR and num_tokens > truncation.max_tokens:
+            raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=beyond != "", param=INPUT, index=index)
+        if beyond:
+            raise _beyond(index, beyond)
 
     def _take_lists(
         self, lists: list[TokenIds], run: range, how: Tokenizing
@@ -567,7 +516,7 @@ class Tokenizer:
     def _decode(self, ids: TokenIds, index: int, how: Tokenizing) -> Generator[None, None, str]:
         """The text of ids of cl100k_base, of the first `max_ids`."""
         if len(ids) > self.max_ids and (how.overflow or self._overflow) is not Overflow.TRUNCATE:
-            raise self._beyond(index, f"{self.max_ids} token ids")
+            raise _beyond(index, f"{self.max_ids} token ids")
         try:
             return (yield from cl100k.decode_steps(ids[: self.max_ids], self.max_chars))
         except cl100k.NotText:
@@ -586,27 +535,27 @@ class Tokenizer:
                 "can be put before it. Send text",
                 param=INPUT,
             )
-        truncation = self._truncation_of_ids(how, self._template.matches(ids))
+        (prefix, suffix), has_template = self._template, self._template.matches(ids)
+        truncation = self._truncation_of_ids(how, has_template)
+        own = ids[len(prefix) : len(ids) - len(suffix)] if has_template else ids
+        if len(own) <= truncation.max_own_tokens:
+            return truncation.whole(own, Source.MODEL)
+        if truncation.overflow is Overflow.TRUNCATE:
+            return truncation.beginning(own, Source.MODEL)
         is_beyond = len(ids) > self.max_ids
-        if len(ids) <= truncation.max_tokens or truncation.overflow is Overflow.TRUNCATE:
-            return truncation.templated(ids, Source.MODEL, is_truncated=len(ids) > truncation.max_tokens)
-        if truncation.overflow is Overflow.ERROR:
-            num_tokens = self.max_ids + 1 if is_beyond else len(ids)
-            raise InputTooLong(truncation.max_tokens, num_tokens, is_at_least=is_beyond, param=INPUT)
-        if is_beyond:
-            raise self._beyond(index, f"{self.max_ids} token ids")
-        own = ids[len(truncation.template.prefix) : len(ids) - len(truncation.template.suffix)]
+        num_own = self.max_ids + 1 - truncation.template.num_tokens if is_beyond else len(own)
+        self._check_long(num_own, index, truncation, f"{self.max_ids} token ids" if is_beyond else "")
         if truncation.overflow is Overflow.TRUNCATE_LEFT:
-            return truncation.end(own, Source.MODEL)
+            return truncation.end(own, Source.MODEL, [])
         return (yield from truncation.chunk_steps(own, Source.MODEL))
 
-    @staticmethod
-    def _beyond(index: int, limit: str) -> BadRequest:
-        return BadRequest(
-            f"'{INPUT}[{index}]' has more than {limit}, the most that is looked at of one input, and may not be "
-            "truncated there",
-            param=INPUT,
-        )
+
+def _beyond(index: int, limit: str) -> BadRequest:
+    return BadRequest(
+        f"'{INPUT}[{index}]' has more than {limit}, the most that is looked at of one input, and may not be truncated "
+        "there",
+        param=INPUT,
+    )
 
 
 def _are_texts(inputs: Sequence[str | TokenIds] | list[Pair]) -> TypeGuard[list[str]]:
@@ -624,12 +573,6 @@ def _lengths_of_pairs(pairs: list[Pair], longest: int) -> Iterator[int]:
     for query, document in pairs:
         yield min(len(document), longest) + (0 if query == known else len(query))
         known = query
-
-
-def _cost(inputs: Sequence[str | TokenIds] | list[Pair], prompt: str) -> int:
-    """The size of the inputs, in characters or ids. A long list is not added up."""
-    cost = len(inputs) * (CHARS_PER_TEXT + len(prompt))
-    return cost if cost > _INLINE_IDS else cost + sum(map(len, inputs))
 
 
 def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokenizers.Tokenizer:
@@ -653,7 +596,8 @@ def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokeniz
 
 def _template_of(tokenizer: tokenizers.Tokenizer) -> SequenceTemplate:
     """The special ids that the tokenizer puts before and behind a text."""
-    encoding = next((found for found in map(tokenizer.encode, "a1中!") if 0 in found.special_tokens_mask), None)
+    probes = chain("a1中!", tokenizer.get_vocab())
+    encoding = next((found for found in map(tokenizer.encode, probes) if 0 in found.special_tokens_mask), None)
     if encoding is None:
         return NO_SPECIAL_TOKENS
     mask = encoding.special_tokens_mask
@@ -662,7 +606,7 @@ def _template_of(tokenizer: tokenizers.Tokenizer) -> SequenceTemplate:
     return SequenceTemplate(encoding.ids[:start], encoding.ids[max(start, end) :])
 
 
-def is_template_plain(tokenizer: tokenizers.Tokenizer, template: SequenceTemplate) -> bool:
+def _is_plain(tokenizer: tokenizers.Tokenizer, template: SequenceTemplate) -> bool:
     """Whether a sequence is always the prefix, the text's own tokens, and the suffix."""
     return all(
         tokenizer.encode(text).ids

@@ -104,8 +104,8 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 """Those of models as they are published."""
 
 
-def repeating() -> tokenizers.Tokenizer:
-    """A template that has the query twice: special tokens around two texts do not describe it."""
+def document_first() -> tokenizers.Tokenizer:
+    """A template that has the document before the query."""
     tokenizer = bert()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $B [SEP] $A:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]

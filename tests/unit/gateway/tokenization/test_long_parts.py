@@ -171,10 +171,6 @@ def test_the_limit_of_word_pieces_and_of_texts_without_split_points(minilm_folde
     for text, how in ((EMOJI * 4, {}), (EMOJI * 4, {"wants_offsets": True}), ("a b " * 70_000, {"overflow": CHUNK})):
         with pytest.raises(BadRequest, match="280000 characters that can be cut nowhere, at most 262144"):
             tokenize(gemma, text, **how)
-    repeating = make(tiny_tokenizers.repeating(), 512)
-    with pytest.raises(BadRequest, match="at most 262144"):
-        tokenize(repeating, Pair("a", "x" * 262_145))
-    assert tokenize(repeating, Pair("a", "a b " * 70_000)).num_tokens == 512
 
 
 def test_the_beginning_of_prose_whose_blanks_are_letters(make):

@@ -115,9 +115,7 @@ def test_offsets_of_the_end_and_of_chunks(make):
     assert rows(item) == parts[0] + parts[1] + parts[2]
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_markers_and_expansions_are_nowhere(make, monkeypatch, is_plain):
-    monkeypatch.setattr("vecd.gateway.tokenization.tokenizer.is_template_plain", lambda *_: is_plain)
+def test_markers_and_expansions_are_nowhere(make):
     head = TokenHead((), query_marker=100, query_tokens=8, expansion_id=4)
     ours = make(tiny_tokenizers.bert(), 16, tokens=head)
     how = WANTED._replace(role=Role.QUERY)

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from tests.support import tiny_tokenizers
 from tests.support.tokenizing import WORDS, ids_of, library_calls, texts_of, tokenize
@@ -16,7 +17,7 @@ from vecd.gateway.request import Overflow, Pair, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization import text_tokens
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 
-KINDS = {**tiny_tokenizers.KINDS, "repeating": tiny_tokenizers.repeating}
+KINDS = {**tiny_tokenizers.KINDS, "document first": tiny_tokenizers.document_first}
 texts = texts_of([*WORDS, "Hello", "[SEP]", "<mask>", "</s>", " ", "!"])
 
 
@@ -110,7 +111,7 @@ def test_of_a_long_document_only_the_beginning_is_tokenized(make):
     assert sum(len(text) for call in calls for text in call.args[0]) < 2000
 
 
-@pytest.mark.parametrize("kind", ["bert", "repeating"])
+@pytest.mark.parametrize("kind", ["bert", "document first"])
 def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
     library = KINDS[kind]()
     ours = make(library, 32)
@@ -128,9 +129,12 @@ def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
         assert item.is_truncated
     [item] = tokenize(ours, [pair], Tokenizing(max_query_tokens=5, max_document_tokens=7))
     assert not item.is_truncated
+    long = Pair("a", "b " * 2000 + "c d")
+    [item] = tokenize(ours, [long], Tokenizing(max_document_tokens=2, overflow=Overflow.TRUNCATE_LEFT))
+    assert ids_of(item) == library.encode("a", "c d").ids
 
 
-@pytest.mark.parametrize("kind", ["bert", "repeating"])
+@pytest.mark.parametrize("kind", ["bert", "document first"])
 def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(kind, make):
     ours = make(KINDS[kind](), 16, overflow=Overflow.ERROR)
     pairs = [Pair("a", "b"), Pair("a", "b " * 12), Pair("a", "b " * 13)]
@@ -139,7 +143,7 @@ def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(kind, make):
     assert [item.num_tokens for item in tokenize(ours, pairs[:2])] == [5, 16]
 
 
-@pytest.mark.parametrize("kind", ["bert", "repeating"])
+@pytest.mark.parametrize("kind", ["bert", "document first"])
 def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
     ours = make(KINDS[kind](), 8)
     blanks = " " * (ours.max_chars + 1)
@@ -153,17 +157,17 @@ def test_texts_beyond_all_reading_are_cut_or_refused(kind, make):
     assert (item.num_tokens, item.is_truncated) == (5, True)
 
 
-def test_a_long_query_is_no_single_piece_of_work(make):
-    """The library tokenizes it with each document, and one call of it is not interrupted."""
-    ours = make(tiny_tokenizers.repeating(), 64)
-    ours._tokenizer = mock.Mock(wraps=ours._tokenizer)
-    ours._pairs._tokenizer = ours._tokenizer
-    pairs = [Pair("b " * 5000, "a")] * 50
-    assert len(tokenize(ours, pairs)) == 50
-    calls = ours._tokenizer.encode_batch_fast.call_args_list
-    assert len(calls) > 10
-    assert max(sum(map(len, pair)) for call in calls for pair in call.args[0]) < 20_000
-    assert all(len(call.args[0]) * 10_000 < 32_768 for call in calls)
+def test_a_template_that_has_a_text_twice_makes_no_pairs(make):
+    library = tiny_tokenizers.bert()
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    for pair in ("[CLS] $A [SEP] $B:1 [SEP] $A", "$A $A $B", "$A:1 [SEP] $B", "$A $B [SEP] $B"):
+        library.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair=pair, special_tokens=special
+        )
+        ours = make(library)
+        assert tokenize(ours, ["a"]) == tokenize(make(tiny_tokenizers.bert()), ["a"])
+        with pytest.raises(BadRequest, match="more than special tokens around two texts"):
+            tokenize(ours, [Pair("a", "b")])
 
 
 def test_limits_that_leave_no_room_are_refused(make):

@@ -110,15 +110,6 @@ def test_limits_of_the_role_are_those_of_errors_and_chunks(make):
     assert tokenize(ours, "a " * 70, QUERY._replace(overflow=Overflow.CHUNK)).chunks == ()
 
 
-def test_a_template_that_is_no_frame_has_the_marker_too(make, monkeypatch):
-    monkeypatch.setattr("vecd.gateway.tokenization.tokenizer.is_template_plain", lambda *_: False)
-    ours = make(HEAD)
-    for num_words in (1, 13, 14, 100):
-        assert ids_of(tokenize(ours, "a " * num_words, QUERY)) == pylate(
-            "a " * num_words, 16, QUERY_MARKER, is_padded=True
-        )
-
-
 def test_a_model_without_forms_of_its_own_has_no_roles(make):
     ours = make(TokenHead(()))
     assert tokenize(ours, "a b", QUERY) == tokenize(make(None), "a b", QUERY)

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import processors
 
+from tests.support import tiny_tokenizers
 from tests.support.described import Collected
 from tests.support.tokenizing import library_calls, tokenize
 from vecd.gateway.errors import BadRequest, InputTooLong
@@ -82,6 +84,16 @@ def test_a_shortened_list_of_ids_gives_the_same(card):
     whole = [101, *range(1000, 2000), 102]
     shortened = [*whole[:4], 1003, 1984, *whole[-16:]]
     assert tokenize(tokenizer, [shortened]) == tokenize(tokenizer, [whole])
+
+
+@pytest.mark.parametrize("single", ["[CLS] $A [SEP] $A", "[CLS] $A [SEP] $A [SEP]"])
+def test_a_template_that_has_the_text_twice_is_refused(card_of, single):
+    library = tiny_tokenizers.bert()
+    library.post_processor = processors.TemplateProcessing(
+        single=single, pair="$A $B", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    with pytest.raises(ModelError, match="post_processor does more than putting special tokens before and behind"):
+        Tokenizer(card_of(library), 64, "auto")
 
 
 def test_special_tokens_in_a_text_may_be_characters(card):
