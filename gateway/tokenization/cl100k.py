@@ -66,13 +66,9 @@ def load() -> _Table:
     return _Table(lengths, starts, np.frombuffer(content, np.uint8, offset=4 + num_ids))
 
 
-def is_any_unknown(ids: TokenIds) -> bool:
-    """Whether any of `ids`, each 0 … NUM_IDS - 1, has no token. Loads the table."""
-    return not bool(load().lengths[_as_array(ids)].all())
-
-
-def num_bytes(ids: TokenIds) -> int:
-    return int(load().lengths[_as_array(ids)].sum(dtype=np.int64))
+def lengths_of(ids: TokenIds) -> NDArray[np.uint8]:
+    """The number of bytes of each of `ids`, each 0 … NUM_IDS - 1; 0 for one that has no token. Loads the table."""
+    return load().lengths[_as_array(ids)]
 
 
 def decode_steps(ids: TokenIds, max_chars: int, slice_ids: int = SLICE_IDS) -> Generator[None, None, str]:

@@ -87,7 +87,7 @@ class IdPolicy:
                 param=INPUT,
             )
         self._check_range(ids, index, cl100k.NUM_IDS, "cl100k_base's", self._why_cl100k())
-        if _extremes(ids)[1] >= cl100k.FIRST_UNKNOWN_ID and cl100k.is_any_unknown(ids):
+        if _extremes(ids)[1] >= cl100k.FIRST_UNKNOWN_ID and not cl100k.lengths_of(ids).all():
             raise BadRequest(
                 f"'{INPUT}[{index}]' has a token id that is no token of cl100k_base's vocabulary: "
                 f"{cl100k.FIRST_UNKNOWN_ID} and most ids up to {cl100k.NUM_IDS - 1} are not{self._why_cl100k()}",

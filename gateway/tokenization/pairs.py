@@ -55,8 +55,9 @@ class PairLimits(NamedTuple):
     """Of a sequence, special tokens included."""
     overflow: Overflow
     """Not CHUNK."""
-    max_query_tokens: int | None
-    max_document_tokens: int | None
+    max_query_tokens: int
+    """Of its text, or ALL."""
+    max_document_tokens: int
     add_special_tokens: bool
     instruction: str | None
     """For `TemplatedPairs`."""
@@ -70,7 +71,7 @@ class Opening(NamedTuple):
     rest: str = ""
     """Text that follows these tokens, and is tokenized with each document."""
     is_cut: bool = False
-    """The query was too long, and was cut."""
+    """The query was longer than a limit of its own, and was cut."""
 
 
 class PairTokens:
@@ -104,59 +105,52 @@ class PairTokens:
                 f"tokens among them; the limit is {limits.max_tokens} (truncate_prompt_tokens)",
                 param="truncate_prompt_tokens",
             )
-        yield from self._read_queries(pairs, openings)
+        yield from self._read_queries(pairs, limits, openings)
         num_needed = 0
         for pair in pairs:
-            num_query = _least(len(openings[pair.query].ids), limits.max_query_tokens)
-            num_needed = max(num_needed, _least(max(max_own - num_query, num_query), limits.max_document_tokens))
+            num_query = len(openings[pair.query].ids)
+            num_needed = max(num_needed, min(max(max_own - num_query, num_query), limits.max_document_tokens))
         documents = yield from self._texts.first_steps([pair.document for pair in pairs], "", num_needed)
         sequences = []
         for index, pair, first in zip(indices, pairs, documents, strict=True):
-            query, document = openings[pair.query].ids, first
-            is_beyond = self._is_beyond(pair, len(query), len(document), limits)
-            is_long = is_beyond or sum(_own_lengths(query, document, limits)) > max_own
+            query, document, is_query_cut = openings[pair.query].ids, first, openings[pair.query].is_cut
+            num_own = min(len(document), limits.max_document_tokens)
+            is_beyond = (len(pair.query) > self._texts.max_chars and not is_query_cut) or (
+                len(pair.document) > self._texts.max_chars and num_own == len(document)
+            )
+            if limits.overflow is Overflow.ERROR and (is_beyond or len(query) + num_own > max_own):
+                document = yield from self._texts.all_steps(pair.document, "")
+                num_own = min(len(document), limits.max_document_tokens)
+                check_length(len(query) + num_own, max_own, limits, index, is_at_least=is_beyond)
+            if is_beyond and limits.overflow is not Overflow.TRUNCATE:
+                raise beyond(index, self._texts.max_chars)
+            num_query, num_document = longest_first(len(query), num_own, max_own)
+            is_document_cut = num_document < len(document)
             if limits.overflow is Overflow.TRUNCATE_LEFT:
-                is_long |= _least(len(document), limits.max_document_tokens) < len(document)
-            if is_long and limits.overflow is not Overflow.TRUNCATE:
-                query, document = yield from self._long(pair, index, query, limits, max_own, is_beyond=is_beyond)
-            query, document, is_cut = _cut(query, document, limits, max_own)
-            ids, border = frame.fill(query, document)
-            sequences.append(checked(ids, border, index, is_truncated=is_cut or is_beyond))
+                query = query[len(query) - num_query :]
+                if is_document_cut:
+                    document = yield from self._texts.last_steps(pair.document, "", num_document)
+                    document = document[len(document) - num_document :]
+            is_truncated = is_beyond or is_query_cut or is_document_cut or num_query < len(openings[pair.query].ids)
+            ids, border = frame.fill(query[:num_query], document[:num_document])
+            sequences.append(checked(ids, border, index, is_truncated=is_truncated))
         return sequences
 
-    def _read_queries(self, pairs: Sequence[Pair], openings: dict[str, Opening]) -> Generator[None, None, None]:
-        """All tokens, because `longest_first` counts them."""
+    def _read_queries(
+        self, pairs: Sequence[Pair], limits: PairLimits, openings: dict[str, Opening]
+    ) -> Generator[None, None, None]:
+        """All tokens up to the query's own limit, because `longest_first` counts them."""
         wanted = dict.fromkeys(pair.query for pair in pairs)
         new = [query for query in wanted if query not in openings]
         for query in [query for query in openings if query not in wanted]:
             del openings[query]
-        if new:
-            lists = yield from self._texts.first_steps(new, "", ALL)
-            openings.update(zip(new, map(Opening, lists), strict=True))
-
-    def _long(
-        self, pair: Pair, index: int, query: list[int], limits: PairLimits, max_own: int, *, is_beyond: bool
-    ) -> Generator[None, None, tuple[list[int], list[int]]]:
-        """A pair that is too long, and may not be cut at its end."""
-        if limits.overflow is Overflow.ERROR:
-            document = yield from self._texts.all_steps(pair.document, "")
-            num_own = sum(_own_lengths(query, document, limits))
-            check_length(num_own, max_own, limits, index, is_at_least=is_beyond)
-        if is_beyond:
-            raise beyond(index, self._texts.max_chars)
-        if limits.overflow is Overflow.TRUNCATE_LEFT:
-            num_needed = _least(max(max_own, len(query)), limits.max_document_tokens) + 1
-            document = yield from self._texts.last_steps(pair.document, "", num_needed)
-        return query, document
-
-    def _is_beyond(self, pair: Pair, num_query: int, num_document: int, limits: PairLimits) -> bool:
-        """Whether a text has more characters than are read, and its own limit is not reached before."""
-        nums = (num_query, num_document)
-        most = (limits.max_query_tokens, limits.max_document_tokens)
-        return any(
-            len(text) > self._texts.max_chars and (limit is None or num <= limit)
-            for text, num, limit in zip(pair, nums, most, strict=True)
-        )
+        if not new:
+            return
+        lists = yield from self._texts.first_steps(new, "", ALL)
+        for query, ids in zip(new, lists, strict=True):
+            num = min(len(ids), limits.max_query_tokens)
+            start = len(ids) - num if limits.overflow is Overflow.TRUNCATE_LEFT else 0
+            openings[query] = Opening(ids[start : start + num], is_cut=num < len(ids))
 
 
 def pair_frame_of(tokenizer: tokenizers.Tokenizer, add_special_tokens: bool = True) -> PairFrame | None:
@@ -205,25 +199,6 @@ def beyond(index: int, max_chars: int) -> BadRequest:
         "one text, and may not be truncated there",
         param=INPUT,
     )
-
-
-def _least(num: int, limit: int | None) -> int:
-    return num if limit is None else min(num, limit)
-
-
-def _own_lengths(query: list[int], document: list[int], limits: PairLimits) -> tuple[int, int]:
-    """Tokens of both texts, once each is cut to its own limit."""
-    return _least(len(query), limits.max_query_tokens), _least(len(document), limits.max_document_tokens)
-
-
-def _cut(query: list[int], document: list[int], limits: PairLimits, max_own: int) -> tuple[list[int], list[int], bool]:
-    """What is kept of both texts, and whether that is less than all."""
-    num_query, num_document = longest_first(*_own_lengths(query, document, limits), max_own)
-    if num_query == len(query) and num_document == len(document):
-        return query, document, False
-    if limits.overflow is Overflow.TRUNCATE_LEFT:
-        return query[len(query) - num_query :], document[len(document) - num_document :], True
-    return query[:num_query], document[:num_document], True
 
 
 def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -> TokenizedInput:
@@ -310,7 +285,7 @@ class TemplatedPairs:
         before, between = self._template.before, self._template.between
         num_chars = len((before + between).replace(_INSTRUCTION, instruction))
         read = query[: max(0, self._texts.max_chars - num_chars)]
-        if limits.max_query_tokens is not None:
+        if limits.max_query_tokens < ALL:
             read = yield from self._first_tokens(read, limits.max_query_tokens)
         elif len(read) < len(query) and limits.overflow is not Overflow.TRUNCATE:
             raise beyond(index, self._texts.max_chars)
@@ -339,29 +314,28 @@ class TemplatedPairs:
                 f"have {limits.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
                 param="query",
             )
-        most = None if limits.max_document_tokens is None else num_rest + limits.max_document_tokens + num_end
-        num_needed = _least(max_own, most)
+        most = num_rest + limits.max_document_tokens + num_end
+        num_needed = min(max_own, most)
         texts = [document[:max_chars] + end.text for document, _ in documents]
         lists = yield from self._texts.first_steps(texts, rest, num_needed)
         sequences = []
         for (document, index), text, own in zip(documents, texts, lists, strict=True):
-            is_cut = most is not None and len(own) > most
+            is_cut = len(own) > most
             is_beyond = len(document) > max_chars and not is_cut
-            is_long = is_beyond or _least(len(own), most) > max_own
+            is_long = is_beyond or min(len(own), most) > max_own
             if is_long and limits.overflow is Overflow.ERROR:
                 num_own = len((yield from self._texts.all_steps(text, rest)))
-                check_length(_least(num_own, most), max_own, limits, index, is_at_least=is_beyond)
+                check_length(min(num_own, most), max_own, limits, index, is_at_least=is_beyond)
             if is_beyond and limits.overflow is not Overflow.TRUNCATE:
                 raise beyond(index, max_chars)
             if not (is_long or is_cut):
                 ids = [*head, *own, *end.ids]
             elif limits.overflow is Overflow.TRUNCATE_LEFT:
-                num_kept = _least(max_own, most) - num_rest
+                num_kept = num_needed - num_rest
                 last = yield from self._texts.last_steps(text, rest, num_kept)
                 ids = [*head, *self._ids(rest), *last[len(last) - num_kept :], *end.ids]
             else:
-                kept = own if most is None else own[: most - num_end]
-                ids = [*head, *kept][: limits.max_tokens - len(end.kept)] + end.kept
+                ids = [*head, *own[: most - num_end]][: limits.max_tokens - len(end.kept)] + end.kept
             is_truncated = is_long or is_cut or is_query_cut
             sequences.append(checked(array("i", ids), 0, index, is_truncated=is_truncated))
         return sequences

@@ -140,7 +140,8 @@ class TextTokens:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
         more than `num`."""
         if self._is_one_call(texts, prompt, num):
-            if self._words is not None and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS:
+            is_learned = num < ALL and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS
+            if self._words is not None and is_learned:
                 return [self._words.learn(prompt + texts[0])]
             return self.ids([prompt + text for text in texts] if prompt else texts, num)
         ends = []

@@ -23,6 +23,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, TypeGuard, cast
 
+import numpy as np
 import tokenizers
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as NormalizerSequence
@@ -136,7 +137,6 @@ class Tokenizer:
         self._tokenizer = _read_tokenizer(card, literal_special_tokens=literal_special_tokens)
         # The library's own threads gain nothing: 2,048 texts of 200 words take as long with them (2 cores).
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.threads = Threads()
         self.max_tokens = max_tokens
         self.max_chars = max_tokens * max(_MIN_CHARS_PER_TOKEN, min(_CHARS_PER_TOKEN, _MANY_CHARS // max_tokens))
         self.max_ids = self.max_chars
@@ -179,6 +179,7 @@ class Tokenizer:
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
         self._most_known_chars = min(MAX_CHARS, self.max_chars)
         self._tokenizer.enable_truncation(max(max_tokens + 1, MANY_TOKENS))
+        self.threads = Threads()
 
     def estimate_tokens(self, inputs: Inputs, how: Tokenizing = PLAIN) -> int:
         """An estimate from lengths alone: 3 characters a token, or the number of ids."""
@@ -264,7 +265,7 @@ class Tokenizer:
             return False
         for ids, index in decoded:
             self._policy.source_of(ids, index)  # refuses unknown ids, which have no length
-        num_bytes = sum(cl100k.num_bytes(ids) for ids, _ in decoded)
+        num_bytes = sum(int(cl100k.lengths_of(ids).sum(dtype=np.int64)) for ids, _ in decoded)
         return num_bytes + len(decoded) * (CHARS_PER_TEXT + len(prompt)) <= _INLINE_CHARS
 
     def _lengths(self, inputs: Inputs, how: Tokenizing, longest: int = ALL) -> tuple[Iterator[int], int]:
@@ -381,8 +382,8 @@ class Tokenizer:
         return PairLimits(
             self._most_tokens(how),
             Overflow.TRUNCATE if overflow is Overflow.CHUNK else overflow,  # a pair has no chunks
-            how.max_query_tokens,
-            how.max_document_tokens,
+            ALL if how.max_query_tokens is None else how.max_query_tokens,
+            ALL if how.max_document_tokens is None else how.max_document_tokens,
             how.add_special_tokens,
             how.instruction,
         )
