@@ -17,10 +17,11 @@ characters of them, and gives such texts other vectors than theirs.
 """
 
 import os
+from array import array
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -274,7 +275,8 @@ class Tokenizer:
         if _are_pairs(inputs):
             return _lengths_of_pairs(inputs, longest), CHARS_PER_TEXT + len(how.instruction or "")
         if _are_texts(inputs):
-            return (min(len(text), longest) for text in inputs), CHARS_PER_TEXT + len(self._prompt_of(how))
+            lengths = map(len, inputs)
+            return map(min, lengths, repeat(longest)), CHARS_PER_TEXT + len(self._prompt_of(how))
         return map(len, inputs), CHARS_PER_TEXT
 
     def _runs(self, inputs: Inputs, how: Tokenizing) -> Iterator[range]:
@@ -538,9 +540,9 @@ class Tokenizer:
             )
         (prefix, suffix), has_template = self._template, self._template.matches(ids)
         truncation = self._truncation_of_ids(how, has_template)
+        if len(ids) <= truncation.max_tokens:
+            return TokenizedInput(array("i", ids).tobytes(), len(ids), False, Source.MODEL)
         own = ids[len(prefix) : len(ids) - len(suffix)] if has_template else ids
-        if len(own) <= truncation.max_own_tokens:
-            return truncation.whole(own, Source.MODEL)
         if truncation.overflow is Overflow.TRUNCATE:
             return truncation.beginning(own, Source.MODEL)
         is_beyond = len(ids) > self.max_ids
