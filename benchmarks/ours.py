@@ -46,6 +46,7 @@ def worker_config(card: ModelCard, dtype: str, cache_folder: Path) -> WorkerConf
         "dtype": dtype,
         "num_threads": 1,
         "log_level": "warning",
+        "cache_dir": cache_folder,
         "cache_folder": str(cache_folder),
     }
     # An older commit's engine can be measured, too, by this benchmark: one that had no cache yet.

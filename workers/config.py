@@ -7,36 +7,26 @@ from dataclasses import dataclass
 
 from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
+from vecd.shm.settings import Settings
 from vecd.workers.families import FUSED_FAMILIES
 
 REFERENCE_FILE = "vecd-reference.json"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """Everything a worker needs to know; equal for all workers except `device`."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(Settings):
+    """The settings of a model, with what they leave open decided, and what else its workers need. Equal for all of
+    them except `device`. Has no key. Without `cache_dir`, nothing is remembered."""
 
     card: ModelCard
     arena: ArenaSpec
-    engine: str
-    """"lean", "fused", "packed" or "padded"; "auto": the fastest of these with the reference model's vectors, within
-    bounds; "dummy": no model, vectors made from the token ids alone for tests."""
-    device: str
+    device: str  # type: ignore[assignment]
     """"cpu", or "cuda:0", "cuda:1", …"""
-    dtype: str
     num_threads: int
-    log_level: str
-    cache_folder: str
-    unverified: bool = False
-    """Whether a model is served without a comparison where neither its reference vectors nor torch are there."""
-    log_format: str = "text"
     max_threads: int = 1
     """The most cores that may be leased to a batch; 1: no leases. More than `num_threads` then, which is 1."""
     ordered_pair: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Token ids of a pair of texts, and of one that a reranker has to give a lower score; None: nothing is checked."""
-    accept_unordered: bool = False
-    dummy_ms_per_text: float = 0.0
-    """Milliseconds that the dummy engine sleeps for each sequence of a batch."""
 
     @property
     def is_dummy(self) -> bool:

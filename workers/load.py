@@ -43,7 +43,7 @@ def load_engine(
     config: WorkerConfig, report: ReportProgress, select_elsewhere: SelectElsewhere | None = None
 ) -> Engine:
     """Build the engine of `config`, warm and compared with the reference model. The comparison is remembered in
-    `config.cache_folder`; a remembered one is checked again with short probes. A new comparison runs in
+    `config.cache_dir`; a remembered one is checked again with short probes. A new comparison runs in
     `select_elsewhere`, or in this process. Side effect: sets torch's number of threads.
 
     Raises ModelError when the model cannot be loaded or cannot run the way `config` requires.

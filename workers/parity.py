@@ -294,11 +294,11 @@ def recall_reference(config: WorkerConfig) -> Reference | None:
 
 def remember_reference(config: WorkerConfig, reference: Reference) -> None:
     """If that fails, log a warning."""
-    if not config.cache_folder:
+    if config.cache_dir is None:
         return
     try:
         digest = digest_of(config.card)
-        write_reference(reference, digest, Path(config.cache_folder) / "references" / f"{digest}.json")
+        write_reference(reference, digest, config.cache_dir / "references" / f"{digest}.json")
     except OSError as error:
         log.warning("the reference vectors cannot be remembered: %s", error)
 
@@ -344,8 +344,8 @@ def _places(config: WorkerConfig, digest: str) -> Iterator[Path]:
     if not digest:
         return
     yield _SHIPPED / f"{digest}.json"
-    if config.cache_folder:
-        yield Path(config.cache_folder) / "references" / f"{digest}.json"
+    if config.cache_dir is not None:
+        yield config.cache_dir / "references" / f"{digest}.json"
 
 
 def _read(path: Path, digest: str, dim: int) -> Reference:

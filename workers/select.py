@@ -193,13 +193,13 @@ def forget(config: WorkerConfig) -> None:
 
 
 def _file(config: WorkerConfig) -> Path | None:
-    if not config.cache_folder:
+    if config.cache_dir is None:
         return None
     try:
         conditions = json.dumps(_conditions(config), sort_keys=True)
     except OSError:
         return None
-    return Path(config.cache_folder) / "engines" / f"{hashlib.sha256(conditions.encode()).hexdigest()[:32]}.json"
+    return config.cache_dir / "engines" / f"{hashlib.sha256(conditions.encode()).hexdigest()[:32]}.json"
 
 
 def _conditions(config: WorkerConfig) -> JsonObject:

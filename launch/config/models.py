@@ -149,8 +149,10 @@ def with_prompts(card: ModelCard, prompts: Prompts) -> tuple[ModelCard, list[str
     return replace(card, prompt=prompt, prompts=tuple(merged.items())), []
 
 
-def check_defaults(defaults: AliasDefaults, card: ModelCard, *, is_matryoshka: bool, has_ranges: bool) -> list[str]:
+def check_defaults(defaults: AliasDefaults, card: ModelCard, settings: Settings) -> list[str]:
     """What the model cannot do of an alias's request defaults. `card`: with the table's prompts."""
+    is_matryoshka = settings.matryoshka or card.is_matryoshka
+    has_ranges = settings.quantization_ranges is not None
     problems = [
         *(f"{key}: {why}" for key in ("prompt", "prompt_name", "role") if (why := _check_prompt(key, defaults, card))),
         *(f"dimensions: {why}" for why in (_check_dimensions(defaults, card, is_matryoshka=is_matryoshka),) if why),

@@ -14,8 +14,7 @@ import subprocess
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TypeAlias
@@ -140,6 +139,10 @@ _MIN_METRICS_WORKERS = 64  # a reload may have more than the start
 _OTHER_OPEN_FILES = 512  # of the gateway: arenas, ZeroMQ, connections that are being refused
 _MIN_OPEN_FILES = 256
 
+_OTEL_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_OF_SUPERVISOR: dict[str, Any] = {"given": GivenSettings(), "api_key": None, "api_keys": None, "ready_fd": None}
+"""The settings that no child gets, in their place."""
+
 _GPU_FILE = re.compile(r"nvidia|nvhost|nvgpu|dxg|kfd")
 """Of NVIDIA's driver, of its Jetson boards, of WSL, of AMD's driver."""
 _BATCH_BOUNDS = {"cpu": (MAX_BATCH_TOKENS, 512), "gpu": (MAX_BATCH_TOKENS_ON_GPU, 2048)}
@@ -216,60 +219,42 @@ def _versions(paths: Iterable[Path | None]) -> frozenset[tuple[str, int, int, in
 
 
 def make_plan(settings: Settings, report: Callable[[str], None] = logs.say) -> Plan:
-    """Read the model's card and compose the children's configurations. `report` is called with each stage that may take
-    long. Raises ConfigurationError for settings that do not fit the model or the machine, ModelError for the model, and
-    StartFailure for a machine that allows too little. Side effect: opens the plan's descriptor, unless it raises."""
-    return _plan_model(ModelEntry(settings.served_model_name, settings), _check_shared(settings), report)
+    """The plan of one model alone. Raises as `make_plans`."""
+    [plan] = make_plans([ModelEntry(settings.served_model_name, settings, names_of(settings.model_aliases))], report)
+    return plan
 
 
 def make_plans(entries: Sequence[ModelEntry], report: Callable[[str], None] = logs.say) -> list[Plan]:
-    """A plan for each model, as `make_plan` makes it, with the place of its workers among those of all. Raises
-    ConfigurationError with the problems of all models; ModelError, in which each problem begins with the model's name
-    if there are several; StartFailure for a machine that allows too little. Side effect: the plans' descriptors are
-    open."""
-    if len(entries) == 1:
-        plans = [_plan_model(entries[0], _check_shared(entries[0].settings), report)]
-    else:
-        plans = _plan_all(entries, report)
-    sizes = [plan.gateway.num_workers for plan in plans]
-    return [
-        plan.with_gateway(
-            aliases=entry.aliases,
-            alias_defaults=entry.alias_defaults,
-            model_index=index,
-            first_worker=first_worker,
-            weight=entry.weight,
-        )
-        for index, (entry, plan, first_worker) in enumerate(
-            zip(entries, plans, accumulate(sizes[:-1], initial=0), strict=True)
-        )
-    ]
-
-
-def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None]) -> list[Plan]:
-    """Raises as `make_plans`."""
+    """Read the models' cards and compose the children's configurations, with the place of each model's workers among
+    those of all. `report` is called with each stage that may take long. Raises ConfigurationError with the problems of
+    all settings, which do not fit the models or the machine; ModelError for the models; StartFailure for a machine that
+    allows too little. A problem of one of several models begins with its name. Side effect: opens the plans'
+    descriptors, unless it raises."""
     plans: list[Plan] = []
-    problems: list[str] = []
     faults: list[str] = []
     keys: tuple[ApiKey, ...] = ()
-    settings = entries[0].settings
+    settings, is_only_model = entries[0].settings, len(entries) == 1
+    problems = server_problems(settings)
     try:
-        try:
-            keys = _check_shared(settings)
-        except ConfigurationError as error:
-            problems += error.problems
-        for entry in entries:
+        keys = load_keys(settings)
+    except ConfigurationError as error:
+        problems += error.problems
+    try:
+        for index, entry in enumerate(entries):
+            prefix = "" if is_only_model else f"{entry.name}: "
             try:
-                plans.append(_plan_model(entry, keys, report, is_only_model=False))
+                plan = _plan_model(entry, keys, report)
             except ConfigurationError as error:
-                problems += [f"{entry.name}: {problem}" for problem in error.problems]
+                problems += [f"{prefix}{problem}" for problem in error.problems]
             except ModelError as error:
-                faults.append(f"{entry.name}: {error}")
-        are_dense = ["dense" in plan.card.capabilities for plan in plans]
-        if settings.vector_cache and len(plans) == len(entries) and not any(are_dense):
-            problems.append(
-                f"--vector-cache: {settings.vector_cache} bytes given, which keep dense vectors; no model has such"
-            )
+                faults.append(f"{prefix}{error}")
+            else:
+                first_worker = sum(before.gateway.num_workers for before in plans)
+                plans.append(plan.with_gateway(model_index=index, first_worker=first_worker))
+        kinds = [plan.card.capabilities for plan in plans]
+        if settings.vector_cache and len(plans) == len(entries) and not any("dense" in each for each in kinds):
+            why = f"this model is for {' and '.join(kinds[0])}" if is_only_model else "no model has such"
+            problems.append(f"--vector-cache: {settings.vector_cache} bytes given, which keep dense vectors; {why}")
         if problems:
             raise ConfigurationError(*problems, *faults)
         if faults:
@@ -281,54 +266,52 @@ def _plan_all(entries: Sequence[ModelEntry], report: Callable[[str], None]) -> l
     return plans
 
 
-def _check_shared(settings: Settings) -> tuple[ApiKey, ...]:
-    check_tls(settings.tls_cert, settings.tls_key)
-    check_otel(settings.otlp_endpoint)
-    return load_keys(settings)
+def server_problems(settings: Settings) -> list[str]:
+    """What is wrong with the certificate and the packages that the settings need."""
+    cert, key, problems = settings.tls_cert, settings.tls_key, list[str]()
+    if cert is not None and key is not None:
+        problems = [f"--tls-cert, --tls-key: {problem}" for problem in find_problems(str(cert), str(key))]
+    elif cert is not None or key is not None:
+        given, missing = ("--tls-key", "--tls-cert") if cert is None else ("--tls-cert", "--tls-key")
+        problems = [f"{given}: given without {missing}; TLS needs both"]
+    if settings.otlp_endpoint and not all(map(_is_installed, _OTEL_PACKAGES)):
+        problems.append(f"--otlp-endpoint: needs OpenTelemetry, which is {not_installed('vecd[otel]')}")
+    return problems
 
 
-def _plan_model(
-    entry: ModelEntry,
-    keys: tuple[ApiKey, ...],
-    report: Callable[[str], None],
-    *,
-    is_only_model: bool = True,
-) -> Plan:
+def _is_installed(name: str) -> bool:
+    """Imports the packages above `name`."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[str], None]) -> Plan:
     settings = entry.settings
-    check_ranges(settings.quantization_ranges)
     source, name = _find_model(settings, report)
     folder = without_pickles(source, name, settings.cache_folder, report)
     model_files = _files_in(folder.resolve())  # as `card.folder` is
     card = with_text_template(with_pair_template(read_card(folder, settings.kind, settings.pooling)))
     if settings.matryoshka:
         card = replace(card, matryoshka_dims=())
-    card_with_prompts = _check_table(entry, card)
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
-        if settings.engine != "dummy" and not has_torch():
-            check_without_torch(settings, card)
-    if settings.max_tokens is not None and settings.max_tokens > card.max_tokens:
+    devices = ["cpu"] if _own_engine(card) else devices_for(settings.device)
+    card_with_prompts, problems = with_prompts(card, entry.prompts)  # for gateways alone
+    for defaults in entry.alias_defaults:
+        problems += check_defaults(defaults, card_with_prompts, settings)
+    if problems := [*problems, *_model_problems(settings, card, devices)]:
+        raise ConfigurationError(*problems)
+    if _needs_torch(settings, card) and card.model_type not in FAMILIES:
+        raise ModelError(f"{card.weights_folder}/config.json: a model of type {card.model_type!r} {NEEDS_TORCH}")
+    gateway = _gateway_config(entry, name, card, devices, keys)
+    least = gateway.vector_cache_spec.least_nbytes(card.dim)
+    if "dense" in card.capabilities and 0 < gateway.vector_cache < least:
         raise ConfigurationError(
-            f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}"
+            f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
+            f"{gateway.gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
         )
-    if settings.max_embed_len is not None and settings.overflow != "chunk":
-        raise ConfigurationError("--max-embed-len: given without --overflow chunk; it limits what that splits")
-    if settings.dummy_ms_per_text and settings.engine != "dummy":
-        raise ConfigurationError(
-            f"--dummy-ms-per-text: {settings.dummy_ms_per_text:g} given without --engine dummy, whose time it is"
-        )
-    own_engine = "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
-    devices = _devices_on_processor(settings, own_engine) if own_engine else devices_for(settings.device)
-    if settings.dtype == "int8" and (devices != ["cpu"] or settings.engine not in ("auto", "lean")):
-        raise ConfigurationError("--dtype: int8 given, which needs --device cpu and --engine auto or lean")
-    if settings.engine == "lean" and (devices != ["cpu"] or settings.dtype not in _LEAN_DTYPES):
-        raise ConfigurationError("--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8")
-    gateway = _gateway_config(settings, name, card, devices, keys)
-    _check_vector_cache(gateway, is_only_model=is_only_model)
-    workers = [
-        _worker_config(settings, card, devices[index % len(devices)], gateway.arena)  # each GPU in turn
-        for index in range(gateway.num_workers)
-    ]
     other_files = _versions([settings.tls_cert, settings.tls_key, settings.quantization_ranges])
     # Last, because it opens descriptors. For the gateway alone: the paths differ from start to start, and workers
     # remember by card what they found out.
@@ -342,8 +325,79 @@ def _plan_model(
     except BaseException:
         _close_copies(gateway)
         raise
-    workers = [replace(worker, ordered_pair=pair) for worker in workers]
+    leases_cores = settings.threads_per_worker == "auto" and devices == ["cpu"]
+    decided: dict[str, Any] = {**vars(settings), **_OF_SUPERVISOR, "cache_dir": settings.cache_folder}
+    worker = WorkerConfig(
+        **{**decided, "device": devices[0]},
+        card=card,
+        arena=gateway.arena,
+        num_threads=_num_threads(settings),
+        max_threads=usable_cores() if leases_cores else 1,
+        ordered_pair=pair,
+    )
+    workers = [replace(worker, device=devices[index % len(devices)]) for index in range(gateway.num_workers)]
     return Plan(settings, card_with_prompts, gateway, workers, model_files, other_files)
+
+
+def _own_engine(card: ModelCard) -> str:
+    """What has an engine of its own, on the processor: gathering rows costs less than a transfer to a GPU."""
+    return "static embeddings" if card.is_static else "ONNX exports" if card.export_file else ""
+
+
+def _needs_torch(settings: Settings, card: ModelCard) -> bool:
+    return not (_own_engine(card) or settings.engine == "dummy" or has_torch())
+
+
+def _model_problems(settings: Settings, card: ModelCard, devices: Sequence[str]) -> list[str]:
+    """What does not fit the model, the devices that it is computed on, or another setting."""
+    engine, dtype, own_engine = settings.engine, settings.dtype, _own_engine(card)
+    is_lean, is_lean_dtype, is_on_cpu = engine in ("auto", "lean"), dtype in _LEAN_DTYPES, devices == ["cpu"]
+    lacks_torch = _needs_torch(settings, card)
+    ranges = _why_no_ranges(settings.quantization_ranges)
+    rules = (
+        (ranges, f"--quantization-ranges: {settings.quantization_ranges}: {ranges}"),
+        (lacks_torch and not is_lean_dtype, f"--dtype: {dtype} given, which {NEEDS_TORCH}"),
+        (lacks_torch and not is_lean, f"--engine: {engine} given, which {NEEDS_TORCH}"),
+        (
+            settings.max_tokens is not None and settings.max_tokens > card.max_tokens,
+            f"--max-tokens: {settings.max_tokens} given, the model takes at most {card.max_tokens}",
+        ),
+        (
+            settings.max_embed_len is not None and settings.overflow != "chunk",
+            "--max-embed-len: given without --overflow chunk; it limits what that splits",
+        ),
+        (
+            settings.dummy_ms_per_text and engine != "dummy",
+            f"--dummy-ms-per-text: {settings.dummy_ms_per_text:g} given without --engine dummy, whose time it is",
+        ),
+        (
+            own_engine and settings.device == "cuda",
+            f"--device: cuda given, but {own_engine} are computed on the processor",
+        ),
+        (
+            own_engine and engine not in ("auto", "dummy"),
+            f"--engine: {engine} given, but {own_engine} have an engine of their own",
+        ),
+        (
+            dtype == "int8" and not (is_on_cpu and is_lean),
+            "--dtype: int8 given, which needs --device cpu and --engine auto or lean",
+        ),
+        (
+            engine == "lean" and not (is_on_cpu and is_lean_dtype),
+            "--engine: lean given, which needs --device cpu and --dtype auto, float32 or int8",
+        ),
+    )
+    return [problem for is_wrong, problem in rules if is_wrong]
+
+
+def _why_no_ranges(path: Path | None) -> str:
+    """What is in the file is checked by the gateway, which has numpy."""
+    if path is None:
+        return ""
+    if why := why_unreadable(str(path)):
+        return f"cannot be read: {why}"
+    size = path.stat().st_size
+    return f"has {size:,} bytes, ranges have at most {_MAX_RANGES_BYTES:,}" if size > _MAX_RANGES_BYTES else ""
 
 
 def _copy(path: str) -> str:
@@ -359,73 +413,11 @@ def _close_copies(gateway: GatewayConfig) -> None:
         close_copy(path)
 
 
-def _check_table(entry: ModelEntry, card: ModelCard) -> ModelCard:
-    """The card with the prompts of the model's table, for gateways alone. Raises ConfigurationError for prompts and
-    request defaults that the model cannot have."""
-    card, problems = with_prompts(card, entry.prompts)
-    settings = entry.settings
-    for defaults in entry.alias_defaults:
-        problems += check_defaults(
-            defaults,
-            card,
-            is_matryoshka=settings.matryoshka or card.is_matryoshka,
-            has_ranges=settings.quantization_ranges is not None,
-        )
-    if problems:
-        raise ConfigurationError(*problems)
-    return card
-
-
-def check_without_torch(settings: Settings, card: ModelCard) -> None:
-    lean = {"dtype": _LEAN_DTYPES, "engine": ("auto", "lean")}
-    given = {name: getattr(settings, name) for name, values in lean.items() if getattr(settings, name) not in values}
-    if given:
-        raise ConfigurationError(*([f"--{name}: {value} given, which {NEEDS_TORCH}" for name, value in given.items()]))
-    if card.model_type not in FAMILIES:
-        raise ModelError(f"{card.weights_folder}/config.json: a model of type {card.model_type!r} {NEEDS_TORCH}")
-
-
-def check_tls(cert: Path | None, key: Path | None) -> None:
-    if cert is None and key is None:
-        return
-    if cert is None or key is None:
-        given, missing = ("--tls-key", "--tls-cert") if cert is None else ("--tls-cert", "--tls-key")
-        raise ConfigurationError(f"{given}: given without {missing}; TLS needs both")
-    problems = find_problems(str(cert), str(key))
-    if problems:
-        raise ConfigurationError(*([f"--tls-cert, --tls-key: {problem}" for problem in problems]))
-
-
-def check_ranges(path: Path | None) -> None:
-    """Raises ConfigurationError for a file that cannot be read, or is too large. What is in it is checked by the
-    gateway, which has numpy."""
-    if path is not None and (why := why_unreadable(str(path))):
-        raise ConfigurationError(f"--quantization-ranges: {path}: cannot be read: {why}")
-    if path is not None and (size := path.stat().st_size) > _MAX_RANGES_BYTES:
-        fault = f"has {size:,} bytes, ranges have at most {_MAX_RANGES_BYTES:,}"
-        raise ConfigurationError(f"--quantization-ranges: {path}: {fault}")
-
-
-def check_otel(endpoint: str) -> None:
-    if endpoint and not all(map(_is_installed, _OTEL_PACKAGES)):
-        raise ConfigurationError(f"--otlp-endpoint: needs OpenTelemetry, which is {not_installed('vecd[otel]')}")
-
-
-_OTEL_PACKAGES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-
-
-def _is_installed(name: str) -> bool:
-    """Imports the packages above `name`."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
 def _gateway_config(
-    settings: Settings, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
+    entry: ModelEntry, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
 ) -> GatewayConfig:
     """Raises StartFailure if too few files may be open, ModelError if the rows of a batch need too much memory."""
+    settings = entry.settings
     compute_type = "cpu" if devices == ["cpu"] else "gpu"
     max_batch_tokens, max_sequences = _BATCH_BOUNDS[compute_type]
     max_tokens = settings.max_tokens or card.max_tokens
@@ -441,10 +433,6 @@ def _gateway_config(
     num_workers = _num_workers(settings, devices)
     max_connections = min(settings.max_connections, settings.gateways * connections_of_gateway())
     decided: dict[str, Any] = {
-        "given": GivenSettings(),
-        "api_key": None,
-        "api_keys": None,
-        "ready_fd": None,
         "model": settings.served_model_name or model,
         "max_tokens": max_tokens,
         "max_batch_tokens": max_batch_tokens,
@@ -453,9 +441,11 @@ def _gateway_config(
         "unknown_model": "refuse" if settings.strict_model else settings.unknown_model or "any",
     }
     return GatewayConfig(
-        **{**vars(settings), **decided},
+        **{**vars(settings), **_OF_SUPERVISOR, **decided},
         version=version(),
-        aliases=names_of(settings.model_aliases),
+        aliases=entry.aliases,
+        alias_defaults=entry.alias_defaults,
+        weight=entry.weight,
         card=card,
         arena=arena,
         num_workers=num_workers,
@@ -473,41 +463,6 @@ def _keep_alive_s(settings: Settings) -> float | None:
     if settings.keep_alive:
         return parse_keep_alive(settings.keep_alive)
     return _KEEP_ALIVE_ON_DEMAND_S if settings.load == "demand" else None
-
-
-def _check_vector_cache(gateway: GatewayConfig, *, is_only_model: bool) -> None:
-    """Raises ConfigurationError for a cache that is too small to be of use, or that nothing is kept in."""
-    if gateway.vector_cache and "dense" not in gateway.card.capabilities:
-        if not is_only_model:
-            return
-        kind = " and ".join(gateway.card.capabilities)
-        raise ConfigurationError(
-            f"--vector-cache: {gateway.vector_cache} bytes given, which keep dense vectors; this model is for {kind}"
-        )
-    least = gateway.vector_cache_spec.least_nbytes(gateway.card.dim)
-    if 0 < gateway.vector_cache < least:
-        raise ConfigurationError(
-            f"--vector-cache: {gateway.vector_cache} bytes given, this model needs at least {least} for "
-            f"{gateway.gateways} gateway(s), and a multiple of that to be of use; 0: no cache"
-        )
-
-
-def _worker_config(settings: Settings, card: ModelCard, device: str, arena: ArenaSpec) -> WorkerConfig:
-    derived = {
-        "card": card,
-        "arena": arena,
-        "num_threads": _num_threads(settings),
-        "max_threads": usable_cores() if settings.threads_per_worker == "auto" and device == "cpu" else 1,
-        "cache_folder": str(settings.cache_folder),
-        "device": device,
-    }
-    return WorkerConfig(**{**_as_set(settings, WorkerConfig), **derived})
-
-
-def _as_set(settings: Settings, config: type) -> dict[str, Any]:
-    names = [field.name for field in fields(config) if field.name in {each.name for each in fields(Settings)}]
-    values = ((name, getattr(settings, name)) for name in names)
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values}
 
 
 def _num_workers(settings: Settings, devices: list[str]) -> int:
@@ -565,16 +520,6 @@ def devices_for(wanted: str) -> list[str]:
     if wanted == "cpu" or not (gpus and has_cuda_build):
         return ["cpu"]
     return [f"cuda:{index}" for index in range(gpus)]
-
-
-def _devices_on_processor(settings: Settings, models: str) -> list[str]:
-    """Gathering rows costs less than a transfer to a GPU. Raises ConfigurationError for settings that ask for something
-    else."""
-    if settings.device == "cuda":
-        raise ConfigurationError(f"--device: cuda given, but {models} are computed on the processor")
-    if settings.engine not in ("auto", "dummy"):
-        raise ConfigurationError(f"--engine: {settings.engine} given, but {models} have an engine of their own")
-    return ["cpu"]
 
 
 def num_visible_gpus(dev: Path = Path("/dev")) -> int:

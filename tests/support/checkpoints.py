@@ -156,7 +156,7 @@ def worker_config(folder: Path, kind: str = "auto", **changes: Any) -> WorkerCon
         "dtype": "float32",
         "num_threads": 1,
         "log_level": "info",
-        "cache_folder": "",
+        "cache_dir": None,
     }
     return WorkerConfig(**{**settings, **changes})
 

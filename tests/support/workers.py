@@ -79,7 +79,7 @@ DEADLINE_S = 30.0
 DIM = 8
 ARENA = ArenaSpec(2, 4, DIM)
 CARD = ModelCard("", "", "bert", DIM, DIM, 16, 100, ("mean",), (), False, "")
-DUMMY = WorkerConfig(CARD, ARENA, "dummy", "cpu", "float32", 1, "info", "")
+DUMMY = WorkerConfig(card=CARD, arena=ARENA, engine="dummy", device="cpu", dtype="float32", num_threads=1)
 BATCH = PackedBatch(np.array([2, 1], dtype=np.int32), np.array([41, 42, 43], dtype=np.int32))
 
 

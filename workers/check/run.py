@@ -83,7 +83,7 @@ def _check(fields: JsonObject, report: ReportProgress, on_found: OnFound) -> Non
 
 def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, float]:
     """The engine in a dtype, and the seconds of its selection; 0 if it was recalled. Raises ModelError."""
-    config, selecting_s = replace(order.config, dtype=dtype), 0.0
+    config, selecting_s = replace(order.config, dtype=dtype), 0.0  # type: ignore[arg-type]
 
     def select(report: ReportProgress) -> Selection:
         nonlocal selecting_s

@@ -19,7 +19,7 @@ from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 
 CARD = ModelCard("", "", "bert", 8, 8, 16, 100, ("mean",), (), False, "")
-CONFIG = WorkerConfig(CARD, ArenaSpec(1, 1, 8), "dummy", "cpu", "float32", 1, "info", "")
+CONFIG = WorkerConfig(card=CARD, arena=ArenaSpec(1, 1, 8), engine="dummy", device="cpu", dtype="float32", num_threads=1)
 NUM_WORKERS = 4
 
 

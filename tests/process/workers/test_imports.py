@@ -31,7 +31,7 @@ def test_what_is_not_imported(modules: str, left_out: set[str]) -> None:
 
 
 def test_a_remembered_fused_engine_needs_no_transformers(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    config = worker_config(checkpoint("bert"), engine="fused", cache_folder=str(tmp_path))
+    config = worker_config(checkpoint("bert"), engine="fused", cache_dir=tmp_path)
     assert load_engine(config, lambda stage: None).facts[LOAD_TOKENS_PER_S] > 0
     code = (
         "import json, sys\n"

@@ -32,7 +32,7 @@ def test_a_forked_process_computes_the_same_bits(checkpoint: Checkpoints) -> Non
 
 
 def test_a_known_model_is_loaded_without_torch_and_threads(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    config = worker_config(checkpoint("bert"), cache_folder=str(tmp_path))
+    config = worker_config(checkpoint("bert"), cache_dir=tmp_path)
     load_engine(config, lambda stage: None)
     program = (
         "import json, sys\nfrom vecd.base.files import load\nfrom vecd.workers.config import WorkerConfig\n"

@@ -17,9 +17,7 @@ __all__ = ["_one_thread", "checkpoint", "minilm"]
 @pytest.fixture
 def compared(checkpoint: Checkpoints, tmp_path: Path) -> WorkerConfig:
     """Of a model that has been loaded once, and whose selection has been forgotten: its reference vectors are not."""
-    config = worker_config(
-        shutil.copytree(checkpoint("bert"), tmp_path / "model"), cache_folder=str(tmp_path / "cache")
-    )
+    config = worker_config(shutil.copytree(checkpoint("bert"), tmp_path / "model"), cache_dir=tmp_path / "cache")
     load_engine(config, lambda stage: None)
     shutil.rmtree(tmp_path / "cache/engines")
     return config

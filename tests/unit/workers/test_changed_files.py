@@ -92,10 +92,10 @@ def test_files_that_change_while_they_are_read_are_an_error(
         (folder / "model.safetensors").touch()
         return engine
 
-    load_engine(worker_config(folder, cache_folder=str(tmp_path / "cache")), lambda stage: None)
+    load_engine(worker_config(folder, cache_dir=tmp_path / "cache"), lambda stage: None)
     monkeypatch.setattr(load, "build", build_then_change)
     with pytest.raises(ModelError, match="the files have changed while they were read"):
-        load_engine(worker_config(folder, cache_folder=str(tmp_path / "cache")), lambda stage: None)
+        load_engine(worker_config(folder, cache_dir=tmp_path / "cache"), lambda stage: None)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "2_Dense/model.safetensors"])

@@ -35,12 +35,12 @@ def load(config: Any) -> Engine:
     return load_engine(config, lambda stage: None)
 
 
-@pytest.mark.parametrize("cache_folder", ["", "/proc/no/such/folder"])
+@pytest.mark.parametrize("cache_dir", [None, Path("/proc/no/such/folder")])
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_gpu_that_cannot_be_used_is_no_bug(
-    dtype: str, cache_folder: str, torch_without_gpu: str, checkpoint: Checkpoints
+    dtype: str, cache_dir: Path | None, torch_without_gpu: str, checkpoint: Checkpoints
 ) -> None:
-    config = worker_config(checkpoint("bert"), device="cuda:0", dtype=dtype, cache_folder=cache_folder)
+    config = worker_config(checkpoint("bert"), device="cuda:0", dtype=dtype, cache_dir=cache_dir)
     with pytest.raises(ModelError, match=torch_without_gpu):
         load(config)
 
@@ -72,7 +72,7 @@ def test_a_format_is_taken_by_its_speed_and_remembered(
 ) -> None:
     """With native bfloat16, which this processor may have to emulate: its speed is given here. Then a start imports
     torch only for bfloat16."""
-    config = worker_config(checkpoint("bert"), dtype="auto", cache_folder=str(tmp_path))
+    config = worker_config(checkpoint("bert"), dtype="auto", cache_dir=tmp_path)
     measured: list[Any] = []
 
     def measure(engines: Any, card: Any) -> Any:
@@ -253,7 +253,15 @@ class Ranking:
 @pytest.fixture
 def config() -> WorkerConfig:
     pair = ((1, 2, 3), (1, 2))
-    return WorkerConfig(RERANKER, ArenaSpec(2, 16, 1), "auto", "cpu", "float32", 1, "info", "", ordered_pair=pair)
+    return WorkerConfig(
+        card=RERANKER,
+        arena=ArenaSpec(2, 16, 1),
+        engine="auto",
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        ordered_pair=pair,
+    )
 
 
 def test_the_right_order_is_taken_as_it_is(config: WorkerConfig) -> None:

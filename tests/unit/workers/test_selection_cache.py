@@ -28,7 +28,7 @@ CHOICE = Selection("fused", "float32", {"min_cosine": 1.0}, np.arange(6, dtype=n
 @pytest.fixture
 def config(checkpoint: Checkpoints, tmp_path: Path) -> WorkerConfig:
     folder = shutil.copytree(checkpoint("bert"), tmp_path / "model")
-    return worker_config(folder, cache_folder=str(tmp_path / "cache"))
+    return worker_config(folder, cache_dir=tmp_path / "cache")
 
 
 def weights_of(config: WorkerConfig) -> Path:
@@ -43,7 +43,7 @@ def test_what_is_remembered_is_recalled_until_it_is_forgotten(config: WorkerConf
     assert dump(recalled) == dump(CHOICE)
     assert recalled.reference.dtype == np.float32
     remember(config, CHOICE)
-    [file] = (Path(config.cache_folder) / "engines").iterdir()
+    [file] = (config.cache_folder / "engines").iterdir()
     assert file.suffix == ".json"
     Path(config.card.folder, REFERENCE_FILE).write_text("{}")
     assert recall(config) is not None, "reference vectors beside the model are no other model"
@@ -57,7 +57,7 @@ def test_what_cannot_be_written_leaves_no_file(config: WorkerConfig, monkeypatch
 
     monkeypatch.setattr(os, "replace", fail)
     remember(config, CHOICE)
-    assert list((Path(config.cache_folder) / "engines").iterdir()) == []
+    assert list((config.cache_folder / "engines").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_what_cannot_be_written_leaves_no_file(config: WorkerConfig, monkeypatch
         ({"num_threads": 2, "log_level": "error"}, True),
         ({"dtype": "bfloat16"}, False),
         ({"engine": "packed"}, False),
-        ({"cache_folder": ""}, False),
+        ({"cache_dir": None}, False),
     ],
 )
 def test_another_wish_is_another_choice(config: WorkerConfig, changes: dict[str, Any], is_the_same: bool) -> None:
     changed = replace(config, **changes)
     remember(config, CHOICE)
-    remember(replace(changed, cache_folder=""), CHOICE)  # nowhere
+    remember(replace(changed, cache_dir=None), CHOICE)  # nowhere
     assert (recall(changed) is not None) is is_the_same
 
 
@@ -104,7 +104,7 @@ def test_weights_of_the_same_size_and_time_are_other_weights(config: WorkerConfi
 @pytest.mark.parametrize("content", ["", "null", '{"path": "fused"}', "[" * 100_000])
 def test_a_broken_file_is_no_memory(config: WorkerConfig, content: str, caplog: pytest.LogCaptureFixture) -> None:
     remember(config, CHOICE)
-    [file] = (Path(config.cache_folder) / "engines").iterdir()
+    [file] = (config.cache_folder / "engines").iterdir()
     file.write_text(content)
     assert recall(config) is None
     assert recall(config) is None
@@ -112,7 +112,7 @@ def test_a_broken_file_is_no_memory(config: WorkerConfig, content: str, caplog: 
 
 
 def test_a_folder_that_cannot_be_made_costs_a_warning(config: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
-    nowhere = replace(config, cache_folder="/proc/no/such/folder")
+    nowhere = replace(config, cache_dir=Path("/proc/no/such/folder"))
     remember(nowhere, CHOICE)
     assert recall(nowhere) is None
     assert "cannot be remembered" in caplog.text
@@ -155,7 +155,7 @@ def test_a_memory_that_is_wrong_is_made_anew(config: WorkerConfig, lie: dict[str
 def test_a_pipe_in_its_place_is_made_anew(config: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
     """And nothing waits for a writer."""
     remember(config, CHOICE)
-    [path] = (Path(config.cache_folder) / "engines").iterdir()
+    [path] = (config.cache_folder / "engines").iterdir()
     path.unlink()
     os.mkfifo(path)
     assert recall(config) is None
@@ -207,7 +207,7 @@ def test_it_travels_beside_the_model(compared: WorkerConfig) -> None:
     reference = recall_reference(compared)
     assert reference is not None
     write_reference(reference, digest_of(compared.card), Path(compared.card.folder) / REFERENCE_FILE)
-    alone = replace(compared, cache_folder="")
+    alone = replace(compared, cache_dir=None)
     found = recall_reference(alone)
     assert found is not None
     assert np.array_equal(found.vectors, reference.vectors)
@@ -216,7 +216,7 @@ def test_it_travels_beside_the_model(compared: WorkerConfig) -> None:
 
 @pytest.mark.parametrize("content", ["", "null", '{"format": 2}', "[" * 100_000, "other"])
 def test_a_broken_file_costs_a_warning(content: str, compared: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
-    alone = replace(compared, cache_folder="")
+    alone = replace(compared, cache_dir=None)
     path = Path(compared.card.folder) / REFERENCE_FILE
     if content == "other":
         write_reference(Reference((3,), np.zeros((1, 32), np.float32)), "0" * 64, path)
@@ -232,4 +232,4 @@ def test_vectors_that_the_lean_engine_does_not_give_are_not_taken(compared: Work
     folder = Path(compared.card.folder)
     write_reference(Reference(reference.lengths, -reference.vectors), digest_of(compared.card), folder / REFERENCE_FILE)
     with pytest.raises(Exception, match="not the reference model's"):
-        load_engine(replace(compared, cache_folder="", engine="lean"), lambda stage: None)
+        load_engine(replace(compared, cache_dir=None, engine="lean"), lambda stage: None)

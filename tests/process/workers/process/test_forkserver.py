@@ -227,7 +227,7 @@ def mortal() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def minilm_config(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
-    return worker_config(minilm, cache_folder=str(tmp_path_factory.mktemp("cache")))
+    return worker_config(minilm, cache_dir=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +498,7 @@ def test_the_first_worker_alone_gets_a_session_for_leased_cores(minilm_server, m
 @pytest.mark.parametrize("size", [8, -1])
 def test_a_model_that_cannot_be_loaded_says_why_and_exits_3_before_it_compares(checkpoint, tmp_path, size):
     folder = shutil.copytree(checkpoint("bert"), tmp_path / "bert")
-    config = worker_config(folder, cache_folder=str(tmp_path / "cache"))
+    config = worker_config(folder, cache_dir=tmp_path / "cache")
     path = folder / "model.safetensors"
     path.write_bytes(b"nonsense" if size == 8 else path.read_bytes()[:size])
     with forked_from(ForkServer(modules_to_preload("bert", "auto"), config=config)) as server:
@@ -542,7 +542,7 @@ def is_child(choosing: SelectionProcess) -> bool:
 
 @pytest.mark.parametrize(("do", "says"), COMPARISONS.values(), ids=COMPARISONS.keys())
 def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(checkpoint, do, says):
-    config = worker_config(checkpoint("bert"), cache_folder="")
+    config = worker_config(checkpoint("bert"), cache_dir=None)
     command = [sys.executable, "-c", f"import os, sys, time; fd = int(sys.argv[1]); {do}"]
     with pytest.raises(ModelError, match=says), SelectionProcess(command, config) as choosing:
         choosing.result(lambda stage: None)
@@ -550,7 +550,7 @@ def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(checkpoint, do, 
 
 
 def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint):
-    config = worker_config(checkpoint("bert"), cache_folder="")
+    config = worker_config(checkpoint("bert"), cache_dir=None)
     with SelectionProcess([sys.executable, "-c", "import time; time.sleep(300)"], config) as choosing:
         assert is_child(choosing)
     assert not is_child(choosing)

@@ -17,7 +17,7 @@ from vecd.shm.wire import Incarnation
 from vecd.workers.process import worker
 from vecd.workers.config import WorkerConfig
 card = ModelCard("", "", "bert", 4, 4, 4, 4, ("mean",), (), False, "")
-config = WorkerConfig(card, ArenaSpec(1, 1, 4), "dummy", "cpu", "float32", 1, "info", "")
+config = WorkerConfig(card=card, arena=ArenaSpec(1, 1, 4), engine="dummy", device="cpu", dtype="float32", num_threads=1)
 ours, theirs = Channel.pair()
 parent_pid = os.getppid() + int(sys.argv[1])
 code = worker.run(config, Incarnation(0, 1), theirs, -1, -1, parent_pid=parent_pid, engine=None)

@@ -252,7 +252,7 @@ _HANGING_COMPARISON = (
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["ready", "while a model is loaded"])
 def test_the_end_of_the_supervisor_ends_everything(checkpoint, hangs):
-    config = dump(worker_config(checkpoint("bert"), cache_folder="")) if hangs else None
+    config = dump(worker_config(checkpoint("bert"), cache_dir=None)) if hangs else None
     command = [sys.executable, "-P", "-c", _HANGING_COMPARISON]
     arguments = map(json.dumps, (dump(DUMMY), config, command))
     supervisor = subprocess.Popen([sys.executable, "-P", "-c", _SUPERVISOR, *arguments])
@@ -380,8 +380,8 @@ def maps(pid: int, library: str) -> bool:
 
 async def test_torch_is_imported_once_and_when_a_model_needs_it(zygote, endpoint, minilm, checkpoint, tmp_path):
     """The lean engine has the bundled model's reference vectors and needs no torch; a model that is compared does."""
-    lean = worker_config(minilm, cache_folder=str(tmp_path))
-    fused = worker_config(checkpoint("bert"), cache_folder=str(tmp_path), engine="fused")
+    lean = worker_config(minilm, cache_dir=tmp_path)
+    fused = worker_config(checkpoint("bert"), cache_dir=tmp_path, engine="fused")
     modules = modules_to_preload("bert", "auto")
 
     def start(config: WorkerConfig) -> ForkServer:

@@ -16,6 +16,7 @@ from vecd.launch.config.models import MAX_PROMPT_CHARACTERS, NO_PROMPTS, Prompts
 from vecd.launch.config.plan import make_plans
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
+from vecd.shm.settings import Settings
 
 CARD = replace(
     DENSE, dim=16, steps=(Step("normalize"),), prompt="own: ", prompts=(("query", "query: "), ("own", "own: "))
@@ -174,7 +175,7 @@ def test_prompts_that_a_model_cannot_have(card: ModelCard, prompts: Prompts, why
     ],
 )
 def test_what_a_model_can_do(card: ModelCard, defaults: dict[str, Any], why: str) -> None:
-    told = check_defaults(AliasDefaults("a", **defaults), card, is_matryoshka=False, has_ranges=False)
+    told = check_defaults(AliasDefaults("a", **defaults), card, Settings())
     assert [each.startswith(f"aliases: 'a': {why}") for each in told] == ([True] if why else [])
 
 
@@ -190,7 +191,11 @@ def test_what_a_model_can_do(card: ModelCard, defaults: dict[str, Any], why: str
 )
 def test_fewer_dimensions(dims: tuple[int, ...], defaults: dict[str, Any], has_ranges: bool, why: str) -> None:
     card = replace(CARD, matryoshka_dims=dims)
-    told = check_defaults(AliasDefaults("a", **defaults), card, is_matryoshka=True, has_ranges=has_ranges)
+    told = check_defaults(
+        AliasDefaults("a", **defaults),
+        card,
+        Settings(matryoshka=True, quantization_ranges=Path("r") if has_ranges else None),
+    )
     assert [each.startswith(f"aliases: 'a': {why}") for each in told] == ([True] if why else [])
 
 
@@ -202,7 +207,7 @@ def test_fewer_dimensions_of_vectors_of_any_length_have_no_scale_either(
     changes: dict[str, Any], defaults: dict[str, Any]
 ) -> None:
     card = replace(CARD, **changes)
-    [told] = check_defaults(AliasDefaults("a", dtype="int8", **defaults), card, is_matryoshka=True, has_ranges=False)
+    [told] = check_defaults(AliasDefaults("a", dtype="int8", **defaults), card, Settings(matryoshka=True))
     assert told.startswith("aliases: 'a': dtype: int8 is for vectors of length 1")
 
 

@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 from vecd.base.failures import ConfigurationError
 from vecd.launch.check.model import describe, purpose
 from vecd.launch.config import plan
-from vecd.launch.config.plan import Plan, check_otel, make_plan, num_visible_gpus, refuse_unknown
+from vecd.launch.config.plan import Plan, make_plan, num_visible_gpus, refuse_unknown, server_problems
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelCard, ModelError, read_card
 from vecd.model.steps import SparseHead, TokenHead
 from vecd.shm.arena import original_of
+from vecd.shm.settings import Settings
 
 Make = Callable[..., Plan]
 
@@ -295,8 +296,9 @@ def test_what_is_missing_is_told_before_anything_starts(name, monkeypatch):
     for module in [module for module in sys.modules if module.startswith(name)]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigurationError, match=r"--otlp-endpoint: .*pip install 'vecd\[otel\]'"):
-        check_otel("http://localhost:4318")
+    [problem] = server_problems(Settings(otlp_endpoint="http://localhost:4318"))
+    assert problem.startswith("--otlp-endpoint: needs OpenTelemetry, ")
+    assert problem.endswith("pip install 'vecd[otel]'")
 
 
 def card_of(model_type: str) -> ModelCard:

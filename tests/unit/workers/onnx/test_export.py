@@ -128,7 +128,7 @@ def test_an_export_that_was_replaced_meanwhile_is_not_read(
 
 def test_it_is_compared_with_the_vectors_beside_it(exported: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = with_reference(exported, tmp_path / "model", checkpoint("bert"))
-    config = worker_config(folder, dtype="auto", cache_folder=str(tmp_path / "cache"))
+    config = worker_config(folder, dtype="auto", cache_dir=tmp_path / "cache")
     assert expected_path(config) == "export"
     stages: list[str] = []
     engine = load_engine(config, stages.append)
@@ -153,7 +153,7 @@ def test_other_vectors_than_those_beside_it_are_refused(
 
 
 def test_without_vectors_beside_it_a_flag_is_needed(exported: Path, tmp_path: Path) -> None:
-    config = worker_config(exported, cache_folder=str(tmp_path / "cache"))
+    config = worker_config(exported, cache_dir=tmp_path / "cache")
     assert expected_path(config) == "export", "no other engine is looked for"
     with pytest.raises(ModelError, match=f"copy {REFERENCE_FILE} from .* or serve it uncompared with --unverified"):
         load_engine(config, lambda stage: None)

@@ -120,7 +120,7 @@ def test_without_torch_it_is_served_if_it_is_faster(
 ) -> None:
     without_torch(monkeypatch)
     if unverified:
-        config = replace(config, cache_folder="", unverified=True)
+        config = replace(config, cache_dir=None, unverified=True)
     path, dtype, warnings = loaded(config)
     assert (path, dtype) == ("lean", "int8" if is_fast else "float32")
     assert (SLOW in warnings) is not is_fast
@@ -138,7 +138,7 @@ def test_other_vectors_are_not_served(config: WorkerConfig, monkeypatch: pytest.
 
 @pytest.mark.parametrize("is_remembered", [True, False])
 def test_with_torch_nothing_else_is_tried(is_remembered: bool, is_fast: bool, config: WorkerConfig) -> None:
-    config = config if is_remembered else replace(config, cache_folder="")
+    config = config if is_remembered else replace(config, cache_dir=None)
     assert expected_path(config) == ("lean" if is_remembered else None)
     path, dtype, warnings = loaded(config)
     assert (path, dtype) == ("lean", "int8" if is_fast else "float32")

@@ -110,7 +110,7 @@ def test_without_a_name_inside_transformers_the_model_is_padded(
 def test_a_remembered_engine_whose_kernel_is_gone_is_selected_anew(
     bert: Path, tmp_path: Path, rename: Callable[[str], None]
 ) -> None:
-    cache = {"cache_folder": str(tmp_path), "dtype": "float32", "engine": "fused"}
+    cache = {"cache_dir": tmp_path, "dtype": "float32", "engine": "fused"}
     assert load(bert, **cache).facts["path"] == "fused"
     float_kernels.cache_clear()
     rename(FLOAT_NAMES["linear"])
