@@ -7,16 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from vecd.base.files import JsonObject
+from vecd.base.flags import flag
 from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.settings import Settings
 from vecd.shm.shared_metrics import SharedMetricsSpec
 from vecd.shm.vector_cache import VectorCacheSpec
 
-PRIORITIES = ("interactive", "normal", "bulk")
-OVERFLOWS = ("error", "truncate", "truncate_left", "chunk")
-ROLES = ("query", "document")
-DTYPES = ("float32", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary")
+MAX_PROMPT_CHARACTERS = 4096
+"""As `vecd.gateway.request.MAX_PROMPT_CHARS`, whose module imports numpy."""
 SCOPES = ("embed", "metrics", "admin")
 
 
@@ -31,7 +30,7 @@ class ApiKey:
     scopes: tuple[str, ...] = SCOPES
     """Of SCOPES: "embed" for embeddings and models, "metrics" for /metrics and /info, "admin" for /admin."""
     max_priority: str = "interactive"
-    """One of PRIORITIES."""
+    """The highest of a request: as --max-priority."""
     tokens_per_s: float | None = None
     """Averaged over seconds, over all gateways; None: no limit."""
     max_requests: int | None = None
@@ -49,24 +48,28 @@ class ChatTemplateSpec:
     """Starts `vecd.gateway.tokenization.chat_template`."""
 
 
+def _prompt(text: str) -> str:
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {len(text)}")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class AliasDefaults:
     """What requests by an alias get where they do not say otherwise. None: as by the model's name."""
 
     alias: str
-    prompt: str | None = None
-    """"" for no prompt, not even the model's own."""
-    prompt_name: str | None = None
-    """Of one of the model's prompts, in place of `prompt`."""
-    role: str | None = None
-    """One of ROLES. It chooses the prompt, where neither `prompt` nor `prompt_name` does."""
-    dimensions: int | None = None
-    dtype: str | None = None
-    """One of DTYPES."""
-    overflow: str | None = None
-    """One of OVERFLOWS."""
-    raw_scores: bool | None = None
-    """Scores of a ranking are the model's own numbers."""
+    prompt: str | None = flag(None, '"": no prompt, not even the model\'s own', read=_prompt)
+    prompt_name: str | None = flag(None, "of one of the model's prompts, in place of `prompt`")
+    role: Literal["query", "document"] | None = flag(
+        None, "chooses the prompt, where neither `prompt` nor `prompt_name` does"
+    )
+    dimensions: int | None = flag(None, "number of dimensions of dense vectors", at_least=1)
+    dtype: Literal["float32", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary"] | None = flag(
+        None, "type of the elements of dense vectors"
+    )
+    overflow: Literal["error", "truncate", "truncate_left", "chunk"] | None = flag(None, "as --overflow")
+    raw_scores: bool | None = flag(None, "scores of a ranking are the model's own numbers")
 
     def given(self) -> JsonObject:
         """Those that are not None, by name, without the alias."""

@@ -28,7 +28,7 @@ from vecd.base.failures import (
     StartFailure,
 )
 from vecd.base.files import JsonMapping, dump
-from vecd.base.flags import Command, FieldValues, flag
+from vecd.base.flags import Command, FieldValues, flag, flags_in
 from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
 from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import read_texts
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
         return check_fleet(argv)
     try:
-        given = FieldValues(CheckOptions)
+        given = FieldValues(flags_in(CheckOptions))
         rest = given.add_argv(argv, _COMMAND)
         options = CheckOptions(**given.read())
         entries = load_models(load_settings(rest, beside=given))

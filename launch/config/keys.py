@@ -7,19 +7,19 @@ import errno
 import os
 import re
 import secrets
-import stat
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
-from vecd.base.flags import closest
-from vecd.gateway.config import PRIORITIES, SCOPES, ApiKey
+from vecd.base.files import JsonObject, open_regular
+from vecd.base.flags import FieldValues, did_you_mean, flag, flags_in
+from vecd.gateway.config import SCOPES, ApiKey
 from vecd.launch.config.models import names_configured
 from vecd.shm.settings import Settings
 
@@ -37,6 +37,23 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _OTHERS = 0o077
 
+_MUST_BE_A_KEY = "must be a string of printable characters without spaces"
+
+
+def _key(key: str) -> str:
+    if not key.isprintable() or " " in key:
+        raise ValueError(_MUST_BE_A_KEY)
+    if len(key) < MIN_KEY_CHARACTERS:
+        raise ValueError(
+            f"has {len(key)} characters, at least {MIN_KEY_CHARACTERS} are needed (vecd key NAME makes one)"
+        )
+    return key
+
+
+def _in_order(scopes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(scope for scope in SCOPES if scope in scopes)
+
+
 _USAGE = """\
 usage: vecd key NAME
 
@@ -44,22 +61,53 @@ Make an API key. It is printed once, with its entry for the file of --keys-file,
 NAME has 1 to 64 of the characters A-Z a-z 0-9 . _ -"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """Of the file of keys. One of --api-keys has a name and a key."""
+
+    name: str = flag("", "the tenant's", pattern=_NAME, must="must have 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    key: str = flag("", "itself", read=_key, must=_MUST_BE_A_KEY)
+    sha256: str = flag(
+        "", "or its digest", pattern=_DIGEST, must="must be the 64 hexadecimal digits of the key's SHA-256"
+    )
+    scopes: tuple[Literal["embed", "metrics", "admin"], ...] = flag(
+        SCOPES, "what it may do", read=_in_order, must=f"must be a list of one or more of {', '.join(SCOPES)}"
+    )
+    max_priority: Literal["interactive", "normal", "bulk"] = flag("interactive", "the highest of its requests")
+    tokens_per_s: float | None = flag(None, "at most", at_least=MIN_TOKENS_PER_S, at_most=MAX_TOKENS_PER_S)
+    max_requests: int | None = flag(None, "at a time", at_least=1, at_most=MAX_REQUESTS)
+    models: tuple[str, ...] | None = flag(
+        None, "that it reaches", must='must be a list of one or more names of models, ["NAME"]'
+    )
+
+
+_FIELDS = flags_in(_Entry)
+
+
 def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
     """Every key that clients may send; none when the server is open. Raises ConfigurationError with all problems, and
     never with a key."""
-    found = _KeysRead(settings)
+    problems: list[str] = []
+    found: list[tuple[str, ApiKey]] = []
     if settings.api_key is not None:
-        found.add("--api-key", ApiKey("default", _digest(settings.api_key.value)))
-    if settings.api_keys is not None:
-        _read_list(settings.api_keys.value, found)
-    if settings.keys_file is not None:
-        _read_file(settings.keys_file, found)
-    if len(found.keys) > MAX_KEYS:
-        found.problems.append(f"there are {len(found.keys)} keys, at most {MAX_KEYS} may be")
-    found.problems += _check_admin_listener(settings, found.keys)
-    if found.problems:
-        raise ConfigurationError(*found.problems)
-    return tuple(found.keys)
+        found.append(("--api-key", ApiKey("default", _digest(settings.api_key.value))))
+    entries = [] if settings.api_keys is None else list(_listed(settings.api_keys.value, problems))
+    entries += [] if settings.keys_file is None else _read_file(settings.keys_file, problems)
+    configured = names_configured(settings) if any("models" in entry for _, entry in entries) else {}
+    for place, entry in entries:
+        found += [(place, key) for key in _read_entry(place, entry, configured, problems)]
+    places: dict[str, str] = {}
+    for place, key in found:
+        for field, value in (("name", f"name {key.name}"), ("key", f"key {key.digest}")):
+            if (first := places.setdefault(value, place)) is not place:
+                problems.append(f"{place}: {field}: is the same as that of {first}")
+    keys = tuple(key for _, key in found)
+    if len(keys) > MAX_KEYS:
+        problems.append(f"there are {len(keys)} keys, at most {MAX_KEYS} may be")
+    problems += _check_admin_listener(settings, keys)
+    if problems:
+        raise ConfigurationError(*problems)
+    return keys
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,167 +141,82 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _KeysRead:
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self.keys: list[ApiKey] = []
-        self.problems: list[str] = []
-        self._places: dict[str, str] = {}
-
-    def add(self, place: str, key: ApiKey) -> None:
-        for field, value in (("name", f"name {key.name}"), ("key", f"key {key.digest}")):
-            if (first := self._places.setdefault(value, place)) is not place:
-                self.problems.append(f"{place}: {field}: is the same as that of {first}")
-        self.keys.append(key)
-
-    @cached_property
-    def models(self) -> dict[str, str]:
-        """By configured name, the model's own."""
-        return names_configured(self._settings)
+# --- the entries -----------------------------------------------------------------------------------------------------
 
 
-# --- --api-keys -------------------------------------------------------------------------------------------------------
-
-
-def _read_list(text: str, found: _KeysRead) -> None:
+def _listed(text: str, problems: list[str]) -> Iterator[tuple[str, JsonObject]]:
     """NAME=KEY,NAME=KEY. No part of it stands in a message: where a name is missing, what looks like one is the key."""
     for number, entry in enumerate(text.split(","), 1):
         place = f"--api-keys: entry {number}"
         name, equals, key = entry.strip().partition("=")
-        if not equals:
-            found.problems.append(f"{place}: must be NAME=KEY")
-        elif problems := [*_problems_of("name", name), *_problems_of("key", key)]:
-            found.problems += [f"{place}: {problem}" for problem in problems]
+        if equals:
+            yield place, {"name": name, "key": key}
         else:
-            found.add(place, ApiKey(name, _digest(key)))
+            problems.append(f"{place}: must be NAME=KEY")
 
 
-# --- --keys-file ------------------------------------------------------------------------------------------------------
-
-
-def _read_file(path: Path, found: _KeysRead) -> None:
+def _read_file(path: Path, problems: list[str]) -> list[tuple[str, JsonObject]]:
     try:
-        mode, content = _read_regular(path)
+        with open_regular(path) as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"has more than {_MAX_FILE_BYTES} bytes")
         document = tomllib.loads(content.decode())
     except OSError as error:
-        found.problems.append(f"{path}: cannot be read: {error.strerror}")
-        return
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+        return []
     except UnicodeDecodeError:
-        found.problems.append(f"{path}: is not UTF-8")
-        return
+        problems.append(f"{path}: is not UTF-8")
+        return []
     except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and lists in lists in lists
         # Only where: a message about a value may quote it.
         where = re.search(r"at (line \d+, column \d+|end of document)", str(error))
-        found.problems.append(f"{path}: is not valid TOML{' at ' + where[1] if where else ''}")
-        return
-    for field in sorted(document.keys() - {"keys"}):
-        found.problems.append(f"{path}: {_shown(field)}: is in no entry, and entries begin with [[keys]]")
+        problems.append(f"{path}: is not valid TOML{' at ' + where[1] if where else ''}")
+        return []
+    others = sorted(document.keys() - {"keys"})
+    problems += [f"{path}: {_shown(field)}: is in no entry, and entries begin with [[keys]]" for field in others]
     entries = document.get("keys", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        found.problems.append(f"{path}: keys: must be tables, each beginning with [[keys]]")
-        return
+        problems.append(f"{path}: keys: must be tables, each beginning with [[keys]]")
+        return []
     if not entries:
         # Not the same as no file: an operator who names a file wants the server to require keys.
-        found.problems.append(f"{path}: has no keys; give it one (vecd key NAME makes it), or leave out --keys-file")
+        problems.append(f"{path}: has no keys; give it one (vecd key NAME makes it), or leave out --keys-file")
     if len(entries) > MAX_KEYS:
-        found.problems.append(f"{path}: has {len(entries)} keys, at most {MAX_KEYS} may be")
-        return
+        problems.append(f"{path}: has {len(entries)} keys, at most {MAX_KEYS} may be")
+        return []
     if any("key" in entry for entry in entries) and mode & _OTHERS:
-        found.problems.append(
+        problems.append(
             f"{path}: holds keys, and others than its owner have access to it (mode {mode & 0o777:03o}): "
             "chmod 600, or give the keys as sha256"
         )
-    for number, entry in enumerate(entries, 1):
-        _read_entry(f"{path}: entry {number}", entry, found)
+    return [(f"{path}: entry {number}", entry) for number, entry in enumerate(entries, 1)]
 
 
-def _read_regular(path: Path) -> tuple[int, bytes]:
-    """A file's mode and content. Never waits for a writer, as reading a pipe would. Raises OSError."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "It is not a regular file")
-        content = file.read(_MAX_FILE_BYTES + 1)
-    if len(content) > _MAX_FILE_BYTES:
-        raise OSError(errno.EFBIG, f"It has more than {_MAX_FILE_BYTES} bytes")
-    return mode, content
-
-
-def _read_entry(place: str, entry: dict[str, Any], found: _KeysRead) -> None:
-    problems = [f"{_shown(field)}: there is no such field" for field in sorted(entry.keys() - _CHECKS.keys())]
+def _read_entry(place: str, entry: JsonObject, configured: Mapping[str, str], problems: list[str]) -> Iterator[ApiKey]:
+    """None of it if there are problems. `configured`: as `names_configured` has them."""
+    found = FieldValues(_FIELDS, shows_values=False)
+    found.add_table(entry, place, lambda field: f"{_shown(field)}: there is no such field")
     if "name" not in entry:
-        problems.append("name: is missing")
+        found.problems.append(f"{place}: name: is missing")
     if ("key" in entry) == ("sha256" in entry):
-        problems.append("key, sha256: one of the two is needed")
-    problems += [problem for field in _CHECKS if field in entry for problem in _problems_of(field, entry[field])]
-    if not problems and "models" in entry:
-        problems = _check_configured(entry["models"], found.models)
-    if problems:
-        found.problems += [f"{place}: {problem}" for problem in problems]
-        return
-    limits = {field: value for field, value in entry.items() if field not in ("name", "key", "sha256", "scopes")}
-    digest = _digest(entry["key"]) if "key" in entry else entry["sha256"].lower()
-    scopes = tuple(scope for scope in SCOPES if scope in entry.get("scopes", SCOPES))
-    if "models" in entry:
-        limits["models"] = tuple(dict.fromkeys(found.models[name] for name in entry["models"]))
-    found.add(place, ApiKey(entry["name"], digest, scopes, **limits))
+        found.problems.append(f"{place}: key, sha256: one of the two is needed")
+    read = _Entry(**found.read())
+    if not found.problems and read.models is not None:
+        found.problems += [f"{place}: models: {problem}" for problem in _check_configured(read.models, configured)]
+    problems += found.problems
+    if not found.problems:
+        limits = read.max_priority, read.tokens_per_s, read.max_requests
+        models = None if read.models is None else tuple(dict.fromkeys(configured[name] for name in read.models))
+        yield ApiKey(read.name, read.sha256.lower() or _digest(read.key), read.scopes, *limits, models)
 
 
-def _is_number(value: object, least: float, largest: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
-
-
-_CHECKS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "name": (
-        lambda name: isinstance(name, str) and _NAME.fullmatch(name),
-        "must have 1 to 64 of the characters A-Z a-z 0-9 . _ -",
-    ),
-    "key": (
-        lambda key: isinstance(key, str) and key.isprintable() and " " not in key,
-        "must be a string of printable characters without spaces",
-    ),
-    "sha256": (
-        lambda digest: isinstance(digest, str) and _DIGEST.fullmatch(digest),
-        "must be the 64 hexadecimal digits of the key's SHA-256",
-    ),
-    "scopes": (
-        lambda scopes: isinstance(scopes, list) and scopes and all(scope in SCOPES for scope in scopes),
-        f"must be a list of one or more of {', '.join(SCOPES)}",
-    ),
-    "max_priority": (lambda priority: priority in PRIORITIES, f"must be one of {', '.join(PRIORITIES)}"),
-    "tokens_per_s": (
-        lambda rate: _is_number(rate, MIN_TOKENS_PER_S, MAX_TOKENS_PER_S),
-        f"must be a number from {MIN_TOKENS_PER_S:g} to {MAX_TOKENS_PER_S:.0f}",
-    ),
-    "max_requests": (
-        lambda limit: isinstance(limit, int) and _is_number(limit, 1, MAX_REQUESTS),
-        f"must be a whole number from 1 to {MAX_REQUESTS}",
-    ),
-    "models": (
-        lambda names: isinstance(names, list) and names and all(isinstance(name, str) for name in names),
-        'must be a list of one or more names of models, ["NAME"]',
-    ),
-}
-
-
-def _problems_of(field: str, value: Any) -> list[str]:
-    is_right, what = _CHECKS[field]
-    if not is_right(value):
-        return [f"{field}: {what}"]
-    if field == "key" and len(value) < MIN_KEY_CHARACTERS:
-        return [f"key: has {len(value)} characters, at least {MIN_KEY_CHARACTERS} are needed (vecd key NAME makes one)"]
-    return []
-
-
-def _check_configured(names: Sequence[str], configured: Mapping[str, str]) -> list[str]:
+def _check_configured(names: Sequence[str], configured: Mapping[str, str]) -> Iterator[str]:
     """The names are not shown: what is no name may be a key in the wrong place."""
-    problems = []
     for number, name in enumerate(names, 1):
         if name not in configured:
-            meant = closest(name, configured)
-            hint = f"did you mean {meant}?" if meant else f"there are {', '.join(configured)}"
-            problems.append(f"models: name {number}: is neither that nor an alias of a configured model; {hint}")
-    return problems
+            hint = did_you_mean(name, configured) or f"; there are {', '.join(configured)}"
+            yield f"name {number}: is neither that nor an alias of a configured model{hint}"
 
 
 def _shown(field: str) -> str:

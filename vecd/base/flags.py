@@ -9,6 +9,7 @@ their values are from.
 
 import dataclasses
 import os
+import re
 import shutil
 import sys
 import typing
@@ -24,6 +25,19 @@ from vecd.base.target import Target, parse_target
 
 _T = TypeVar("_T")
 _CUTOFF = 0.65
+_SHOWN_CHARACTERS = 60
+
+
+def shown(value: object) -> str:
+    """A value in a message; its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message. Empty if none is like `name`."""
+    meant = closest(name, known)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -65,6 +79,10 @@ class Rules:
     read: Callable[[Any], Any] | None = None
     """Makes the field's value of one that has the annotated type, or of the text where that is a type of its own.
     Raises ValueError, with a reason that goes on from the field's name."""
+    pattern: re.Pattern[str] | None = None
+    """Of the whole of a text."""
+    must: str = ""
+    """What a message says in place of what the annotation and the other rules do: "must …"."""
     unit: str = ""
     """Of a number, and its word in the help. A text that has one may be given as a number."""
     word: str = ""
@@ -116,7 +134,7 @@ def read_value(kind: Any, rules: Rules, value: Any) -> Any:
         except (ValueError, TypeError, OverflowError):
             continue
         return found if rules.read is None else rules.read(found)
-    raise ValueError(f"must be {', or '.join(_requirement(each, rules) for each in kinds_in(kind))}")
+    raise ValueError(rules.must or f"must be {', or '.join(_requirement(each, rules) for each in kinds_in(kind))}")
 
 
 def kinds_in(kind: Any) -> list[Any]:
@@ -139,6 +157,8 @@ def _read_as(kind: Any, rules: Rules, value: Any) -> Any:
     """Raises ValueError, TypeError or OverflowError."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if get_origin(kind) in _LISTS:
+        if not isinstance(value, str) and not (value and isinstance(value, list | tuple)):
+            raise TypeError
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(_read_as(get_args(kind)[0], rules, part) for part in parts)
     if _is_literal(kind):
@@ -152,6 +172,7 @@ def _read_as(kind: Any, rules: Rules, value: Any) -> Any:
         value = number
     else:
         is_right = isinstance(value, str) or (kind is str and is_number and bool(rules.unit))
+        is_right = is_right and (rules.pattern is None or bool(rules.pattern.fullmatch(str(value))))
         value = kind(value) if kind in (str, Path, Secret) else value
     if not is_right:
         raise ValueError
@@ -198,19 +219,30 @@ class Command:
 
 
 class FieldValues:
-    """What the sources say of the fields of a dataclass: of two that name the same field, the first counts."""
+    """What the sources say of fields: of two that name the same field, the first counts."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, flags: Mapping[str, tuple[Any, Rules]], *, shows_values: bool = True) -> None:
+        """`flags`: as `flags_in` has them."""
         self.problems: list[str] = []
         self.given: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         """By field, where its value is given, as the user wrote it."""
-        self.flags = flags_in(kind)
+        self.flags = flags
+        self._shows_values = shows_values
 
     def add(self, values: Mapping[str, Any], origin: Callable[[str], str]) -> None:
         """`origin` writes a field's name as the source does."""
         self.given = {**values, **self.given}
         self.origins = {name: origin(name) for name in values} | self.origins
+
+    def add_table(self, table: Mapping[str, Any], place: str, why_not: Callable[[str], str]) -> None:
+        """Those of a TOML table, in whose names "-" stands for "_". `why_not`: the reason why a key is of no field.
+        Side effect: a problem for each such key."""
+        values = {key.replace("-", "_"): value for key, value in table.items()}
+        unknown = [key for key in table if key.replace("-", "_") not in self.flags]
+        self.problems += [f"{place}: {why_not(key)}" for key in unknown]
+        known = {name: value for name, value in values.items() if name in self.flags}
+        self.add(known, lambda name: f"{place}: {name}")
 
     def add_argv(self, argv: Sequence[str], command: Command) -> list[str]:
         """Returns the words that are of no field. Side effect: for --help, prints it and exits with 0."""
@@ -255,10 +287,10 @@ class FieldValues:
             try:
                 found[name] = read_value(kind, rules, value)
             except ValueError as error:
-                is_shown = Secret not in kinds_in(kind) and "@" not in str(value)
+                is_shown = self._shows_values and Secret not in kinds_in(kind) and "@" not in str(value)
                 ending = (endings or {}).get(f"{flag_name(name)} {value}")
                 self.problems.append(
-                    f"{self.origins[name]}: {error}{f' (given: {value!r})' if is_shown else ''}"
+                    f"{self.origins[name]}: {error}{f' (given: {shown(value)})' if is_shown else ''}"
                     + (f"; {ending}" if ending else "")
                 )
         return found
@@ -271,7 +303,7 @@ def _is_flag(word: str) -> bool:
 def parse(kind: type[_T], argv: Sequence[str] | None, command: Command, **extra: Any) -> _T:
     """A `kind` of the flags in `argv`, and of the fields `extra`, which are no flags. Side effects: prints what is
     wrong, a line for each problem, and exits with 2, also when `kind` raises ValueError; exits with 0 for --help."""
-    values = FieldValues(kind)
+    values = FieldValues(flags_in(typing.cast("Any", kind)))
     if unknown := values.add_argv(sys.argv[1:] if argv is None else argv, command):
         known = [flag_name(name, rules) for name, (_, rules) in values.flags.items()]
         hints = f"{flag_hints(unknown, known)}{command.hint}"

@@ -21,7 +21,7 @@ import yaml
 from vecd.base.flags import Rules, kinds_in
 from vecd.gateway.api.served import PREFIX
 from vecd.gateway.app.app import ROUTES
-from vecd.launch.config.models import _KEYS, _SETTINGS_OF_MODEL, load_models
+from vecd.launch.config.models import TABLE, load_models
 from vecd.launch.config.settings import SETTINGS, load_settings
 from vecd.shm.shared_metrics import Gauge
 
@@ -107,7 +107,7 @@ def test_the_schema_knows_the_settings_of_vecd() -> None:
         for name in described
         if name not in {*OF_THE_CHART, "api_key", "api_keys"}
     }
-    own = {name.replace("_", "-"): described[name] for name in _SETTINGS_OF_MODEL}
+    own = {name.replace("_", "-"): described[name] for name, (_, rules) in SETTINGS.items() if rules.is_per_model}
     found = schema()
     model = found["$defs"]["model"]["properties"]
     of_tables = {name: model[name] for name in ("source", "aliases", "prompts", "default-prompt", "weight")}
@@ -119,7 +119,7 @@ def test_the_schema_knows_the_settings_of_vecd() -> None:
         "VECD_WRITE_GOLDEN=1 pytest tests/system/deploy/test_chart.py"
     )
     assert found["$defs"]["model"]["properties"] == of_tables | own
-    assert found["$defs"]["model"]["properties"].keys() == {*dashed(_KEYS)} - {"model"}
+    assert found["$defs"]["model"]["properties"].keys() == {*dashed(TABLE)} - {"model"}
 
 
 def described_values(part: Any, values: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
@@ -207,7 +207,7 @@ def test_vecd_understands_its_settings(name: str, monkeypatch: pytest.MonkeyPatc
         assert startup["periodSeconds"] * startup["failureThreshold"] >= settings.start_timeout
         if name == "models":
             assert [entry.name for entry in entries] == ["embed", "org/rerank"]
-            assert entries[0].prompts == type(entries[0].prompts)({"query": 'query: "<'}, "query")
+            assert (entries[0].prompts, entries[0].default_prompt) == ((("query", 'query: "<'),), "query")
             assert entries[1].settings.load == "demand"
             assert settings.keys_file == Path("/etc/vecd-keys/keys.toml")
 

@@ -3,16 +3,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.support.cards import DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE
 from tests.unit.launch.config.test_models import load, problems
 from vecd.base.failures import ConfigurationError
-from vecd.gateway.config import DTYPES, ROLES, AliasDefaults
-from vecd.gateway.request import MAX_PROMPT_CHARS, Dtype, Role
-from vecd.launch.config.models import MAX_PROMPT_CHARACTERS, NO_PROMPTS, Prompts, check_defaults, with_prompts
+from vecd.base.flags import flags_in, kinds_in
+from vecd.gateway.config import MAX_PROMPT_CHARACTERS, AliasDefaults
+from vecd.gateway.request import MAX_PROMPT_CHARS, Dtype, Overflow, Role
+from vecd.launch.config.models import check_defaults, with_prompts
 from vecd.launch.config.plan import make_plans
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
@@ -24,8 +25,9 @@ CARD = replace(
 
 
 def test_names_are_those_of_requests() -> None:
-    assert tuple(role.value for role in Role) == ROLES
-    assert tuple(dtype.value for dtype in Dtype) == DTYPES
+    for name, kind in (("role", Role), ("dtype", Dtype), ("overflow", Overflow)):
+        [names] = kinds_in(flags_in(AliasDefaults)[name][0])
+        assert get_args(names) == tuple(each.value for each in kind)
     assert MAX_PROMPT_CHARACTERS == MAX_PROMPT_CHARS
 
 
@@ -58,12 +60,12 @@ raw_scores = false
     assert small.given() == {
         "prompt_name": "query", "role": "query", "dimensions": 256, "dtype": "int8", "overflow": "chunk",
     }  # fmt: skip
-    assert entry.prompts == Prompts({"query": "q: ", "my own": ""}, "query")
+    assert (entry.prompts, entry.default_prompt) == ((("query", "q: "), ("my own", "")), "query")
 
 
 def test_a_list_of_aliases_has_no_defaults() -> None:
     [entry] = load(toml='[models.a]\naliases = ["b", "c"]')
-    assert (entry.aliases, entry.alias_defaults, entry.prompts) == (("b", "c"), (), NO_PROMPTS)
+    assert (entry.aliases, entry.alias_defaults, entry.prompts) == (("b", "c"), (), ())
 
 
 def test_every_problem_of_a_table_is_told_at_once() -> None:
@@ -79,7 +81,7 @@ dimensions = 0
 role = "asker"
 dtype = "float8"
 overflow = "cut"
-raw_scores = "yes"
+raw_scores = "maybe"
 promt = "x"
 [models.a.aliases]
 c = "prompt"
@@ -92,16 +94,19 @@ prompts = "query: "
         [
             "c.toml: [models.a]: prompts: 'query': must be a text (given: 3)",
             "c.toml: [models.a]: prompts: a prompt must have a name",
-            "c.toml: [models.a]: prompts: 'long': must have at most 4096 characters, has 4097",
-            "c.toml: [models.a]: default_prompt: must be the name of a prompt, or \"\" for no prompt (given: 1)",
+            "c.toml: [models.a]: prompts: 'long': must have at most 4096 characters, has 4097 (given: '"
+            + 59 * "x"
+            + "…)",
+            "c.toml: [models.a]: default_prompt: must be a text (given: 1)",
             "c.toml: [models.a]: aliases: 'b': prompt: must be a text (given: 1)",
             "c.toml: [models.a]: aliases: 'b': prompt, prompt_name: both choose the prompt; remove one of them",
             "c.toml: [models.a]: aliases: 'b': dimensions: must be a whole number of at least 1 (given: 0)",
-            "c.toml: [models.a]: aliases: 'b': role: must be one of query, document (given: 'asker')",
-            f"c.toml: [models.a]: aliases: 'b': dtype: must be one of {', '.join(DTYPES)} (given: 'float8')",
-            "c.toml: [models.a]: aliases: 'b': overflow: must be one of error, truncate, truncate_left, chunk "
+            "c.toml: [models.a]: aliases: 'b': role: must be 'query' or 'document' (given: 'asker')",
+            "c.toml: [models.a]: aliases: 'b': dtype: must be 'float32', 'float16', 'bfloat16', 'int8', 'uint8', "
+            "'binary' or 'ubinary' (given: 'float8')",
+            "c.toml: [models.a]: aliases: 'b': overflow: must be 'error', 'truncate', 'truncate_left' or 'chunk' "
             "(given: 'cut')",
-            "c.toml: [models.a]: aliases: 'b': raw_scores: must be true or false (given: 'yes')",
+            "c.toml: [models.a]: aliases: 'b': raw_scores: must be true or false (given: 'maybe')",
             "c.toml: [models.a]: aliases: 'b': promt: there is no such request default; did you mean prompt?",
             "c.toml: [models.a]: aliases: 'c': must be a table of prompt, prompt_name, role, dimensions, dtype, "
             "overflow, raw_scores (given: 'prompt')",
@@ -122,33 +127,40 @@ def card_in(folder: Path, default: str | None) -> ModelCard:
 
 
 @pytest.mark.parametrize(
-    ("own_default", "prompts", "prompt", "expected"),
+    ("own_default", "prompts", "default", "prompt", "expected"),
     [
-        ("own", Prompts({"document": "d: "}), "own: ", {"query": "query: ", "own": "own: ", "document": "d: "}),
-        ("own", Prompts({"own": "mine: "}), "mine: ", {"query": "query: ", "own": "mine: "}),
-        ("own", Prompts({}, "query"), "query: ", {"query": "query: ", "own": "own: "}),
-        (None, Prompts({"new": "n: "}, "new"), "n: ", {"query": "query: ", "own": "own: ", "new": "n: "}),
+        ("own", {"document": "d: "}, None, "own: ", {"query": "query: ", "own": "own: ", "document": "d: "}),
+        ("own", {"own": "mine: "}, None, "mine: ", {"query": "query: ", "own": "mine: "}),
+        ("own", {}, "query", "query: ", {"query": "query: ", "own": "own: "}),
+        (None, {"new": "n: "}, "new", "n: ", {"query": "query: ", "own": "own: ", "new": "n: "}),
     ],
 )
 def test_prompts_replace_and_extend_the_model_s_own(
-    tmp_path: Path, own_default: str | None, prompts: Prompts, prompt: str, expected: dict[str, str]
+    tmp_path: Path,
+    own_default: str | None,
+    prompts: dict[str, str],
+    default: str | None,
+    prompt: str,
+    expected: dict[str, str],
 ) -> None:
-    card, wrong = with_prompts(card_in(tmp_path, own_default), prompts)
+    card, wrong = with_prompts(card_in(tmp_path, own_default), tuple(prompts.items()), default)
     assert not wrong
     assert (card.prompt, dict(card.prompts)) == (prompt, expected)
 
 
 @pytest.mark.parametrize(
-    ("card", "prompts", "why"),
+    ("card", "prompts", "default", "why"),
     [
-        (CARD, Prompts({}, "qurey"), "default_prompt: the model has no prompt 'qurey'; it has 'query', 'own'"),
-        (RERANKER, Prompts({"query": "q"}), "prompts, default_prompt: this model is for rerank, and takes none"),
-        (MULTI_VECTOR, Prompts({"query": "q"}), "prompts, default_prompt: a multi-vector model has templates"),
-        (replace(CARD, pools_prompt=False), Prompts({}, "query"), "default_prompt: the model leaves prompts out"),
+        (CARD, {}, "qurey", "default_prompt: the model has no prompt 'qurey'; it has 'query', 'own'"),
+        (RERANKER, {"query": "q"}, None, "prompts, default_prompt: this model is for rerank, and takes none"),
+        (MULTI_VECTOR, {"query": "q"}, None, "prompts, default_prompt: a multi-vector model has templates"),
+        (replace(CARD, pools_prompt=False), {}, "query", "default_prompt: the model leaves prompts out"),
     ],
 )
-def test_prompts_that_a_model_cannot_have(card: ModelCard, prompts: Prompts, why: str) -> None:
-    _, [told] = with_prompts(card, prompts)
+def test_prompts_that_a_model_cannot_have(
+    card: ModelCard, prompts: dict[str, str], default: str | None, why: str
+) -> None:
+    _, [told] = with_prompts(card, tuple(prompts.items()), default)
     assert told.startswith(why)
 
 

@@ -116,7 +116,7 @@ def test_all_problems_are_told_at_once_with_file_entry_and_field():
         "entry 2: name: is missing",
         "entry 2: sha256: must be the 64 hexadecimal digits of the key's SHA-256",
         "entry 2: scopes: must be a list of one or more of embed, metrics, admin",
-        "entry 2: max_priority: must be one of interactive, normal, bulk",
+        "entry 2: max_priority: must be 'interactive', 'normal' or 'bulk'",
         "entry 2: tokens_per_s: must be a number from 0.001 to 1000000000000",
         "entry 2: max_requests: must be a whole number from 1 to 1000000000",
         "entry 3: key, sha256: one of the two is needed",
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     """A pipe is not waited for, and a file of too many bytes is not read."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        assert problems("--keys-file", str(path)) == [f"{path}: cannot be read: It is not a regular file"]
+        assert problems("--keys-file", str(path)) == [f"{path}: cannot be read: not a regular file"]
     with (tmp_path / "large.toml").open("wb") as file:
         file.truncate(2**40)
     [problem] = problems("--keys-file", str(tmp_path / "large.toml"))
@@ -320,7 +320,7 @@ def test_a_key_has_the_only_model_by_its_name(argv, name):
         assert load(*argv, "--keys-file", keys_file(f'{MODELS}["two-b"]'))[0].models == ("two",)
 
 
-@pytest.mark.parametrize("listed", ["[]", '"first"', '["first", 1]', "true"])
+@pytest.mark.parametrize("listed", ["[]", "{}", "{ first = 1 }", '["first", 1]', "true"])
 def test_models_are_a_list_of_names(listed):
     [problem] = problems("first=/models/one", "--keys-file", keys_file(MODELS + listed))
     assert problem.endswith('entry 1: models: must be a list of one or more names of models, ["NAME"]')
