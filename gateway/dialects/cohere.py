@@ -54,7 +54,8 @@ _FORMS = {
 def _read_types(value: Any, name: str) -> Said:
     """Without repetitions."""
     for index, item in enumerate(expect(list, value, name, "a list")):
-        fields.one_of(_FORMS, item, f"{name}[{index}]", name)
+        if type(item) is not str or item not in _FORMS:
+            fields.one_of(_FORMS, item, f"{name}[{index}]", name)
     names = tuple(dict.fromkeys(value))
     return Said(embedding_types=names, output_dtype=[_FORMS[name].dtype for name in names])
 
