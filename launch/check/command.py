@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -210,7 +210,7 @@ def _fill(report: Report, settings: Settings, texts: list[str], options: CheckOp
             seconds=0 if options.quick else options.seconds,
             is_to_remember=options.remember,
         )
-        for name, value in run("check", asdict(order), timeout_s, show):
+        for name, value in run("check", dump(order), timeout_s, show):
             report[name] = value
         path = report["path"]
         wrong = [one for one in path["agreements"] if not one["is_within_bounds"]]

@@ -116,7 +116,7 @@ def remember_reference(folder: Path) -> Path:
     """Compute the reference vectors of a model for the servers of this run, none of which imports torch for it then.
     Returns `folder`."""
     torch.set_num_threads(1)
-    compute_reference(worker_config(folder, cache_folder=cache_folder()))
+    compute_reference(worker_config(folder, cache_dir=Path(cache_folder())))
     return folder
 
 

@@ -19,7 +19,7 @@ class NoTasks(OSError):
     def __init__(self) -> None:
         super().__init__(
             "no more threads or processes can be started: the limit on tasks (pids.max of the cgroup, TasksMax of the "
-            "service, ulimit -u) or on memory (ulimit -v) is reached; a server needs 15 tasks at least"
+            "service, ulimit -u) or on memory (ulimit -v) is reached; a server needs 14 tasks at least"
         )
 
 

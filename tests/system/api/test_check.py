@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from tests.support.checkpoints import Checkpoints, change_weights
 from tests.support.every_kind import folders
 from tests.support.serving import bundled_model, clean_environment, eventually
+from vecd.base.files import dump
 from vecd.launch.check import command as check
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
@@ -54,7 +55,8 @@ def server_environment(folder: Path) -> Iterator[Path]:
 def order(seconds: float, **changes: Any) -> dict[str, Any]:
     plan = make_plan(load_settings(["--engine", "dummy", "--device", "cpu"]))
     made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, 10_000, seconds)
-    return asdict(replace(made, **changes))
+    dumped: dict[str, Any] = dump(replace(made, **changes))
+    return dumped
 
 
 def found_by(kind: str, order: dict[str, Any], timeout_s: float = 60) -> dict[str, Any]:

@@ -34,9 +34,9 @@ SHAPE: dict[str, Any] = {
         {"gateway": int, "number": int, "worker": int, "sequences": int, "tokens": int,
          "sent_s": float, "done_s": float, "compute_s": float}
     ],
-    "model": {"id": str, "architecture": str, "capabilities": [str], "dimensions": int, "max_tokens": int,
-              "pooling": str, "normalized": bool, "prompt": str, "prompts": [str], "matryoshka": bool,
-              "matryoshka_dimensions": [int]},
+    "model": {"id": str, "identity": str, "architecture": str, "capabilities": [str], "dimensions": int,
+              "max_tokens": int, "pooling": str, "normalized": bool, "prompt": str, "prompts": [str],
+              "matryoshka": bool, "matryoshka_dimensions": [int]},
     "server": {"version": str, "num_gateways": int, "gateway": int},
     "processes": {
         process: {"pid": int, "cpu_s": float, "resident_bytes": int, "proportional_bytes": int}

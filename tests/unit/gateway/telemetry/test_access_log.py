@@ -35,7 +35,7 @@ NOW = 1000.0
 
 
 def settings(rate: float = 100.0, log_format: str = "text", trusted_proxies: str = "") -> GatewayConfig:
-    fields = {"max_logged_requests_per_s": rate, "log_format": log_format, "trusted_proxies": trusted_proxies}
+    fields = {"log_requests": rate, "log_format": log_format, "trusted_proxies": trusted_proxies}
     return cast(GatewayConfig, SimpleNamespace(**fields))
 
 
