@@ -202,7 +202,7 @@ def _embed(self: ClientBase, inputs: Sequence[Any], dtype: str, **fields: Any) -
     fields = {**fields, "model": self.model, "encoding_format": "bytes_only", "output_dtype": dtype}
     pieces = list(cut(_EMBEDDINGS, fields, "input", inputs, limits))
     for piece in pieces:
-        piece.place = partial(matrix.rows, piece)
+        piece.place = partial(matrix.rows, piece.start, piece.end)  # not the piece: a cycle would keep the matrix
     yield pieces
     return matrix.result(fields.get("dimensions") or limits.dim or 0)
 
@@ -226,11 +226,11 @@ class _Matrix:
             raise BadResponse(f"vectors of {dim} elements where others of the call have {self._array.shape[1]} columns")
         return self._array
 
-    def rows(self, piece: Piece, response: ServerResponse, length: int) -> memoryview:
+    def rows(self, start: int, end: int, response: ServerResponse, length: int) -> memoryview:
         dim = response.num_dimensions
         if dim is None:
             raise BadResponse("it has no header x-vecd-dimensions with a number")
-        return self.get(dim)[piece.start : piece.end].data.cast("B")
+        return self.get(dim)[start:end].data.cast("B")
 
     def result(self, dim: int) -> "NDArray[Any]":
         """`dim`: of a matrix without rows, for which there was no answer."""

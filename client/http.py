@@ -166,6 +166,8 @@ class ResponseReader:
                 self.response.body = self._target.tobytes()
         else:
             self._parse(self._target[:num_bytes])
+        if self.is_complete:  # the memory is the caller's again
+            self._target, self._num_received, self._place = self._scratch, 0, None
         return self.is_complete
 
     def ended(self) -> None:

@@ -764,11 +764,11 @@ def resolve(
     are_ids_of_model: bool = False,
 ) -> EmbedRequest:
     """The request for `inputs`, with all that the call wants. `output`: any but UNNORMALIZED; only VECTORS have
-    `dimensions`. `normalizes`: whether vectors are brought to length 1
-    where the client does not say; None: those of tokens, as with vLLM. `preferred`: the policy for long inputs where
-    the words leave it open, in place of the server's. `purpose`: of the texts, where the words say none. `has_prompt`:
-    False if the texts have no prompt, whatever the model's default is. `has_chunks`: scores of an input are the mean of
-    those of its chunks. Raises BadRequest."""
+    `dimensions`. `normalizes`: whether vectors are brought to length 1 where the client does not say; None: those of
+    tokens, as with vLLM. `preferred`: the policy for long inputs where the words leave it open, in place of the
+    server's. `purpose`: of the texts, where the words say none. `has_prompt`: False if the texts have no prompt,
+    whatever the model's default is. `has_chunks`: scores of an input are the mean of those of its chunks.
+    Raises BadRequest."""
     wanted, headers, model_info, defaults = call.wanted, call.headers, call.model_info, call.model_info.defaults
     is_dense = output is Output.VECTORS
     if is_dense and preferred is None and purpose is None and defaults is None and wanted.is_within(USUAL):

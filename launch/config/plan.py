@@ -242,11 +242,17 @@ def make_plans(entries: Sequence[ModelEntry], report: Callable[[str], None] = lo
     try:
         for index, entry in enumerate(entries):
             prefix = "" if is_only_model else f"{entry.name}: "
+            if problems and entry.settings.model and folder_of(entry.settings.model) is None:
+                continue  # it may have to be fetched, for a server that cannot start
             try:
                 plan = _plan_model(entry, keys, report)
             except ConfigurationError as error:
                 problems += [f"{prefix}{problem}" for problem in error.problems]
             except ModelError as error:
+                faults.append(f"{prefix}{error}")
+            except StartFailure as error:
+                if not problems:
+                    raise
                 faults.append(f"{prefix}{error}")
             else:
                 first_worker = sum(before.gateway.num_workers for before in plans)

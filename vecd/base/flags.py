@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -362,7 +363,8 @@ def _word(kind: Any, rules: Rules) -> str:
     if rules.word or get_origin(first) in _LISTS:
         return rules.word or f"{_word(get_args(first)[0], rules)},…"
     if _is_literal(first):
-        return "{" + ",".join([*_names_in(first), *(_WORDS[each] for each in others)]) + "}"
+        words = (_names_in(each) if _is_literal(each) else [_WORDS[each]] for each in (first, *others))
+        return "{" + ",".join(chain.from_iterable(words)) + "}"
     return rules.unit.upper() or _WORDS.get(first, "TEXT")
 
 

@@ -1,6 +1,7 @@
 """`vecd.Client` and `vecd.AsyncClient` against a real server with the dummy engine, and a socket that fails as told."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import pickle
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +173,20 @@ def test_a_matrix_is_received_where_it_stays(client):
         tracemalloc.stop()
     assert (matrix == expected).all()
     assert peak < 1.3 * matrix.nbytes  # the texts are in it, too
+
+
+def test_a_matrix_goes_with_its_last_reference(client):
+    async def embed() -> Any:
+        async with vecd.AsyncClient(client.url) as other:
+            return await other.embed(TEXTS[:3])
+
+    gc.disable()
+    try:
+        for make in (lambda: client.embed(TEXTS[:3]), lambda: asyncio.run(embed())):
+            kept = weakref.ref(make())
+            assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_numpy_and_torch_are_not_loaded_for_a_client():

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +91,20 @@ def test_help_begins_with_what_a_newcomer_needs(capsys: pytest.CaptureFixture[st
     assert "--help-all shows all 7 flags, of: rows." in shown[0]
     for words in ("NAME", "-o OUT, --output OUT", "where 100% goes", "--num-rows NUMBER", "--rates HERTZ,…", "rows:"):
         assert words in shown[1]
+
+
+@pytest.mark.parametrize("flag_of_help", ["--help", "--help-all"])
+@pytest.mark.parametrize(
+    "module",
+    ["client.embed.command", "client.bench.command", "client.top.command", "launch.check.command",
+     "launch.systemd.install_service", "supervisor"],
+)  # fmt: skip
+def test_each_command_has_a_help(module: str, flag_of_help: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = import_module(f"vecd.{module}")
+    with pytest.raises(SystemExit) as ended:
+        (command.serve if module == "supervisor" else command.main)([flag_of_help])
+    assert not ended.value.code
+    assert "vecd" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

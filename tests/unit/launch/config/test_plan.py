@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vecd.base.failures import ConfigurationError
+from vecd.base.failures import ConfigurationError, StartFailure
 from vecd.launch.check.model import describe, purpose
 from vecd.launch.config import plan
 from vecd.launch.config.plan import Plan, make_plan, num_visible_gpus, refuse_unknown, server_problems
@@ -303,6 +303,24 @@ def test_what_is_missing_is_told_before_anything_starts(name, monkeypatch):
 
 def card_of(model_type: str) -> ModelCard:
     return ModelCard("/m", "/m", model_type, 8, 8, 10, 10, ("mean",), (), False, "")
+
+
+def test_nothing_is_fetched_for_a_server_that_cannot_start(tmp_path: Path) -> None:
+    stages: list[str] = []
+    settings = load_settings(["org/name", "--tls-cert", str(tmp_path / "cert.pem")])
+    with pytest.raises(ConfigurationError) as failed:
+        make_plan(settings, stages.append)
+    assert failed.value.problems == ["--tls-cert: given without --tls-key; TLS needs both"]
+    assert stages == []
+
+
+@pytest.mark.parametrize("settings", [["--tls-cert", "cert.pem"], []])
+def test_too_few_open_files_hide_no_problem_of_the_settings(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "max_open_files", lambda: 16)
+    with pytest.raises(ConfigurationError if settings else StartFailure, match="open files: the limit is 16"):
+        make_plan(load_settings(["--engine", "dummy", *settings]))
 
 
 @pytest.mark.parametrize("model_type", ["new", "nosuch"])
