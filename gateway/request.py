@@ -517,6 +517,11 @@ class HttpRequest:
     identity: Identity | None = field(default=None, compare=False, repr=False)
     """That of the model that answers, once it is known which that is."""
 
+    @property
+    def may_choose(self) -> bool:
+        """Several models are served, and neither the path nor the header has named one of them."""
+        return self.choice is not None and not self.choice.is_made
+
 
 @dataclass(slots=True)
 class Response:

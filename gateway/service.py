@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from copy import copy
 from functools import partial
 from hashlib import blake2b
 
@@ -21,14 +20,14 @@ from vecd.base.files import load
 from vecd.base.tasks import NoTasks
 from vecd.gateway.api.body import Bodies
 from vecd.gateway.api.served import ModelInfo, Models
-from vecd.gateway.config import AliasDefaults, ApiKey, GatewayConfig
+from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.sparse import read_query_weights
 from vecd.gateway.errors import Unavailable
 from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.request import HttpRequest, Identity, Overflow
+from vecd.gateway.request import Identity, Overflow
 from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.keys import Principal, Principals
@@ -138,39 +137,16 @@ class Service:
         )
         identity = Identity(defaults.alias for defaults in config.alias_defaults)
         self.info = ModelInfo(
-            config, self.residence, identity, int(time.time()), tokenizer.least_tokens, tokenizer.vocabulary
+            config, self.residence, identity, int(time.time()), generation, tokenizer.least_tokens, tokenizer.vocabulary
         )
         # The use of the only model is of interest only if it may be unloaded.
         self.may_leave = config.is_loaded_on_demand or config.keep_alive_s is not None or config.client_keep_alive
         self.watch_use(is_one_of_several=False)
 
-    def by_alias(self, defaults: AliasDefaults) -> "Service":
-        """The same with the model as an alias sees it. Both have all their parts in common."""
-        seen = copy(self)
-        seen.info = self.info.by_alias(defaults)
-        return seen
-
-    # --- which models a request may mean --------------------------------------------------------------------
-
-    def models_for(self, principal: Principal) -> "Models[Service] | None":
-        """Of all models those that a sender reaches; None where there is one."""
+    def models_for(self, principal: Principal) -> Models:
+        """Of all models those that a sender reaches."""
         models = self.services.models
-        return models if models is None or principal.models is None else models.only(principal.models)
-
-    def models_left(self, http: HttpRequest, principal: Principal) -> "Models[Service] | None":
-        """Those that the body of a request may name; None where only this one is meant, by the configuration, the
-        header or what stands before the path."""
-        is_open = http.choice is not None and not http.choice.is_made
-        return self.models_for(principal) if is_open else None
-
-    def models_named(self, name: str, http: HttpRequest, principal: Principal) -> "Models[Service]":
-        """Those that `name` in the path may mean: `models_left`, or else this one alone. Raises BadRequest for a name
-        that this one refuses."""
-        models = self.models_left(http, principal)
-        if models is None:
-            self.info.prompt_of_model_name(name)
-            return Models((self,), refuses_unknown=False)
-        return models
+        return models if principal.models is None else models.only(principal.models)
 
     # --- its state ------------------------------------------------------------------------------------------
 
@@ -268,8 +244,6 @@ class Services:
         self.vector_cache = vector_cache
         self.principals = Principals(config.keys, config.gateways)
         self.processes = Processes()
-        self.models: Models[Service] | None = None
-        """None where there is one model, whose aliases have no request defaults."""
         self.documents: dict[Hashable, bytes] = {}
         """What `/openapi.json` keeps until models or keys change."""
         self.is_draining = False
@@ -299,29 +273,17 @@ class Services:
         for service in self.all.values():
             service.stop()
 
-    def service_of(self, seen: Service) -> Service:
-        """The active generation that is `seen`, maybe by an alias."""
-        return next(service for service in self.of_models if service.config is seen.config)
-
     def _join_models(self) -> None:
-        before, self.models = self.models, None
         self.documents.clear()
-        have_defaults = any(service.config.alias_defaults for service in self.of_models)
-        if len(self.of_models) > 1 or self._num_awaited or have_defaults:
-            config = self.active.config
-            self.models = Models(
-                self.of_models,
-                refuses_unknown=config.unknown_model == "refuse",
-                by_alias=[
-                    each.by_alias(defaults) for each in self.of_models for defaults in each.config.alias_defaults
-                ],
-                is_complete=not self._num_awaited,
-            )
-        if before is not None or self.models is not None:
-            for service in self.of_models:
-                service.watch_use(is_one_of_several=self.models is not None)
-                # A large body is read before its model is known.
-                service.bodies.widen([] if self.models is None else [each.bodies for each in self.of_models])
+        self.models = Models(
+            [service.info for service in self.of_models],
+            refuses_unknown=self.active.config.unknown_model == "refuse",
+            is_complete=not self._num_awaited,
+        )
+        for service in self.of_models:
+            service.watch_use(is_one_of_several=self.models.are_several)
+            # A large body is read before its model is known.
+            service.bodies.widen([each.bodies for each in self.of_models])
 
     # --- the drain ------------------------------------------------------------------------------------------
 
@@ -492,7 +454,7 @@ class Services:
     def gauges_of_models(self) -> dict[str, dict[Gauge, int]]:
         """By the model's name; none where there is one model."""
         generations: dict[str, list[Service]] = {}
-        for service in self.all.values() if self.models is not None else ():
+        for service in self.all.values() if self.models.are_several else ():
             generations.setdefault(service.config.model, []).append(service)
         return {model: self._gauges_of(services) for model, services in generations.items()}
 

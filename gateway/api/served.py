@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import PurePath
-from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
 
 from vecd.gateway.config import AliasDefaults, GatewayConfig
@@ -65,6 +64,8 @@ class ModelInfo:
     identity: Identity
     created_at: int
     """Seconds since 1970."""
+    generation: int = 0
+    """Of the configuration, whose `vecd.gateway.service.Service` answers for the model."""
     least_tokens: int = 1
     """The smallest limit on an input's tokens: its special tokens, and one of the text."""
     vocabulary: TokenVocabulary = NO_VOCABULARY
@@ -250,42 +251,30 @@ _MAX_PARTS = 16
 """Of a path, those that may belong to a name."""
 
 
-class _Described(Protocol):
-    info: ModelInfo
+class Models:
+    """The served models, in the order of the configuration, or those of them that an API key reaches. An alias that has
+    request defaults finds its model with these. May be called in any thread."""
 
-
-M = TypeVar("M", bound=_Described)
-
-
-class Models(Generic[M]):
-    """The served models, in the order of the configuration, or those of them that an API key reaches. May be called
-    in any thread."""
-
-    def __init__(
-        self,
-        models: Sequence[M],
-        *,
-        refuses_unknown: bool,
-        by_alias: Sequence[M] = (),
-        is_complete: bool = True,
-    ) -> None:
-        """`by_alias`: for each alias that has request defaults its model once more, with `ModelInfo.by_alias`, which is
-        what the alias finds. `is_complete`: False while models of the configuration are still to come; until then no
-        other model answers for them."""
+    def __init__(self, models: Sequence[ModelInfo], *, refuses_unknown: bool, is_complete: bool = True) -> None:
+        """`is_complete`: False while models of the configuration are still to come; until then no other model answers
+        for them."""
         self.all = tuple(models)
         self.is_complete = is_complete
-        self._by_alias = by_alias
         self._refuses_unknown = refuses_unknown
-        self._limited: dict[tuple[str, ...], Models[M]] = {}
-        names = [(model.info.model, model) for model in models]
-        seen = {defaults.alias: model for model in by_alias if (defaults := model.info.defaults) is not None}
-        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.info.config.aliases]
-        folders = [(PurePath(model.info.card.folder).name, model) for model in models]
+        self._limited: dict[tuple[str, ...], Models] = {}
+        seen = {each.alias: model.by_alias(each) for model in models for each in model.config.alias_defaults}
+        self.have_defaults = bool(seen)
+        """Some alias has request defaults."""
+        self.are_several = len(models) > 1 or self.have_defaults or not is_complete
+        """Requests choose among them, or among aliases."""
+        names = [(model.model, model) for model in models]
+        aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.config.aliases]
+        folders = [(PurePath(model.card.folder).name, model) for model in models]
         self._exact = {**_unique(folders), **dict(aliases), **dict(names)}
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
         self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
 
-    def only(self, names: tuple[str, ...]) -> "Models[M]":
+    def only(self, names: tuple[str, ...]) -> "Models":
         """Those of the models that have these names in the configuration; there may be none. Call it on the event
         loop."""
         found = self._limited.get(names)
@@ -293,30 +282,24 @@ class Models(Generic[M]):
             if len(self._limited) >= _MAX_LIMITED:
                 self._limited.clear()
             found = self._limited[names] = Models(
-                [model for model in self.all if model.info.model in names],
+                [model for model in self.all if model.model in names],
                 refuses_unknown=self._refuses_unknown,
-                by_alias=[model for model in self._by_alias if model.info.model in names],
                 is_complete=self.is_complete,
             )
         return found
 
-    @property
-    def have_defaults(self) -> bool:
-        """Some alias has request defaults."""
-        return bool(self._by_alias)
-
-    def find(self, name: str) -> M | None:
+    def find(self, name: str) -> ModelInfo | None:
         if len(name) > _MAX_CHARS:
             return None
         found = self._find_whole(name)
         if found is None and ":" in name:
             base, _, suffix = name.rpartition(":")
             found = self._find_whole(base)
-            if found is not None and self._refuses_unknown and not found.info.is_suffix(suffix):
+            if found is not None and self._refuses_unknown and not found.is_suffix(suffix):
                 return None
         return found
 
-    def _find_whole(self, name: str) -> M | None:
+    def _find_whole(self, name: str) -> ModelInfo | None:
         found = self._exact.get(name)
         if found is not None or not name:
             return found
@@ -325,25 +308,24 @@ class Models(Generic[M]):
         short = _without_organization(folded)
         return self._folded.get(folded) or (self._folded.get(short) if short else self._short.get(folded))
 
-    def as_named(self, model: M, name: str) -> M:
+    def as_named(self, model: ModelInfo, name: str) -> ModelInfo:
         """A model that `name` has found, or another generation of it, with the request defaults of the alias that it
         is."""
         found = self.find(name)
-        return model if found is None or found.info.model != model.info.model else found
+        return model if found is None or found.model != model.model else found
 
-    def own_name(self, model: M, name: str) -> str:
-        """`name` as the model's own `ModelInfo.prompt_of_model_name` understands it, whatever it means here: one of
+    def own_name(self, model: ModelInfo, name: str) -> str:
+        """`name` as the model's own `prompt_of_model_name` understands it, whatever it means here: one of
         its names, and behind a colon what may choose a prompt."""
-        info = model.info
-        if name in info.names:
+        if name in model.names:
             return name
         if ":" in name and len(name) <= _MAX_CHARS and self._find_whole(name) is not model:
             base, _, suffix = name.rpartition(":")
-            if info.is_suffix(suffix) or self._find_whole(base) is model:
-                return f"{base if base in info.names else info.model}:{suffix}"
-        return info.model if info.defaults is None else info.defaults.alias
+            if model.is_suffix(suffix) or self._find_whole(base) is model:
+                return f"{base if base in model.names else model.model}:{suffix}"
+        return model.model if model.defaults is None else model.defaults.alias
 
-    def choose(self, name: str | None, needs: Sequence[str], *, refuses_unknown: bool = False) -> M:
+    def choose(self, name: str | None, needs: Sequence[str], *, refuses_unknown: bool = False) -> ModelInfo:
         """The model for a request that names one, or none: then, and for an unknown name if that is not refused, it is
         the first that has the first of the capabilities `needs`, or else the second, and so on; the first of all where
         none is needed, and where no model has one. `refuses_unknown`: whatever the policy is. Raises ModelNotFound, and
@@ -354,12 +336,12 @@ class Models(Generic[M]):
         if not self.is_complete:
             raise self.refusal("")
         if name and (refuses_unknown or self._refuses_unknown):
-            known = [own for model in self.able(needs) or self.all for own in model.info.names]
+            known = [own for model in self.able(needs) or self.all for own in model.names]
             raise ModelNotFound(name, listed(known))
         able = (model for need in needs for model in self.able((need,)))
         default = next(able, self.all[0])
         if name:
-            log_stand_in(default.info.model)
+            log_stand_in(default.model)
         return default
 
     def refusal(self, name: str) -> ApiError:
@@ -368,11 +350,11 @@ class Models(Generic[M]):
             return unlisted(name)
         return Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
 
-    def able(self, needs: Sequence[str]) -> tuple[M, ...]:
+    def able(self, needs: Sequence[str]) -> tuple[ModelInfo, ...]:
         """The models that have one of the capabilities; all, if none is needed."""
         if not needs:
             return self.all
-        return tuple(model for model in self.all if not set(needs).isdisjoint(model.info.card.capabilities))
+        return tuple(model for model in self.all if not set(needs).isdisjoint(model.card.capabilities))
 
     def split(self, path: str) -> tuple[str, str] | None:
         """The name and the rest of a path that begins with PREFIX; None if no model has such a name.
@@ -415,9 +397,9 @@ def _without_organization(name: str) -> str:
     return rest if organization.strip(".") and "/" not in rest else ""
 
 
-def _unique(named: Iterable[tuple[str, M]]) -> dict[str, M]:
+def _unique(named: Iterable[tuple[str, ModelInfo]]) -> dict[str, ModelInfo]:
     """By name, without the empty name and those of several models."""
-    found: dict[str, M] = {}
+    found: dict[str, ModelInfo] = {}
     several: set[str] = set()
     for name, model in named:
         if found.setdefault(name, model) is not model:

@@ -19,7 +19,7 @@ import orjson
 from vecd.gateway.api.answer import Headers, json_response
 from vecd.gateway.api.operation import Dialect, Operation
 from vecd.gateway.api.served import HEADER as MODEL_HEADER
-from vecd.gateway.api.served import PREFIX, Models, header_value, readings_of, unlisted
+from vecd.gateway.api.served import PREFIX, Models, header_value, readings_of
 from vecd.gateway.app.handle import Claim, OperationsHandler, claims_of
 from vecd.gateway.app.openapi import describe_api
 from vecd.gateway.app.routes import ENDPOINTS as ENDPOINTS
@@ -162,14 +162,14 @@ def _make_routes() -> Table:
 async def openapi(service: Service, http: HttpRequest, principal: Principal) -> Response:
     """The OpenAPI document of the listener that `http` came by: of the model that it names, or of all that its sender
     reaches. Kept until keys or models change, because to make one takes 10 to 20 ms of the loop."""
-    services, models, choice = service.services, service.models_left(http, principal), http.choice
-    infos, are_several = [service.info] if models is None else [each.info for each in models.all], models is not None
+    services, choice, are_several = service.services, http.choice, http.may_choose
+    infos = service.models_for(principal).all if are_several else (service.info,)
     is_by_path, documents = choice is not None and choice.is_by_path, services.documents
     key = (http.is_admin, is_by_path, are_several, tuple(info.model for info in infos))
     if key not in documents:
         have_keys = services.principals.have_keys
         table = _tables(services.active.config.has_admin_listener, have_keys)[http.is_admin, is_by_path]
-        prefix = "" if services.models is None or are_several else f"{PREFIX}{service.info.model}"
+        prefix = "" if choice is None or are_several else f"{PREFIX}{service.info.model}"
         document = describe_api(table, infos, has_keys=have_keys, prefix=prefix, are_several=are_several)
         if len(documents) >= _MAX_DOCUMENTS:
             del documents[next(iter(documents))]
@@ -239,10 +239,8 @@ class App:
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse what can be refused before the body has arrived. Raises ApiError."""
         models, path = self.services.models, request.path
-        if models is None:
-            self._check_head(self.services.active, request)
-        elif models.is_complete or not path.startswith(PREFIX) or models.split(path) is not None:
-            self._check_head(self._enter(models, request)[0], request)
+        if models.is_complete or not path.startswith(PREFIX) or models.split(path) is not None:
+            self._check_head(self._enter(request), request)
         else:  # its model may be still to come, and the body arrives meanwhile
             request.path = self._likeliest_reading(path)[1]
             self._check_head(self.services.active, request)
@@ -251,19 +249,15 @@ class App:
 
     async def handle(self, request: HttpRequest) -> Response:
         services = self.services
-        if services.models is not None and not services.models.is_complete:
+        if not services.models.is_complete:
             await self._await_models(request)
         if self.tracing is not None:
             self.tracing.begin(request)
-        if (models := services.models) is None:
-            service, choice = services.active, request.choice
-            if choice is not None and choice.is_made and request.timeline.model != service.config.model:
-                # Its model was withdrawn while its body arrived: the one that is left would answer in its place.
-                raise unlisted(choice.named)
+        service, choice = self._enter(request), request.choice
+        if choice is None or choice.is_made:
             held = [service]
         else:
-            service, choice = self._enter(models, request)
-            held = [service] if choice.is_made else [*services.of_models]
+            held = [*services.of_models]
 
             def keep(model: str) -> None:
                 for each in [each for each in held if each.config.model != model]:
@@ -321,9 +315,8 @@ class App:
         reached = principal.models
         if reached is not None and route.scope in ("embed", ANY_SCOPE) and service.config.model not in reached:
             # None that the key reaches is served: a configuration and its keys take effect one after the other.
-            models = self.services.models
-            if models is not None and not models.is_complete:
-                raise models.refusal("")
+            if not self.services.models.is_complete:
+                raise self.services.models.refusal("")
             raise NotFound("No model that this API key may use is served", code="model_not_found")
         return route, principal
 
@@ -344,16 +337,17 @@ class App:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.services.have_come.wait(), _MODELS_TIMEOUT_S)
 
-    def _enter(self, models: Models[Service], request: HttpRequest) -> tuple[Service, ModelChoice]:
+    def _enter(self, request: HttpRequest) -> Service:
         """The service of the model that a request's path or header names, or else the first one, of those that its API
-        key reaches; and the request's `choice`, made here. Raises ApiError for an unknown name in the path. Side
-        effect: the prefix that names a model is taken from the path."""
-        services, all_models = self.services, models
+        key reaches. Raises ApiError for an unknown name in the path. Side effects: where several are served, the
+        request has a `choice`, and the prefix that names a model is taken from the path."""
+        services, models, choice = self.services, self.services.models, request.choice
+        if choice is None and not models.are_several:
+            return services.active
         names = services.principals.models_of(request.headers, is_admin=request.is_admin)
         models = models if names is None else models.only(names)
         # A key that reaches some models alone learns nothing of others.
-        first = services.active if models is all_models or not models.all else services.service_of(models.all[0])
-        choice = request.choice
+        first = services.all[models.all[0].generation] if models.all else services.active
         if choice is None:
             named, is_by_path = request.headers.get(MODEL_HEADER, ""), request.path.startswith(PREFIX)
             if is_by_path:
@@ -364,11 +358,11 @@ class App:
         if found is None:
             if choice.is_made:  # the model was withdrawn meanwhile
                 raise models.refusal(choice.named)
-            return first, choice
-        choice.is_made, request.timeline.model = True, found.info.model
-        return services.service_of(found), choice
+            return first
+        choice.is_made, request.timeline.model = True, found.model
+        return services.all[found.generation]
 
-    def _refuse(self, models: Models[Service], first: Service, request: HttpRequest) -> NoReturn:
+    def _refuse(self, models: Models, first: Service, request: HttpRequest) -> NoReturn:
         """Raises ApiError. Side effect: the request's path is the rest, in whose shape the error is rendered."""
         name, request.path = self._likeliest_reading(request.path)
         self._check_head(first, request)

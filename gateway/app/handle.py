@@ -35,7 +35,7 @@ from vecd.gateway.dialects.ask import INPUT, MODEL, read
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
 from vecd.gateway.pipeline import deadline_of
-from vecd.gateway.request import HEADER, Embedded, HttpRequest, Response
+from vecd.gateway.request import HEADER, Embedded, HttpRequest, Identity, ModelChoice, Response
 from vecd.gateway.request import REQUEST_ID as VALID_ID
 from vecd.gateway.scheduling.keys import Principal
 from vecd.gateway.service import Service
@@ -76,24 +76,24 @@ async def check_before(demand: Demand, service: Service, http: HttpRequest) -> N
     """Wait until the identity is known, at most 30 s and until the request's deadline, and compare. For a number format
     the model is loaded, and the first worker is waited for as long. Raises IdentityMismatch; NotReady at the deadline;
     Unavailable for a model that cannot be loaded, and at once for an identity that cannot be found out."""
-    identity, deadline = service.info.identity, _deadline(service, http)
+    identity, deadline = http.identity, _deadline(service, http)
+    assert identity is not None
     if not identity.digest:
         await _until(identity.known, deadline)
     if not identity.digest:
-        raise _unknown(service)
+        raise _unknown(identity, service)
     if demand.digest == identity.digest and demand.number_format is not None and not identity.formats:
         await service.residence.until_ready(deadline - time.monotonic())
         await _until(identity.has_format, deadline)
-    check_after(demand, service)
+    check_after(demand, service, identity)
 
 
-def check_after(demand: Demand, service: Service) -> None:
+def check_after(demand: Demand, service: Service, identity: Identity) -> None:
     """Compare once more. Raises IdentityMismatch, and Unavailable for an identity that is not known any more."""
-    identity = service.info.identity
     if demand.digest == identity.digest and demand.number_format in (None, identity.formats):
         return
     if not identity.digest or (demand.digest == identity.digest and not identity.formats):
-        raise _unknown(service)
+        raise _unknown(identity, service)
     message = f"header {CONDITION}: {demand} is demanded, and the model here is {identity.describe()}"
     raise IdentityMismatch(message)
 
@@ -107,8 +107,8 @@ async def _until(event: asyncio.Event, deadline: float) -> None:
         await asyncio.wait_for(event.wait(), min(MAX_WAIT_S, max(0.0, deadline - time.monotonic())))
 
 
-def _unknown(service: Service) -> ApiError:
-    if problem := service.info.identity.problem:
+def _unknown(identity: Identity, service: Service) -> ApiError:
+    if problem := identity.problem:
         message = f"header {CONDITION}: the identity of the model here is not known: {problem}"
         return Unavailable(message, retry_after_s=_RETRY_AFTER_S)
     return NotReady("the model's identity is not known yet", time.monotonic() - service.made_at)
@@ -144,20 +144,20 @@ class OperationsHandler:
         self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
 
     async def __call__(self, service: Service, http: HttpRequest, principal: Principal) -> Response:
-        first = self.claims[0]
-        models = service.models_for(principal)
+        first, choice = self.claims[0], http.choice
+        models = service.services.models if choice is None else service.models_for(principal)
         if first.operation.describe is not None:
-            return first.operation.describe(*self._described(service, principal, first.operation, http))
+            return first.operation.describe(*self._described(service.info, models, first.operation, http))
         timeline = http.timeline
         timeline.arrived_at = time.monotonic()
-        if models is None:
+        if choice is None:
             http.identity = service.info.identity
-        elif http.choice is not None and http.choice.is_made:
-            http.identity = models.as_named(service, http.choice.named).info.identity
+        elif choice.is_made:
+            http.identity = models.as_named(service.info, choice.named).identity
         try:
             principal.check_quota()  # before the body is parsed
             demand = parse_demand(http.headers)
-            if len(self.claims) == 1 and models is None:
+            if len(self.claims) == 1 and choice is None:
                 check_model(first.operation, service.info.card.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
                 body = parse_small(http.body, self._bare_list, self._large, self._small)
@@ -173,11 +173,10 @@ class OperationsHandler:
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
-        work = parsed.work
-        if models is not None:
-            service = parsed.service
-            assert http.choice is not None
-            http.choice.on_chosen(service.info.model)
+        work, info = parsed.work, parsed.info
+        if choice is not None:
+            service = service.services.all[info.generation]
+            choice.on_chosen(info.model)
         try:
             if demand is not None:
                 await check_before(demand, service, http)
@@ -187,12 +186,12 @@ class OperationsHandler:
             else:
                 response = await respond(service, work, parsed.num_estimated, http, principal)
             if demand is not None:
-                check_after(demand, service)
+                check_after(demand, service, info.identity)
             return response
         except ApiError as error:
             error.dialect = parsed.claim.dialect.name
             error.field = parsed.field
-            self._add_others(error, parsed.claim.operation, service, models)
+            add_others(error, parsed.claim.operation, info, models.all, self._routes)
             raise
 
     def claim_of(self, body: JsonMapping, capabilities: Sequence[str]) -> Claim:
@@ -208,27 +207,28 @@ class OperationsHandler:
         return next(claims, None)
 
     def _described(
-        self, service: Service, principal: Principal, operation: Operation, http: HttpRequest
+        self, info: ModelInfo, models: Models, operation: Operation, http: HttpRequest
     ) -> tuple[Sequence[ModelInfo], str]:
         """What `Operation.describe` takes."""
-        path, models = http.path, service.models_left(http, principal)
-        if models is None:
-            http.identity = service.info.identity  # errors have it, too
+        path, may_choose = http.path, http.may_choose
+        if not may_choose:
+            http.identity = info.identity  # errors have it, too
         if self._path_of_model is not None and (name := name_in(self._path_of_model, path)) is not None:
-            models = service.models_named(name, http, principal)
-            service = models.choose(name, (), refuses_unknown=True)
-            path = self._path_of_model.replace("*", models.own_name(service, name))
-        elif models is not None and operation.describes_all:
-            return [model.info for model in models.all], path
-        http.identity = service.info.identity
-        return [service.info], path
+            if not may_choose:
+                info.prompt_of_model_name(name)
+                models = Models((info,), refuses_unknown=False)
+            info = models.choose(name, (), refuses_unknown=True)
+            path = self._path_of_model.replace("*", models.own_name(info, name))
+        elif may_choose and operation.describes_all:
+            return models.all, path
+        http.identity = info.identity
+        return [info], path
 
     def _choose(
-        self, service: Service, models: Models[Service], http: HttpRequest, body: JsonMapping
-    ) -> tuple[Service, JsonMapping]:
-        """The service of the model that answers a request, and the body with the model's own name. `service`: that of
-        the model which the path or the header names, or of the first. Raises what `Models.choose` raises. Side effect:
-        the model is noted on the request's timeline."""
+        self, info: ModelInfo, models: Models, choice: ModelChoice, body: JsonMapping
+    ) -> tuple[ModelInfo, JsonMapping]:
+        """The model that answers a request, and the body with the model's own name. `info`: the model which the path or
+        the header names, or the first. Raises what `Models.choose` raises."""
         claimed = self._claimed(body) if len(self.claims) > 1 else None
         claims = [claimed] if claimed is not None else [claim for claim in self.claims if not claim.operation.claims]
         operations = [claim.operation for claim in claims or self.claims]
@@ -236,34 +236,32 @@ class OperationsHandler:
         field = next((word for word in words if body.get(word)), MODEL.name)
         given = body.get(field) if words else None
         name = given if isinstance(given, str) else None
-        choice = http.choice
-        assert choice is not None
         if not choice.is_made:
             asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
             needs = [need for each in asked for need in each] if all(asked) else []
             try:
-                service = models.choose(choice.named or name, needs)
+                info = models.choose(choice.named or name, needs)
             except ApiError as error:
                 error.dialect = (claims or self.claims)[0].dialect.name
                 raise
         elif models.have_defaults:
-            service = models.as_named(service, choice.named)
-        http.timeline.model, http.identity = service.info.model, service.info.identity
+            info = models.as_named(info, choice.named)
         if choice.named:
-            own = models.own_name(service, choice.named)
-            if own not in service.info.names:  # it chooses a prompt, too, which the body then does not
-                return service, {**body, field: own}
-        return service, body if name is None else {**body, field: models.own_name(service, name)}
+            own = models.own_name(info, choice.named)
+            if own not in info.names:  # it chooses a prompt, too, which the body then does not
+                return info, {**body, field: own}
+        return info, body if name is None else {**body, field: models.own_name(info, name)}
 
-    def _parse(
-        self, service: Service, models: Models[Service] | None, http: HttpRequest, body: JsonMapping
-    ) -> "_Parsed":
+    def _parse(self, service: Service, models: Models, http: HttpRequest, body: JsonMapping) -> "_Parsed":
         """Called in a thread if the body is large."""
+        info, choice = service.info, http.choice
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, MODEL.name: name_in(self._path_of_model, http.path)}
-        if models is not None:
-            service, body = self._choose(service, models, http, body)
-        claim = self.claim_of(body, service.info.card.capabilities)
+        if choice is not None:
+            info, body = self._choose(info, models, choice, body)
+            http.timeline.model, http.identity = info.model, info.identity
+            service = service.services.all[info.generation]
+        claim = self.claim_of(body, info.card.capabilities)
         http.timeline.endpoint = claim.endpoint
         operation = claim.operation
         if REQUEST_ID.name in operation.fields.small and "x-request-id" not in http.headers:
@@ -271,24 +269,18 @@ class OperationsHandler:
             if isinstance(own_id, str) and VALID_ID.fullmatch(own_id):
                 http.request_id = own_id  # an error in another field has that name, too
         try:
-            if models is not None or len(self.claims) > 1:
-                check_model(operation, service.info.card.capabilities, self._routes)
+            if choice is not None or len(self.claims) > 1:
+                check_model(operation, info.card.capabilities, self._routes)
             parse: Callable[[Call], Work] | None = operation.embed or operation.reply
             assert parse is not None
-            call = read(operation.fields, body, http.headers, service.info, http.request_id)
+            call = read(operation.fields, body, http.headers, info, http.request_id)
             work = parse(call)
             field = (isinstance(work, ParsedEmbed) and work.field) or call.wanted.word(INPUT)
-            return _Parsed(service, claim, work, _estimate(service, work), field)
+            return _Parsed(info, claim, work, _estimate(service, work), field)
         except ApiError as error:
             error.dialect = claim.dialect.name
-            self._add_others(error, operation, service, models)
+            add_others(error, operation, info, models.all, self._routes)
             raise
-
-    def _add_others(
-        self, error: ApiError, operation: Operation, service: Service, models: Models[Service] | None
-    ) -> None:
-        infos = () if models is None else [model.info for model in models.all]
-        add_others(error, operation, service.info, infos, self._routes)
 
 
 def claims_of(route: Route) -> tuple[Claim, ...]:
@@ -297,7 +289,7 @@ def claims_of(route: Route) -> tuple[Claim, ...]:
 
 
 class _Parsed(NamedTuple):
-    service: Service
+    info: ModelInfo
     claim: Claim
     work: Work
     num_estimated: int

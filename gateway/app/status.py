@@ -80,7 +80,7 @@ def describe_state(service: Service) -> JsonObject:
 def shows_models(service: Service) -> bool:
     """There are several models, or the only one is not loaded all the time."""
     config = service.config
-    return service.services.models is not None or config.is_loaded_on_demand or config.keep_alive_s is not None
+    return service.services.models.are_several or config.is_loaded_on_demand or config.keep_alive_s is not None
 
 
 def links_of(service: Service) -> list[tuple[int, WorkerLink | None]]:
@@ -384,7 +384,7 @@ async def health(service: Service, http: HttpRequest, principal: Principal) -> R
     changed = [(each.info.model, what) for each in services if (what := each.dispatcher.changed_files)]
     files = [what if len(services) == 1 else f"{model}: {what}" for model, what in changed]
     body = {"status": "ok", "model_files": "; ".join(files) or "as loaded"}
-    if len(services) == 1 and (service.services.models is not None or services[0].residence.is_told):
+    if len(services) == 1 and (service.services.models.are_several or services[0].residence.is_told):
         body["state"] = services[0].residence.state
     return json_response(200, body)
 
@@ -396,23 +396,22 @@ def _why_unavailable(services: Sequence[Service]) -> str | None:
         return services[0].why_unavailable()
     needed = [each for each in services if not (each.config.is_loaded_on_demand and each.residence.is_awaited)]
     reasons = [f"{each.info.model}: {reason}" for each in needed if (reason := each.why_unavailable()) is not None]
-    models = services[0].services.models
-    return "; ".join(reasons) or (None if models is None or models.is_complete else "models are loading")
+    return "; ".join(reasons) or (None if services[0].services.models.is_complete else "models are loading")
 
 
 def _named_services(service: Service, http: HttpRequest, principal: Principal) -> Sequence[Service]:
     """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
     all that its sender reaches. Raises ApiError for an unknown name in the query, whatever the policy is."""
-    models = service.models_left(http, principal)
-    if models is None:
+    if not http.may_choose:
         return (service,)
+    models, all_services = service.models_for(principal), service.services.all
     [name, *_] = parse_qs(http.query.decode("ascii", "replace")).get("model", [""])
     if not name:
-        return models.all
+        return [all_services[info.generation] for info in models.all]
     found = models.find(name)
     if found is None:
         raise models.refusal(name)
-    return (found,)
+    return (all_services[found.generation],)
 
 
 def unavailable(reason: str, **body: Any) -> Response:
@@ -504,7 +503,7 @@ async def _usages(service: Service) -> dict[str, Usage]:
     sections = enumerate(service.services.shared_metrics.sections)
     pids |= {f"gateway-{index}": pid for index, section in sections if (pid := section.gauges[Gauge.PID])}
     for each in service.services.of_models:
-        fork_server = "forkserver" if service.services.models is None else f"forkserver-{each.config.model}"
+        fork_server = f"forkserver-{each.config.model}" if service.services.models.are_several else "forkserver"
         for link in each.dispatcher.links:
             pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], fork_server: link.facts["parent_pid"]}
     return await service.services.processes.usages(pids)

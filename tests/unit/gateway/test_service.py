@@ -16,6 +16,7 @@ from tests.support.dispatching import private_metrics
 from tests.support.pipelines import planned_config, services_of
 from tests.support.supervision import VIRTUAL_TIME
 from vecd.base.files import dump
+from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.app.app import App
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
@@ -61,7 +62,9 @@ def http_request(path: str = "/", **fields: Any) -> HttpRequest:
 
 class FakeService:
     def __init__(self, config: GatewayConfig, generation: int) -> None:
-        self.info = SimpleNamespace(identity=Identity())
+        self.residence = SimpleNamespace(is_awaited=False)
+        self.info = ModelInfo(config, cast(Any, self.residence), Identity(), created_at=0, generation=generation)
+        self.bodies = self.watch_use = Mock()
         self.tokenizer = SimpleNamespace(threads=Mock())
         self.config = config
         self.generation = generation
@@ -70,7 +73,6 @@ class FakeService:
         self.errors: list[ApiError] = []
         self.pipeline = SimpleNamespace(end=self._end, fail_all=lambda make: self.errors.append(make()))
         self.admission = SimpleNamespace(num_requests=0)
-        self.residence = SimpleNamespace(is_awaited=False)
         self.num_handled = 0
         self.has_ended_at: float | None = None
 

@@ -519,7 +519,7 @@ async def test_a_withdrawn_model_is_unknown(bench: Bench):
     assert bench.services.active.config.model == "org/splade"
     only = await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})
     assert "x-vecd-model" not in only.headers, "it is the only one"
-    assert bench.services.models is None
+    assert not bench.services.models.are_several
 
 
 @pytest.mark.parametrize("are_others", [True, False])
@@ -777,7 +777,7 @@ async def test_a_server_of_one_model_knows_no_prefix_and_no_header():
         assert "x-vecd-model" not in response.headers
         assert (await bench.post("/m/dense/v1/embeddings", {"input": TEXT})).status == 404
         assert "models" not in json_of(await bench.get("/info", b"model=gpt-4"))
-        assert bench.services.models is None
+        assert not bench.services.models.are_several
         assert "models" not in json_of(await bench.get("/stats"))
         assert 'model="' not in body_of(await bench.get("/metrics")).decode().replace(
             'vecd_info{model="dense"', ""

@@ -1,7 +1,6 @@
 """A model as dialects see it: the names, prompts and sizes of one, and what a name means where several are served."""
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -167,17 +166,8 @@ def test_a_limit_that_leaves_no_room_for_a_text_names_its_field():
 # --- several models ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Served:
-    info: ModelInfo
-
-    @property
-    def name(self) -> str:
-        return self.info.model
-
-
-def served(model: str, *capabilities: str, **changes: Any) -> Served:
-    return Served(changed(PLAIN, model=model, capabilities=capabilities or ("dense",), **changes))
+def served(model: str, *capabilities: str, **changes: Any) -> ModelInfo:
+    return changed(PLAIN, model=model, capabilities=capabilities or ("dense",), **changes)
 
 
 MINILM = served(
@@ -192,7 +182,7 @@ TAGGED = served("nomic:query", folder="x")
 ALL = (MINILM, BGE, RANKER, TAGGED)
 
 
-def models(*, refuses_unknown: bool = False, **options: Any) -> Models[Served]:
+def models(*, refuses_unknown: bool = False, **options: Any) -> Models:
     return Models(ALL, refuses_unknown=refuses_unknown, **options)
 
 
@@ -239,10 +229,11 @@ def test_a_name_that_is_unknown(name):
 
 
 def test_an_alias_with_request_defaults_finds_its_model_with_them():
-    defaults = AliasDefaults("Mini", prompt="x")
-    info = changed(MINILM.info, alias_defaults=(defaults,))
-    plain, seen = Served(info), Served(info.by_alias(defaults))
-    known = Models((plain, BGE), refuses_unknown=True, by_alias=(seen,))
+    plain = changed(MINILM, alias_defaults=(AliasDefaults("Mini", prompt="x"),))
+    known = Models((plain, BGE), refuses_unknown=True)
+    seen = known.find("Mini")
+    assert seen is not None
+    assert (seen.config, seen.default_prompt, plain.default_prompt) == (plain.config, "x", "")
     for name in ("Mini", "mini", "Mini:latest", "org/MINI", "Mini:query"):
         assert known.find(name) is seen
         assert known.as_named(plain, name) is seen

@@ -40,7 +40,7 @@ class Model:
         request = HttpRequest(
             method="POST", path="/embed", query=b"", headers=names, http_minor=1, keep_alive=True, request_id="r"
         )
-        request.timeline.arrived_at = time.monotonic()
+        request.timeline.arrived_at, request.identity = time.monotonic(), self.identity
         return check_before(demand(text), self.service, request)
 
 
@@ -72,17 +72,17 @@ def test_a_format_is_compared_at_the_end_and_two_of_them_are_no_identity() -> No
     model = Model()
     model.identity.set(OWN, {})
     with pytest.raises(NotReady):
-        check_after(demand(f"{OWN};dtype=float32"), model.service)
+        check_after(demand(f"{OWN};dtype=float32"), model.service, model.identity)
     model.identity.add_format("bfloat16")
-    check_after(demand(f"{OWN};dtype=bfloat16"), model.service)
+    check_after(demand(f"{OWN};dtype=bfloat16"), model.service, model.identity)
     with pytest.raises(IdentityMismatch):
-        check_after(demand(f"{OWN};dtype=float32"), model.service)
+        check_after(demand(f"{OWN};dtype=float32"), model.service, model.identity)
     model.identity.add_format("float32")
     assert model.identity.text is None
     assert model.identity.describe() == f"{OWN};dtype=bfloat16+float32"
-    check_after(demand(OWN), model.service)
+    check_after(demand(OWN), model.service, model.identity)
     with pytest.raises(IdentityMismatch, match="bfloat16\\+float32"):
-        check_after(demand(f"{OWN};dtype=float32"), model.service)
+        check_after(demand(f"{OWN};dtype=float32"), model.service, model.identity)
 
 
 async def test_it_is_compared_before_anything_is_loaded() -> None:
@@ -136,7 +136,7 @@ async def test_one_that_cannot_be_found_out_is_refused_at_once_until_it_is_known
     model.identity.set("", {}, "its files are others")
     assert model.identity.text is None
     with pytest.raises(Unavailable, match="its files are others"):
-        check_after(demand(OWN), model.service)
+        check_after(demand(OWN), model.service, model.identity)
 
 
 async def test_the_first_worker_is_waited_for_where_a_format_is_demanded() -> None:
