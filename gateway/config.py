@@ -116,7 +116,7 @@ class GatewayConfig(Settings):
     """Workers that the shared metrics have cells for: the most that a later configuration may have."""
     metrics_models: int = 1
     model_index: int = 0
-    """As in `vecd.shm.shared_metrics.ServiceKey`."""
+    """Its index among the models that the server has had, 0 for the first of the configuration."""
     first_worker: int = 0
     """The index of the model's first worker: those of all models are numbered together."""
     weight: float = 1.0

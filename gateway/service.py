@@ -23,7 +23,6 @@ from vecd.gateway.api.served import ModelInfo, Models
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
-from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.sparse import read_query_weights
 from vecd.gateway.errors import Unavailable
 from vecd.gateway.pipeline import Pipeline
@@ -59,7 +58,7 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
-from vecd.shm.shared_metrics import Gauge, ServiceKey
+from vecd.shm.shared_metrics import Gauge
 from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
@@ -88,25 +87,16 @@ class Service:
             num_gateways=config.gateways,
             queued_elsewhere=lambda: services.shared_metrics.others(Gauge.QUEUED_TOKENS),
         )
-        key, vector_cache = ServiceKey(generation, config.model_index), None
-        if services.vector_cache is not None and "dense" in config.card.capabilities:
-            vector_cache = VectorCache(
-                services.vector_cache,
-                key,
-                dim=config.card.dim,
-                is_shared_by_tenants=config.share_computed == "all",
-                shared_metrics=counting,
-            )
         self.dispatcher = Dispatcher(
             config,
-            key,
+            generation,
             self.policy,
             epoch=services.start.epoch,
             quarantine_key=_quarantine_key(services.start, config.model),
             report=services.send,
             shared_metrics=counting,
             cores=services.cores,
-            vector_cache=vector_cache,
+            vector_memory=services.vector_cache,
         )
         self.residence = Residence(
             generation, keep_alive_s=config.keep_alive_s, num_gateways=config.gateways, send=services.send
@@ -125,7 +115,7 @@ class Service:
             dispatcher=self.dispatcher,
             residence=self.residence,
             shared_metrics=counting,
-            vector_cache=vector_cache,
+            vector_cache=self.dispatcher.vector_cache,
             query_weights=read_query_weights(config.card, tokenizer.id_of, config.query_weights),
         )
         self.bodies = Bodies(
@@ -422,6 +412,7 @@ class Services:
         if self.active is not first:
             self.on_activated(self.active.config)
         for service in before:
+            service.dispatcher.retire()
             if service.residence.is_awaited:  # what waits for its model to be loaded ends: it will not be
                 message = "The model is being reloaded"
                 service.pipeline.end(partial(Unavailable, message, retry_after_s=1, code="reloading"))

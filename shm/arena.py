@@ -4,13 +4,13 @@ Owns the geometry (`ArenaSpec`), and makes the file. Never maps it: `vecd.shm.vi
 supervisor calls this module; it must stay small and must never touch the memory, so that a crashing worker cannot end
 the supervisor.
 
-Memory map, little-endian float32 except for the last part, which is int64; each of G gateways has slots of its own::
+Memory map, little-endian float32 except for the last parts, which are int64; each of G gateways has slots of its own::
 
     offset 0            slot_nbytes                                  num_slots × G × slot_nbytes
     ├── gateway 0 ──────┼─────────────────────┼── gateway 1 ───── … ─┤
-    │ slot 0            │ slot 1, … num_slots │ slot 0, …            │ begun: num_slots × G × int64
-    │ row 0 │ row 1 │ … rows_per_slot         │                      │ the number of the batch that the
-    │ dim × float32 │                         │                      │ worker has begun there, else 0
+    │ slot 0            │ slot 1, … num_slots │ slot 0, …            │ begun: num_slots × G     │ num_done: 1
+    │ row 0 │ row 1 │ … rows_per_slot         │                      │ the batch that the       │ batches that it
+    │ dim × float32 │                         │                      │ worker has begun, else 0 │ has computed
 
 The arena has no lock, no free list, and no flag that a process waits for. A gateway never sees the slots of another: on
 the wire it counts its own from 0, and the worker identifies the gateway by the socket that a batch arrives on. These
@@ -27,7 +27,7 @@ architecture. No process polls a flag in shared memory.
 
 The numbers of begun batches are read only when the incarnation is dead, to learn which batches it died on: the worker
 stores a number before it computes a batch and 0 before it replies. All its stores are visible once the supervisor has
-seen it end, and has notified the gateway.
+seen it end, and has notified the gateway. The number of computed batches is for `/info` alone.
 
 The arena of a dead incarnation is dropped, and its successor gets a new file: a worker that wakes up late writes into
 memory that is not read any more.
@@ -126,7 +126,7 @@ class ArenaSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.begun_offset + self.num_all_slots * _BYTES_PER_NUMBER
+        return self.begun_offset + (self.num_all_slots + 1) * _BYTES_PER_NUMBER
 
 
 def create_arena(spec: ArenaSpec) -> int:

@@ -12,9 +12,9 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
     Counter  │ Gauge  │ num_places  │ MAX_ENDPOINTS × │ Histogram ×       │ num_workers × │
              │        │ × Gauge     │ STATUSES        │ (buckets … │ sum) │ WorkerCell    │
 
-    … │ batches       │ services       │ lives                   │ model_names │ models: num_places ×    │ up to
-      │ NUM_BATCHES × │ num_services × │ num_services ×          │ num_places  │ (counters │ answers │   │ n × 64
-      │ BatchCell     │ ServiceCell    │ num_workers × LifeCell  │             │ histograms)             │
+    … │ batches       │ model_names │ models: num_places ×    │ up to
+      │ NUM_BATCHES × │ num_places  │ (counters │ answers │   │ n × 64
+      │ BatchCell     │             │ histograms)             │
 
 The first cells count what belongs to no model, and have the gauges of the whole gateway; what belongs to a model is
 counted at its place among `models`, and there alone. A place takes 25 KB, most of it for answers that a model seldom
@@ -24,12 +24,9 @@ gets: so one code counts, sums and moves the answers of models and of gateways.
     counters,         the section's gateway                 they stay; its next life counts on from there, so that
     answers,                                                sums over all sections never decrease
     histograms,
-    workers,
-    lives
+    workers
     model_names,      the section's gateway, when it is     they stay; its next life finds a model's place by the name
     models            ready for a model
-    services          the section's gateway, when it opens  they stay; its next life reuses the place of a service that
-                      a service                             it opens again, and clears other places before use
     batches           the section's gateway, in a ring      they stay: readers go by their times
     gauges, those of  the section's gateway; while it is    the supervisor clears them (`clear_gauges`)
     models, too       dead, the supervisor
@@ -50,7 +47,6 @@ from hashlib import blake2b
 from typing import Self
 
 from vecd.shm.arena import create_sealed
-from vecd.shm.wire import Incarnation
 
 _BYTES_PER_CELL = 8
 _NS_PER_S = 1_000_000_000
@@ -234,38 +230,14 @@ MAX_ENDPOINTS = 128
 """A route with a dialect each. The gateways, all of one version, define which and in which order."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceKey:
-    generation: int
-    """1 for the first; never used twice, also not after a reload that was refused."""
-    model: int = 0
-    """Its index among the models that the server has had, 0 for the first of the configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerKey:
-    service: ServiceKey
-    incarnation: Incarnation
-
-
 class WorkerCell(IntEnum):
     LIFE = 0
-    """The newest incarnation of a service that requests have been sent to."""
+    """The newest, of a generation that new requests were for."""
     BATCHES = 1
     SEQUENCES = 2
     """Of these batches."""
     TOKENS = 3
     COMPUTE_US = 4
-
-
-SERVICES_PER_MODEL = 2
-
-
-class ServiceCell(IntEnum):
-    """The service to which the lives at the same place belong; zeros: none."""
-
-    GENERATION = 0
-    MODEL = 1
 
 
 REMOVED_MODELS = 1
@@ -277,19 +249,13 @@ def digest_of(model: str) -> int:
     return int.from_bytes(blake2b(model.encode(), digest_size=8).digest(), "little", signed=True) | 2
 
 
-class LifeCell(IntEnum):
-    LIFE = 0
-    BATCHES = 1
-    """Done by this life."""
-
-
 NUM_BATCHES = 128
 """The latest batches of a gateway, which are kept."""
 
 
 class BatchCell(IntEnum):
     NUMBER = 0
-    """Unique within a life of the gateway, over all its services, from 1; 0 where there has been none."""
+    """Unique within a life of the gateway, over all generations, from 1; 0 where there has been none."""
     WORKER = 1
     SEQUENCES = 2
     TOKENS = 3
@@ -309,13 +275,9 @@ class SharedMetricsSpec:
     num_models: int = 1
 
     @property
-    def num_services(self) -> int:
-        return SERVICES_PER_MODEL * self.num_models
-
-    @property
     def num_places(self) -> int:
-        """Of models: one for each service, and the first for `REMOVED_MODELS`."""
-        return 1 + self.num_services
+        """Of models: the first for `REMOVED_MODELS`, and two for each, because a reload may replace all of them."""
+        return 1 + 2 * self.num_models
 
     @property
     def cells_of_model(self) -> int:
@@ -325,8 +287,7 @@ class SharedMetricsSpec:
     @property
     def section_cells(self) -> int:
         ours = (1 + self.num_places) * (self.cells_of_model + len(Gauge)) + self.num_places
-        services = self.num_services * (len(ServiceCell) + self.num_workers * len(LifeCell))
-        cells = ours + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell) + services
+        cells = ours + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell)
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
     @property
@@ -352,10 +313,6 @@ class Section(CountingCells):
     """By the worker's index, and then by `WorkerCell`."""
     batches: Sequence["memoryview[int]"]
     """A batch's number modulo NUM_BATCHES, and then `BatchCell`."""
-    services: Sequence["memoryview[int]"]
-    """By the service's place, and then by `ServiceCell`."""
-    lives: Sequence[Sequence["memoryview[int]"]]
-    """By the service's place, the worker's index, and then by `LifeCell`."""
     model_names: "memoryview[int]"
     """By the model's place: its name, by `digest_of`; 0 where there has been none."""
     gauges_of_models: "memoryview[int]"
@@ -413,8 +370,6 @@ def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
         histograms=[take(histogram.num_cells) for histogram in Histogram],
         workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
         batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
-        services=[take(len(ServiceCell)) for _ in range(spec.num_services)],
-        lives=[[take(len(LifeCell)) for _ in range(spec.num_workers)] for _ in range(spec.num_services)],
         model_names=take(spec.num_places),
         models=take(spec.num_places * spec.cells_of_model),
     )

@@ -97,21 +97,18 @@ class VectorCacheMemory:
         self.key = key
         self.table: RowTable | None = None
         """That of all models, once a generation of one is active."""
-        self._active: dict[int, object] = {}
+        self._models: set[int] = set()
 
-    def activate(self, model: int, user: object, dim: int) -> bool:
-        """Let `user` alone, of all that have this model's index, use the table, for rows of `dim` floats. Returns
-        whether the table is a new one: then our segment is empty."""
-        others = self._active.keys() - {model}
-        self._active[model] = user
+    def activate(self, model: int, dim: int) -> bool:
+        """Let a new generation of the model with this index use the table, for rows of `dim` floats. Returns whether
+        the table is a new one: then our segment is empty."""
+        others = self._models - {model}
+        self._models.add(model)
         if self.table is not None and others and dim <= self.table.dim:
             return False
         self.table = RowTable(self, dim)
         self.table.clear()
         return True
-
-    def is_active(self, model: int, user: object) -> bool:
-        return self._active.get(model) is user
 
     @classmethod
     def mapped(cls, fd: int, spec: VectorCacheSpec, gateway: int, key: bytes) -> "VectorCacheMemory":

@@ -25,6 +25,8 @@ class SlotViews:
 
     rows: list[Rows]
     begun: BatchNumbers
+    num_done: BatchNumbers
+    """One number, the same for all gateways."""
 
 
 def map_arena(fd: int, spec: ArenaSpec, *, writable: bool) -> list[SlotViews]:
@@ -34,6 +36,6 @@ def map_arena(fd: int, spec: ArenaSpec, *, writable: bool) -> list[SlotViews]:
     memory = mmap.mmap(fd, spec.nbytes, flags=mmap.MAP_SHARED, prot=access)
     floats = np.frombuffer(memory, dtype="<f4", count=spec.num_all_slots * spec.rows_per_slot * spec.dim)
     rows = floats.reshape(spec.num_gateways, spec.num_slots, spec.rows_per_slot, spec.dim)
-    numbers = np.frombuffer(memory, dtype="<i8", count=spec.num_all_slots, offset=spec.begun_offset)
-    begun = numbers.reshape(spec.num_gateways, spec.num_slots)
-    return [SlotViews(list(rows[gateway]), begun[gateway]) for gateway in range(spec.num_gateways)]
+    numbers = np.frombuffer(memory, dtype="<i8", count=spec.num_all_slots + 1, offset=spec.begun_offset)
+    begun = numbers[:-1].reshape(spec.num_gateways, spec.num_slots)
+    return [SlotViews(list(rows[gateway]), begun[gateway], numbers[-1:]) for gateway in range(spec.num_gateways)]

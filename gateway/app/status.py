@@ -229,7 +229,7 @@ def _describe_workers(service: Service) -> list[JsonObject]:
             "worker": link.incarnation.worker,
             "life": link.incarnation.life,
             "state": ("busy" if link.in_flight else "idle") if (state := state_of(link)) == "ready" else state,
-            "batches": service.services.shared_metrics.worker_batches_in(link.key),
+            "batches": int(link.slots.num_done[0]),
             "tokens_per_s": round(link.cost_model.tokens_per_s),
             "batch_tokens": link.cost_model.budget_tokens(FULL_BATCH_S),
             "short_batch_tokens": link.cost_model.budget_tokens(SHORT_BATCH_S),

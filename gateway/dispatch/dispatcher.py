@@ -45,7 +45,8 @@ from vecd.shm.control import (
     WorkerStuck,
 )
 from vecd.shm.output import NOT_PLAIN, Output
-from vecd.shm.shared_metrics import Counter, ServiceKey
+from vecd.shm.shared_metrics import Counter
+from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import (
     NO_SCOPE,
@@ -97,7 +98,7 @@ class Dispatcher:
     def __init__(
         self,
         config: GatewayConfig,
-        service: ServiceKey,
+        generation: int,
         policy: BatchingPolicy,
         *,
         epoch: int,
@@ -105,7 +106,7 @@ class Dispatcher:
         report: Callable[[Message], None],
         shared_metrics: SharedMetrics,
         cores: Cores,
-        vector_cache: VectorCache | None,
+        vector_memory: VectorCacheMemory | None,
     ) -> None:
         """`report` gets, on the event loop, the messages for the supervisor. Digests of inputs are made with
         `quarantine_key`."""
@@ -113,15 +114,18 @@ class Dispatcher:
         self._config = config
         self._policy = policy
         self._epoch = epoch
-        self.service = service
+        self._generation = generation
+        self._is_active = False
         self._num_gateways = config.gateways
         self._report = report
         self.transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
-        self._vector_cache = vector_cache
+        self.vector_cache: VectorCache | None = None
+        if vector_memory is not None and "dense" in config.card.capabilities:
+            self.vector_cache = VectorCache(config, generation, vector_memory, shared_metrics)
         self._delivery = Delivery(
             widths={output: output.width_of(config.card) for output in Output},
             on_delivered=self._on_delivered,
-            keep=None if vector_cache is None else vector_cache.keep,
+            keep=None if self.vector_cache is None else self.vector_cache.keep,
         )
         self.quarantine = Quarantine(quarantine_key)
         self._scope_key = None if is_shared else quarantine_key
@@ -135,7 +139,7 @@ class Dispatcher:
         self._shared_metrics = shared_metrics
         self._cores = cores
         self._models = cores.models
-        self._share = ModelShare(service.model, None if config.compute_type == "gpu" else config.weight, policy)
+        self._share = ModelShare(config.model_index, None if config.compute_type == "gpu" else config.weight, policy)
         self._idle: list[WorkerLink] = []
         """The workers that may get a batch, while batches are being sent; the last one is next."""
         self.thread_model = ThreadModel()
@@ -166,7 +170,6 @@ class Dispatcher:
         """As `Transport.start`."""
         self._loop = asyncio.get_running_loop()
         self.transport.start(listening_fd)
-        self._place = self._shared_metrics.open_service(self.service)
         self._sweep_soon()
         self._models.join(self._share, self)
 
@@ -183,13 +186,20 @@ class Dispatcher:
         self._delivery.clear()
         self._sweeper.cancel()
         self.transport.stop()
-        self._shared_metrics.close_service(self.service)
 
     def activate(self) -> None:
-        """New requests are for this dispatcher's service from now on. Call after `start`."""
-        self._shared_metrics.activate_service(self.service)
-        if self._vector_cache is not None:
-            self._vector_cache.activate()
+        """New requests for its model are for this generation from now on. Call after `start`."""
+        self._is_active = True
+        for link in self._links.values():
+            self._shared_metrics.note_life(link.incarnation)
+        if self.vector_cache is not None:
+            self.vector_cache.activate()
+
+    def retire(self) -> None:
+        """New requests are for another generation."""
+        self._is_active = False
+        if self.vector_cache is not None:
+            self.vector_cache.is_active = False
 
     # --- a model that is not ready --------------------------------------------------------------------------
 
@@ -229,10 +239,12 @@ class Dispatcher:
             self.schedule_dispatch()
 
     def _report_if_drained(self) -> None:
-        """A worker that has not answered its first probe has that."""
-        if all(link.is_connected and not link.in_flight for link in self._links.values()):
+        """A worker that has not answered its first probe has something still."""
+        if self._flow is _Flow.DRAINING and all(
+            link.is_connected and not link.in_flight for link in self._links.values()
+        ):
             self._flow = _Flow.DRAINED
-            self._report(ModelDrained(self.service.generation))
+            self._report(ModelDrained(self._generation))
 
     # --- what others ask ------------------------------------------------------------------------------------
 
@@ -326,7 +338,6 @@ class Dispatcher:
         if not self._newest_cost_model.is_learned and LOAD_TOKENS_PER_S in facts:
             self._newest_cost_model = CostModel(self._config.max_batch_tokens, facts[LOAD_TOKENS_PER_S])
         link = WorkerLink(
-            self.service,
             incarnation,
             slots,
             facts,
@@ -335,7 +346,8 @@ class Dispatcher:
             thread_choices=tuple(facts.get(THREAD_CHOICES, ())),
         )
         self._links[incarnation.identity] = link
-        self._shared_metrics.worker_up(link.key)
+        if self._is_active:
+            self._shared_metrics.note_life(incarnation)
         self.retries.make_room_for(len(self._links))
         self.transport.probe(
             incarnation.identity, lambda: not link.is_connected and self._links.get(incarnation.identity) is link
@@ -369,8 +381,7 @@ class Dispatcher:
             if link.slots.begun[batch.slot] == batch.number and not is_planned:
                 self._count_death(batch, has_crashed=has_crashed)
         self._put_back([sequence for batch in lost for sequence in batch.sequences], is_free=is_planned)
-        if self._flow is _Flow.DRAINING:
-            self._report_if_drained()
+        self._report_if_drained()
 
     # --- sending --------------------------------------------------------------------------------------------
 
@@ -579,8 +590,7 @@ class Dispatcher:
             self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
         if self._flow is _Flow.HELD:
             self.resume()
-        elif self._flow is _Flow.DRAINING:
-            self._report_if_drained()
+        self._report_if_drained()
         self.schedule_dispatch()
 
     def _on_done(self, link: WorkerLink, done: Done) -> None:
@@ -618,7 +628,6 @@ class Dispatcher:
             num_tokens=batch.num_tokens,
             compute_us=done.compute_us,
             padding_tokens=done.num_padding_tokens,
-            place=self._place,
             num_threads=done.num_threads,
         )
         batch.copies = self._flights.copies(batch.sequences)
@@ -672,8 +681,7 @@ class Dispatcher:
         self.in_flight_tokens -= batch.num_tokens
         for waiting in link.in_flight.values():
             waiting.started_at = batch.answered_at
-        if self._flow is _Flow.DRAINING:
-            self._report_if_drained()
+        self._report_if_drained()
         return batch
 
     def _end_lease(self, link: WorkerLink) -> None:

@@ -9,11 +9,12 @@ from hashlib import blake2b
 
 import numpy as np
 
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.delivery import deliver_vectors
 from vecd.gateway.scheduling.queue import QueuedSequence
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.output import Output
-from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
+from vecd.shm.shared_metrics import Counter, Gauge
 from vecd.shm.vector_cache import DIGEST_BYTES, VectorCacheMemory
 from vecd.shm.views import Rows
 
@@ -26,33 +27,23 @@ _BORDER = struct.Struct("<Bi")
 
 
 class VectorCache:
-    """The cache of one service. Neither asked nor filled unless it is its model's active one."""
+    """The cache of one generation. Neither asked nor filled unless it is active."""
 
     def __init__(
-        self,
-        shared: VectorCacheMemory,
-        service: ServiceKey,
-        *,
-        dim: int,
-        is_shared_by_tenants: bool,
-        shared_metrics: SharedMetrics,
+        self, config: GatewayConfig, generation: int, shared: VectorCacheMemory, shared_metrics: SharedMetrics
     ) -> None:
-        """`dim`: floats of a row. `is_shared_by_tenants`: a tenant gets what another one's input was computed to."""
+        self.is_active = False
         self.shared = shared
-        self._service = service
-        self._dim = dim
-        self._row_nbytes = 4 * dim
-        self._is_shared_by_tenants = is_shared_by_tenants
+        self._generation, self._model, self._dim = generation, config.model_index, config.card.dim
+        self._row_nbytes = 4 * self._dim
+        self._is_shared_by_tenants = config.share_computed == "all"
         self._shared_metrics = shared_metrics
 
-    @property
-    def is_active(self) -> bool:
-        return self.shared.is_active(self._service.model, self)
-
     def activate(self) -> None:
-        """Begin without a row, in place of the model's service before. The rows of that one are forgotten where no
-        other model has any; else they stay until others replace them."""
-        if self.shared.activate(self._service.model, self, self._dim):
+        """Begin without a row, in place of the model's generation before, which is to be made inactive. The rows of
+        that one are forgotten where no other model has any; else they stay until others replace them."""
+        self.is_active = True
+        if self.shared.activate(self._model, self._dim):
             self._shared_metrics.set(Gauge.VECTOR_CACHE_BYTES, 0)
 
     def deliver_known(self, sequences: list[QueuedSequence], output: Output, tenant: str) -> list[QueuedSequence]:
@@ -62,7 +53,7 @@ class VectorCache:
         if table is None or not self.is_active:
             return sequences
         name = b"" if self._is_shared_by_tenants else tenant.encode()
-        scope = _SCOPE.pack(self._service.generation, self._service.model, output, len(name)) + name
+        scope = _SCOPE.pack(self._generation, self._model, output, len(name)) + name
         empty = blake2b(scope, digest_size=DIGEST_BYTES, key=self.shared.key, person=_PURPOSE)
         unknown: list[QueuedSequence] = []
         known: list[QueuedSequence] = []

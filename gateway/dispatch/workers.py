@@ -15,7 +15,6 @@ from vecd.base.tasks import ZMQ_THREADS, require_threads
 from vecd.gateway.dispatch.known import Copy
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence
-from vecd.shm.shared_metrics import ServiceKey, WorkerKey
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import Incarnation, Probe, ToGateway, ToWorker, WireError, decode_to_gateway, encode
 
@@ -135,7 +134,6 @@ class InFlight:
 class WorkerLink:
     """The gateway's record of one incarnation."""
 
-    service: ServiceKey
     incarnation: Incarnation
     slots: SlotViews
     facts: dict[str, Any]
@@ -161,10 +159,6 @@ class WorkerLink:
     def fewest_threads(self) -> int:
         """0 where there is no choice."""
         return self.thread_choices[0] if len(self.thread_choices) > 1 else 0
-
-    @property
-    def key(self) -> WorkerKey:
-        return WorkerKey(self.service, self.incarnation)
 
     @property
     def is_usable(self) -> bool:

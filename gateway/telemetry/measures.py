@@ -29,16 +29,13 @@ from vecd.shm.shared_metrics import (
     CountingCells,
     Gauge,
     Histogram,
-    LifeCell,
     Section,
-    ServiceCell,
-    ServiceKey,
     SharedMetricsSpec,
     WorkerCell,
-    WorkerKey,
     cut_sections,
     digest_of,
 )
+from vecd.shm.wire import Incarnation
 
 _PLACES = {status: place for place, status in enumerate(STATUSES)}
 _NUM_STATUSES = len(STATUSES)
@@ -54,7 +51,6 @@ _BATCH_SEQUENCES, _BATCH_TOKENS = Histogram.BATCH_SEQUENCES, Histogram.BATCH_TOK
 _BATCH_FILL = Histogram.BATCH_FILL
 _NUMBER, _WORKER, _NUM_SEQUENCES, _NUM_TOKENS, _SENT_NS, _DONE_NS, _COMPUTED_US = BatchCell
 _LIFE, _WORKER_BATCHES, _WORKER_SEQUENCES, _WORKER_TOKENS, _WORKER_COMPUTE_US = WorkerCell
-_LIFE_BATCHES = LifeCell.BATCHES
 
 
 class SharedMetrics:
@@ -73,14 +69,9 @@ class SharedMetrics:
         """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
         self._counters, self._gauges, self._answers = self.ours.counters, self.ours.gauges, self.ours.answers
         self._histograms, self._workers, self._batches = self.ours.histograms, self.ours.workers, self.ours.batches
-        self._lives = self.ours.lives
         self._bounds = [histogram.bounds for histogram in Histogram]
         self._per_unit = [histogram.per_unit for histogram in Histogram]
         self._read: Callable[[], Mapping[Gauge, int]] = dict
-        self._services: list[ServiceKey | None] = [None] * spec.num_services
-        """Those that this gateway has, by their place in the section."""
-        self._active: dict[int, ServiceKey] = {}
-        """By the model's index."""
         self._batch_numbers = count(1)
         self._of_models: WeakValueDictionary[str, SharedMetrics] = WeakValueDictionary()
         """Those that `of_model` has made and that are in use, by the model's name."""
@@ -171,45 +162,9 @@ class SharedMetrics:
             cells[bisect_left(bounds, value)] += 1
             cells[-1] += int(value * per_unit)
 
-    def open_service(self, service: ServiceKey) -> int:
-        """Returns its place in the section. What an earlier life of this gateway has counted for it stays. Raises
-        ValueError when as many are open already as there is room for."""
-        free = [place for place, occupant in enumerate(self._services) if occupant is None]
-        if not free:
-            raise ValueError(f"a gateway has at most {len(self._services)} services at a time")
-        known = [place for place in free if _service_of(self.ours.services[place]) == service]
-        [place, *_] = known or free
-        if not known:
-            for cells in (self.ours.services[place], *self.ours.lives[place]):
-                for cell in range(len(cells)):
-                    cells[cell] = 0
-            self.ours.services[place][ServiceCell.MODEL] = service.model
-            self.ours.services[place][ServiceCell.GENERATION] = service.generation
-        self._services[place] = service
-        return place
-
-    def activate_service(self, service: ServiceKey) -> None:
-        """New requests for its model are for this service, which is open, from now on: its workers' lives are those
-        that count."""
-        self._active[service.model] = service
-        for worker, cells in enumerate(self.ours.lives[self._services.index(service)]):
-            if cells[LifeCell.LIFE]:
-                self._workers[worker][_LIFE] = cells[LifeCell.LIFE]
-
-    def close_service(self, service: ServiceKey) -> None:
-        """The service is over. What it has counted stays in the totals."""
-        self._services = [None if each == service else each for each in self._services]
-
-    def worker_up(self, key: WorkerKey) -> None:
-        """Batches of this worker in this service, which is open, are from now on of this life."""
-        worker, life = key.incarnation.worker, key.incarnation.life
-        cells = self.ours.lives[self._services.index(key.service)][worker]
-        if cells[LifeCell.LIFE] != life:
-            cells[LifeCell.LIFE] = 0
-            cells[LifeCell.BATCHES] = 0
-            cells[LifeCell.LIFE] = life
-        if key.service == self._active.get(key.service.model):
-            self._workers[worker][_LIFE] = life
+    def note_life(self, incarnation: Incarnation) -> None:
+        """Batches of this worker are from now on of this life. Not for a generation that gets no new requests."""
+        self._workers[incarnation.worker][_LIFE] = incarnation.life
 
     def next_batch_number(self) -> int:
         """A number that no other batch of this life of the gateway has, from 1."""
@@ -237,10 +192,9 @@ class SharedMetrics:
         num_tokens: int,
         compute_us: int,
         padding_tokens: int,
-        place: int = 0,
         num_threads: int = 0,
     ) -> None:
-        """A worker has answered a batch with its sections. `place`: its service's, as `open_service` returned it."""
+        """A worker has answered a batch."""
         counters = self._counters
         counters[_BATCHES] += 1
         if num_threads > 1:
@@ -254,7 +208,6 @@ class SharedMetrics:
         cells[_WORKER_SEQUENCES] += num_sequences
         cells[_WORKER_TOKENS] += num_tokens
         cells[_WORKER_COMPUTE_US] += compute_us
-        self._lives[place][worker][_LIFE_BATCHES] += 1
         self.end_batch(number, compute_us)
 
     def end_batch(self, number: int, compute_us: int = 0) -> None:
@@ -341,7 +294,7 @@ class SharedMetrics:
         return sum(section.workers[worker][cell] for section in self.sections)
 
     def worker_life(self, worker: int) -> int:
-        """The newest, of the services that requests have been sent to, that any gateway knows."""
+        """The newest, of the generations that requests have been sent to, that any gateway knows."""
         return max(section.workers[worker][_LIFE] for section in self.sections)
 
     def recent_batches(self, since_ns: int) -> list[tuple[int, ...]]:
@@ -355,21 +308,6 @@ class SharedMetrics:
             and (not cells[_DONE_NS] or cells[_DONE_NS] >= since_ns)
         ]
         return sorted(found, key=lambda batch: batch[1 + _SENT_NS])
-
-    def worker_batches_in(self, key: WorkerKey) -> int:
-        """Batches that one life of a worker has done, for all gateways. 0 of a life that is over."""
-        worker, life = key.incarnation.worker, key.incarnation.life
-        lives = (
-            lives[worker]
-            for section in self.sections
-            for cells, lives in zip(section.services, section.lives, strict=True)
-            if _service_of(cells) == key.service
-        )
-        return sum(cells[LifeCell.BATCHES] for cells in lives if cells[LifeCell.LIFE] == life)
-
-
-def _service_of(cells: "memoryview[int]") -> ServiceKey:
-    return ServiceKey(cells[ServiceCell.GENERATION], cells[ServiceCell.MODEL])
 
 
 def _sum_of_answers(parts: Sequence[CountingCells]) -> NDArray[np.int64]:

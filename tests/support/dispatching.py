@@ -30,7 +30,8 @@ from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.control import Channel, InputDeaths, Message, Quarantined, WorkerStuck
 from vecd.shm.output import Output
-from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec
+from vecd.shm.shared_metrics import SharedMetricsSpec
+from vecd.shm.vector_cache import VectorCacheMemory
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Alive, Batch, Done, Incarnation, Probe, decode_to_worker, encode
 from vecd.workers.process.loop import EngineLost, Loop, connected
@@ -39,10 +40,9 @@ SPEC = ArenaSpec(num_slots=2, rows_per_slot=8, dim=4)
 EPOCH = 7
 CONFIG: dict[str, Any] = {
     "model": "", "gateways": 1, "share_computed": "tenant", "compute_type": "cpu", "weight": 1.0,
-    "max_batch_tokens": 16, "batch_timeout_s": 60,
+    "max_batch_tokens": 16, "batch_timeout_s": 60, "model_index": 0,
 }  # fmt: skip
 """What a dispatcher reads of the configuration, but the card."""
-SERVICE = ServiceKey(1)
 DEADLINE_S = 10.0
 
 
@@ -174,12 +174,12 @@ class Dispatched:
     def __init__(
         self,
         *,
-        service: ServiceKey = SERVICE,
+        generation: int = 1,
         shared_metrics: SharedMetrics | None = None,
         spec: ArenaSpec = SPEC,
         card: ModelCard | None = None,
         cores: Cores | None = None,
-        vector_cache: Any = None,
+        vector_memory: VectorCacheMemory | None = None,
         **changes: Any,
     ) -> None:
         """`card`: one of the rows of `spec`, without. `changes` are those of CONFIG."""
@@ -195,14 +195,14 @@ class Dispatched:
         config: Any = SimpleNamespace(card=card, **{**CONFIG, **changes})
         self.dispatcher = Dispatcher(
             config,
-            service,
+            generation,
             self.policy,
             epoch=EPOCH,
             quarantine_key=b"key",
             report=partial(_report, self.reported, self.others),
             shared_metrics=self.shared_metrics,
             cores=cores or Cores(1),
-            vector_cache=vector_cache,
+            vector_memory=vector_memory,
         )
 
     def request(
@@ -255,7 +255,7 @@ class Bench(Dispatched):
         super().__init__(**options)
         self.listening, self.address_fd = make_zmq_endpoint()
         self.residence = Residence(
-            self.dispatcher.service.generation, keep_alive_s=None, num_gateways=1, send=self.reported.append
+            options.get("generation", 1), keep_alive_s=None, num_gateways=1, send=self.reported.append
         )
         self.workers: list[Worker] = []
 

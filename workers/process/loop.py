@@ -25,7 +25,7 @@ from vecd.base.programs import return_free_memory
 from vecd.model.card import ModelCard
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.control import Channel
-from vecd.shm.views import BatchNumbers, Rows, SlotViews
+from vecd.shm.views import SlotViews
 from vecd.shm.wire import (
     Alive,
     Batch,
@@ -80,8 +80,7 @@ class _Peer:
     """A gateway; a restarted one is the same peer."""
 
     socket: "zmq.Socket[bytes]"
-    slots: Sequence[Rows]
-    begun: BatchNumbers
+    slots: SlotViews
     epoch: int = 0
     """The epoch of its newest probe. A batch of an older epoch comes from a dead gateway, and its slot may have a new
     owner."""
@@ -113,9 +112,7 @@ class Loop:
         trim_after_ms: int = _TRIM_AFTER_MS,
     ) -> None:
         """`sockets` and `slots` are by the gateway's index. `trim_after_ms` without a batch, memory is returned."""
-        self._peers = deque(
-            _Peer(socket, theirs.rows, theirs.begun) for socket, theirs in zip(sockets, slots, strict=True)
-        )
+        self._peers = deque(_Peer(*pair) for pair in zip(sockets, slots, strict=True))
         self._channel = channel
         self._engine = engine
         self._arena = arena
@@ -196,10 +193,10 @@ class Loop:
         started_ns = time.perf_counter_ns()
         try:
             batch = read_batch(message, self._arena, self._card)
-            peer.begun[message.slot] = message.number
+            peer.slots.begun[message.slot] = message.number
             num_threads = self._engine.lease(message.num_threads)
             num_padding_before = self._engine.num_padding_tokens
-            finish = self._engine.begin(batch, peer.slots[message.slot])
+            finish = self._engine.begin(batch, peer.slots.rows[message.slot])
         except Exception as error:
             failed = self._failed(message, error)
         else:
@@ -226,12 +223,14 @@ class Loop:
             reply: Done | Failed = self._failed(batch.message, error)
         else:
             reply = self._done(batch)
+            batch.peer.slots.num_done[0] += 1
         self._finished_ns = time.perf_counter_ns()
         self._reply(batch.peer, batch.message, reply)
 
     def _reply(self, peer: _Peer, message: Batch, reply: Done | Failed) -> None:
-        if message.slot < peer.begun.size:
-            peer.begun[message.slot] = 0
+        begun = peer.slots.begun
+        if message.slot < begun.size:
+            begun[message.slot] = 0
         self._send(peer, reply)
 
     def _done(self, batch: _Running) -> Done:

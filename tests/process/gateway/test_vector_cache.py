@@ -12,16 +12,24 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.support.dispatching import EPOCH, SERVICE, SPEC, Bench, Worker, private_metrics, running_bench, sequences_of
+from tests.support.dispatching import (
+    EPOCH,
+    SPEC,
+    Bench,
+    Dispatched,
+    Worker,
+    private_metrics,
+    running_bench,
+    sequences_of,
+)
 from tests.support.pipelines import SPLIT, Ids, Piped
 from vecd.gateway.config import ApiKey
-from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.errors import BadRequest, EngineFailed
 from vecd.gateway.request import Embedded, RequestTimeline, TokenizedInput
 from vecd.gateway.scheduling.keys import Principals
 from vecd.shm.output import Output
-from vecd.shm.shared_metrics import Counter, Gauge, ServiceKey
+from vecd.shm.shared_metrics import Counter, Gauge
 from vecd.shm.vector_cache import VectorCacheMemory, VectorCacheSpec
 from vecd.shm.wire import Done
 
@@ -53,9 +61,10 @@ class Inputs(Ids):
 class Service(Piped):
     """A pipeline with a vector cache, in front of a bench's dispatcher; and two keys."""
 
-    def __init__(self, bench: Bench, vector_cache: VectorCache) -> None:
-        super().__init__(bench, Inputs(), options={"vector_cache": vector_cache})
-        self.vector_cache = vector_cache
+    def __init__(self, bench: Bench) -> None:
+        assert bench.dispatcher.vector_cache is not None
+        self.vector_cache = bench.dispatcher.vector_cache
+        super().__init__(bench, Inputs(), options={"vector_cache": self.vector_cache})
         keys = tuple(ApiKey(name, sha256(name.encode()).hexdigest()) for name in "ab")
         self.principal, self.other = Principals(keys, 1).with_keys
 
@@ -92,25 +101,21 @@ def memory() -> VectorCacheMemory:
     return VectorCacheMemory(mmap.mmap(-1, CACHE.nbytes), CACHE, 0, b"key")
 
 
-def succeed(service: Service, key: ServiceKey, dim: int) -> VectorCache:
-    """Make the cache of another generation, or of another model, in the memory of a service's, and activate it."""
-    made = VectorCache(
-        service.vector_cache.shared, key, dim=dim, is_shared_by_tenants=False,
-        shared_metrics=service.bench.shared_metrics,
-    )  # fmt: skip
-    made.activate()
-    return made
+def succeed(service: Service, generation: int, dim: int, model: int = 0) -> None:
+    """Activate another generation, or another model, with rows of `dim` floats in the memory of a service's cache."""
+    Dispatched(
+        generation=generation, model_index=model, spec=replace(SPEC, dim=dim),
+        vector_memory=service.vector_cache.shared, shared_metrics=service.bench.shared_metrics,
+    ).dispatcher.activate()  # fmt: skip
+    if not model:
+        service.bench.dispatcher.retire()
 
 
 @asynccontextmanager
-async def running_service(*, is_shared_by_tenants: bool = False) -> AsyncIterator[Service]:
-    shared_metrics, shared = private_metrics(), memory()
-    made = VectorCache(
-        shared, SERVICE, dim=SPEC.dim, is_shared_by_tenants=is_shared_by_tenants, shared_metrics=shared_metrics
-    )
-    async with running_bench(vector_cache=made, shared_metrics=shared_metrics) as bench, asyncio.timeout(30):
+async def running_service(share_computed: str = "tenant") -> AsyncIterator[Service]:
+    async with running_bench(vector_memory=memory(), share_computed=share_computed) as bench, asyncio.timeout(30):
         bench.dispatcher.activate()
-        yield Service(bench, made)
+        yield Service(bench)
 
 
 @pytest.fixture
@@ -169,7 +174,7 @@ async def test_a_tenant_does_not_learn_what_another_has_sent_unless_the_operator
     await service.computed(worker, [1], principal=service.other)
     assert service.counts() == (0, 2, 2)
     assert numbers_of(await service.embed([1], principal=service.other)) == [1]
-    async with running_service(is_shared_by_tenants=True) as service:
+    async with running_service("all") as service:
         await service.computed(service.bench.add_worker(), [1])
         assert numbers_of(await service.embed([1], principal=service.other)) == [1]
 
@@ -238,7 +243,7 @@ async def test_a_generation_that_is_replaced_neither_asks_nor_fills_the_cache(se
     await service.computed(worker, [1])
     embedding = service.embed([2])
     batch = await worker.receive()
-    succeed(service, ServiceKey(2), 2 * SPEC.dim)
+    succeed(service, 2, 2 * SPEC.dim)
     assert service.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES) == 0
     worker.answer(batch)
     assert numbers_of(await embedding) == [2]
@@ -252,22 +257,16 @@ async def test_a_generation_that_is_replaced_neither_asks_nor_fills_the_cache(se
 @asynccontextmanager
 async def two_models() -> AsyncIterator[tuple[Service, Service]]:
     """With rows of other lengths, in one memory. The longer ones become active last."""
-    shared_metrics, shared = private_metrics(), memory()
-    specs = SPEC, replace(SPEC, dim=2 * SPEC.dim)
-    keys = ServiceKey(1, 0), ServiceKey(2, 1)
-    first, other = (
-        VectorCache(shared, key, dim=spec.dim, is_shared_by_tenants=False, shared_metrics=shared_metrics)
-        for key, spec in zip(keys, specs, strict=True)
-    )
+    common: dict[str, Any] = {"shared_metrics": private_metrics(), "vector_memory": memory()}
     async with (
-        running_bench(service=keys[0], spec=specs[0], vector_cache=first, shared_metrics=shared_metrics) as short,
-        running_bench(service=keys[1], spec=specs[1], vector_cache=other, shared_metrics=shared_metrics) as long,
+        running_bench(**common) as short,
+        running_bench(generation=2, model_index=1, spec=replace(SPEC, dim=2 * SPEC.dim), **common) as long,
         asyncio.timeout(30),
     ):
         for index, bench in enumerate((short, long)):
             bench.dispatcher.activate()
             bench.add_worker(index)
-        yield Service(short, first), Service(long, other)
+        yield Service(short), Service(long)
 
 
 async def test_models_with_rows_of_other_lengths_share_the_memory_and_no_row():
@@ -293,10 +292,9 @@ async def test_another_generation_of_one_model_leaves_the_other_s_rows():
         for service in (short, long):
             [worker] = service.bench.workers
             await service.computed(worker, [1])
-        successor = succeed(short, ServiceKey(3, 0), SPEC.dim)
-        assert (successor.is_active, short.vector_cache.is_active, long.vector_cache.is_active) == (True, False, True)
+        succeed(short, 3, SPEC.dim)
         assert numbers_of(await long.embed([1])) == [1], "found"
         assert await short.computed(short.bench.workers[0], [1]) == [1], "computed again"
-        succeed(short, ServiceKey(4, 2), 4 * SPEC.dim)
+        succeed(short, 4, 4 * SPEC.dim, model=2)
         assert short.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES) == 0
         assert await long.computed(long.bench.workers[0], [1]) == [1], "laid out anew"

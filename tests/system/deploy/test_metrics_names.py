@@ -25,7 +25,7 @@ from vecd.gateway.request import Endpoint
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.telemetry.prometheus import ServedModel, Usage, render_metrics
 from vecd.shm.control import ModelIs
-from vecd.shm.shared_metrics import STATUSES, ServiceKey, SharedMetricsSpec, WorkerKey
+from vecd.shm.shared_metrics import STATUSES, SharedMetricsSpec
 from vecd.shm.wire import Incarnation
 
 ROOT = Path(__file__).parents[3]
@@ -79,9 +79,7 @@ def text_of_several() -> str:
     """What a gateway says of two models, after a request for one of them."""
     spec = SharedMetricsSpec(num_gateways=1, num_workers=2, num_models=2)
     shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
-    shared_metrics.open_service(ServiceKey(1))
-    shared_metrics.activate_service(ServiceKey(1))
-    shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(0, 1)))
+    shared_metrics.note_life(Incarnation(0, 1))
     counting = shared_metrics.of_model("a")
     counting.add_answer(ENDPOINTS.index(Endpoint("/v1/embeddings", "openai")), 200)
     models = [ServedModel(name, ModelIs(1, "ready"), {index: "ready"}) for index, name in enumerate("ab")]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from vecd.gateway.telemetry.measures import SharedMetrics
-from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec, create_shared_metrics
+from vecd.shm.shared_metrics import SharedMetricsSpec, create_shared_metrics
 
 
 @pytest.fixture
@@ -23,9 +23,5 @@ def metrics_fd(metrics_spec: SharedMetricsSpec) -> Iterator[int]:
 
 @pytest.fixture
 def shared_metrics_of_all(metrics_fd: int, metrics_spec: SharedMetricsSpec) -> list[SharedMetrics]:
-    """Each gateway's view of it, with one service."""
-    views = [SharedMetrics.mapped(metrics_fd, metrics_spec, gateway) for gateway in range(2)]
-    for view in views:
-        view.open_service(ServiceKey(1))
-        view.activate_service(ServiceKey(1))
-    return views
+    """Each gateway's view of it."""
+    return [SharedMetrics.mapped(metrics_fd, metrics_spec, gateway) for gateway in range(2)]

@@ -403,7 +403,7 @@ async def test_a_model_has_its_weight_and_needs_no_core_on_a_gpu() -> None:
 async def test_what_is_computed_is_shared_by_tenants_only_if_the_operator_wants_it(who, is_shared):
     made, _ = service(share_computed=who, vector_cache=cast(VectorCacheMemory, SimpleNamespace()))
     dispatcher = made.dispatcher
-    cache = dispatcher._vector_cache
+    cache = dispatcher.vector_cache
     assert cache is not None
     assert cache._is_shared_by_tenants is dispatcher._flights._is_shared_by_tenants is is_shared
     assert (dispatcher._scope_key is None) is is_shared

@@ -13,7 +13,7 @@ from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Worker, ru
 from vecd.gateway.dispatch import dispatcher as dispatch
 from vecd.gateway.errors import ServerError, Unavailable
 from vecd.shm.control import InputDeaths, InputsCleared, WorkerConnected
-from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, ServiceKey, WorkerCell
+from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
 from vecd.shm.views import map_arena
 from vecd.shm.wire import NO_SCOPE, SCOPE_OF_ALL, Alive, Done, Failed, FailureCode, Incarnation, Probe, encode
 
@@ -644,7 +644,7 @@ async def test_a_dispatcher_stops_beside_another_and_leaves_nothing_behind(bench
 
 
 async def test_batches_of_two_dispatchers_of_a_gateway_have_different_numbers(bench):
-    other = Bench(service=ServiceKey(2), shared_metrics=bench.shared_metrics)
+    other = Bench(generation=2, shared_metrics=bench.shared_metrics)
     other.dispatcher.start(other.listening.detach())
     worker, others_worker = bench.add_worker(), other.add_worker(life=2)
     seen = []

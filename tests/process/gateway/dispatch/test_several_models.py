@@ -13,7 +13,7 @@ from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.control import THREAD_CHOICES
-from vecd.shm.shared_metrics import ServiceKey, SharedMetricsSpec
+from vecd.shm.shared_metrics import SharedMetricsSpec
 from vecd.shm.wire import Batch, Done
 
 QUIET_S = 0.05
@@ -26,8 +26,8 @@ async def two_models(
     """Each with `num_workers`, which are connected. `options` are the second one's."""
     cores = Cores(num_cores)
     async with (
-        running_bench(cores=cores, service=ServiceKey(1, 0)) as first,
-        running_bench(cores=cores, service=ServiceKey(2, 1), **options) as other,
+        running_bench(cores=cores) as first,
+        running_bench(cores=cores, generation=2, model_index=1, **options) as other,
     ):
         for start, bench in ((0, first), (num_workers, other)):
             for index in range(start, start + num_workers):

@@ -503,6 +503,7 @@ def test_probes_take_no_turn(shared, gateways):
     assert numbers_of(gateways[1], 1) == [11]
     assert numbers_of(gateways[0], 4) == [1, 2, 3, 4]
     assert [number for step, number in engine.journal if step == "begin"] == [1, 11, 2, 3, 4]
+    assert shared.views[0].num_done == shared.views[1].num_done == [5]
 
 
 def test_what_an_engine_refused_is_no_longer_begun(loop, gateway):
@@ -517,3 +518,4 @@ def test_what_an_engine_refused_is_no_longer_begun(loop, gateway):
     assert isinstance(gateway.receive(WHO), Failed)
     assert begun == [0, 7]
     assert not loop.begun.any()
+    assert loop.views[0].num_done == [0]

@@ -17,7 +17,6 @@ from vecd.gateway.request import Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.shm.output import Output
-from vecd.shm.shared_metrics import ServiceKey
 from vecd.shm.views import SlotViews
 from vecd.shm.wire import Incarnation
 
@@ -63,8 +62,8 @@ class Case:
         self.delivered: list[int] = []
         self.delivery = Delivery(widths={}, on_delivered=lambda _, batch: self.delivered.append(batch.number))
         self.rows = [np.zeros((rows_per_slot, DIM), np.float32) for _ in range(num_slots)]
-        slots = SlotViews(self.rows, np.zeros(num_slots, np.uint64))
-        self.link = WorkerLink(ServiceKey(1), Incarnation(0, 1), slots, {}, CostModel(1000))
+        slots = SlotViews(self.rows, np.zeros(num_slots, np.int64), np.zeros(1, np.int64))
+        self.link = WorkerLink(Incarnation(0, 1), slots, {}, CostModel(1000))
 
     def request(self, num_rows: int, refused: float | None = None) -> tuple[PendingResult, Rows, RequestQueue]:
         rows = Rows(self.turns, refused)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.dispatching import EPOCH, SERVICE, SPEC, Dispatched, Request, sequences_of, tokenized
+from tests.support.dispatching import EPOCH, SPEC, Dispatched, Request, sequences_of, tokenized
 from vecd.gateway.encoding.result import ChunkedInput
 from vecd.gateway.errors import EngineFailed, PoisonInput, Unavailable
 from vecd.gateway.request import Chunk, Priority
@@ -50,7 +50,6 @@ class Flights(Dispatched):
         self.sent = Sent()
         self.dispatcher.transport = self.sent  # type: ignore[assignment]
         self.dispatcher._loop = asyncio.get_running_loop()
-        self.dispatcher._place = self.shared_metrics.open_service(SERVICE)
         self.slots: dict[bytes, SlotViews] = {}
         self.num_lives = 0
         self.requests: list[Request] = []
@@ -58,7 +57,8 @@ class Flights(Dispatched):
     def add_worker(self) -> None:
         self.num_lives += 1
         incarnation = Incarnation(0, self.num_lives)
-        slots = SlotViews([np.zeros((ROWS, DIM), np.float32) for _ in range(2)], np.zeros(2, np.uint64))
+        rows = [np.zeros((ROWS, DIM), np.float32) for _ in range(2)]
+        slots = SlotViews(rows, np.zeros(2, np.int64), np.zeros(1, np.int64))
         self.slots[incarnation.identity] = slots
         self.dispatcher.worker_up(incarnation, slots, {})
         self.dispatcher._on_message(incarnation.identity, Alive(EPOCH))
@@ -402,6 +402,22 @@ async def test_isolated_ones_are_computed_once_as_well(flights):
     flights.add_worker()
     assert await flights.answer_all() == [[5, 5]]
     assert [request.fragments for request in requests] == [[b"5"]] * 3
+
+
+# --- which workers' lives count ----------------------------------------------------------------------------------
+
+
+async def test_the_lives_of_workers_count_of_the_generation_that_new_requests_are_for(flights):
+    metrics = flights.shared_metrics
+    flights.add_worker()
+    assert metrics.known_workers() == []
+    flights.dispatcher.activate()
+    assert (metrics.known_workers(), metrics.worker_life(0)) == ([0], 1)
+    flights.add_worker()
+    assert metrics.worker_life(0) == 2
+    flights.dispatcher.retire()
+    flights.add_worker()
+    assert metrics.worker_life(0) == 2
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,7 @@ from vecd.shm.shared_metrics import (
     Counter,
     Gauge,
     Histogram,
-    ServiceKey,
     SharedMetricsSpec,
-    WorkerKey,
     clear_gauges,
 )
 from vecd.shm.wire import Incarnation
@@ -120,11 +118,11 @@ def test_fill_is_of_the_room_that_a_batch_had_and_never_more_than_all_of_it(shar
 
 def test_workers_are_told_by_their_index_over_all_lives_and_gateways(shared_metrics_of_all):
     for shared_metrics in shared_metrics_of_all:
-        shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(0, 1)))
-        shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(2, 1)))
+        shared_metrics.note_life(Incarnation(0, 1))
+        shared_metrics.note_life(Incarnation(2, 1))
         shared_metrics.batch_sent(1, 2, 4, 600, 2400)
         shared_metrics.batch_done(1, 2, 4, 600, 250_000, 6)
-        shared_metrics.worker_up(WorkerKey(ServiceKey(1), Incarnation(2, 3)))
+        shared_metrics.note_life(Incarnation(2, 3))
     metrics = samples(shared_metrics_of_all[0], worker_states={0: "ready", 1: "down", 2: "starting"})
     assert of(metrics, "vecd_worker_batches_total") == {'{worker="0"}': 0, '{worker="2"}': 2}
     assert metrics['vecd_worker_sequences_total{worker="2"}'] == 8
@@ -263,7 +261,7 @@ def test_a_model_that_comes_back_counts_on_and_no_model_has_another_one_s_counts
     """What a reload does: places are fewer than names, but a total never decreases."""
     total = 0
     kept = gateway.of_model("stays")
-    for number in range(3 * SPEC.num_services):
+    for number in range(3 * (SPEC.num_places - 1)):
         made = gateway.of_model(f"model {number}")
         assert gateway.total(Counter.TOKENS, f"model {number}") == 0
         made.add(Counter.TOKENS, 10)
@@ -276,15 +274,15 @@ def test_a_model_that_comes_back_counts_on_and_no_model_has_another_one_s_counts
         assert gateway.total(Counter.TOKENS, "stays") == number + 1
         assert sum(gateway.histogram(Histogram.TOTAL)[0]) == gateway.answers()[1, 200] == number + 1
         assert gateway.total(Counter.TOKENS, "") == 0, "a removed model's are in the total alone"
-    last = f"model {3 * SPEC.num_services - 1}"
+    last = f"model {3 * (SPEC.num_places - 1) - 1}"
     gateway.of_model(last).add(Counter.TOKENS)
     assert gateway.total(Counter.TOKENS, last) == 11
 
 
 def test_a_model_too_many_is_counted_with_what_belongs_to_none(gateway: SharedMetrics) -> None:
-    kept = [gateway.of_model(str(number)) for number in range(SPEC.num_services)]
+    kept = [gateway.of_model(str(number)) for number in range(1, SPEC.num_places)]
     assert gateway.of_model("one more") is gateway
-    assert len({id(each) for each in kept}) == SPEC.num_services
+    assert len({id(each) for each in kept}) == SPEC.num_places - 1
 
 
 def test_batches_have_numbers_of_their_own_over_all_models(gateway: SharedMetrics) -> None:
@@ -301,7 +299,7 @@ def test_levels_and_workers_are_told_apart(shared_metrics_of_all: list[SharedMet
     first.poll(lambda: {Gauge.CONNECTIONS: 8})
     for each in shared_metrics_of_all:
         each.publish()
-    first.worker_up(WorkerKey(ServiceKey(1), Incarnation(1, 2)))
+    first.note_life(Incarnation(1, 2))
     kept[1].batch_done(1, 1, 2, 30, 500_000, 0)
     states = {0: "ready", 1: "ready", 2: "down"}
     found = samples(first, A, B, worker_states=states)

@@ -8,16 +8,11 @@ from vecd.gateway.request import Durations, HttpRequest, RequestTimeline
 from vecd.gateway.telemetry.measures import GONE, FinishedRequests, SharedMetrics
 from vecd.shm.shared_metrics import (
     NUM_BATCHES,
-    SERVICES_PER_MODEL,
     STATUSES,
     BatchCell,
     Counter,
     Gauge,
     Histogram,
-    ServiceKey,
-    SharedMetricsSpec,
-    WorkerCell,
-    WorkerKey,
     clear_gauges,
 )
 from vecd.shm.wire import Incarnation
@@ -75,17 +70,6 @@ def test_what_a_gateway_has_answered_is_all_but_those_whose_client_went(shared_m
 # --- workers and batches ---------------------------------------------------------------------------------------
 
 
-SERVICE = ServiceKey(1)
-
-
-def life_of(worker: int, life: int, service: ServiceKey = SERVICE) -> WorkerKey:
-    return WorkerKey(service, Incarnation(worker, life))
-
-
-def up(shared_metrics: SharedMetrics, worker: int, life: int) -> None:
-    shared_metrics.worker_up(life_of(worker, life))
-
-
 def do_batch(shared_metrics: SharedMetrics, number: int, worker: int, num_tokens: int = 10) -> None:
     shared_metrics.batch_sent(number, worker, 2, num_tokens, 100)
     shared_metrics.batch_done(number, worker, 2, num_tokens, 500, 1)
@@ -93,9 +77,9 @@ def do_batch(shared_metrics: SharedMetrics, number: int, worker: int, num_tokens
 
 def test_a_worker_is_known_from_its_first_life_on_and_its_life_is_the_newest_anybody_heard_of(shared_metrics_of_all):
     assert shared_metrics_of_all[0].known_workers() == []
-    up(shared_metrics_of_all[1], 1, 4)
+    shared_metrics_of_all[1].note_life(Incarnation(1, 4))
     assert shared_metrics_of_all[0].known_workers() == [1]
-    up(shared_metrics_of_all[0], 1, 3)
+    shared_metrics_of_all[0].note_life(Incarnation(1, 3))
     assert shared_metrics_of_all[0].worker_life(1) == 4
 
 
@@ -170,116 +154,6 @@ def test_batches_of_a_dead_gateway_that_has_no_successor_yet_are_not_under_way(
 def test_a_gateway_cannot_write_to_another_s_row(shared_metrics_of_all):
     with pytest.raises(TypeError, match="read-only"):
         shared_metrics_of_all[0].sections[1].counters[0] = 1
-
-
-# --- workers, while a gateway has more than one service, as in a reload ------------------------------------------
-
-SPEC = SharedMetricsSpec(num_gateways=2, num_workers=2)
-FIRST, REFUSED, NEXT = ServiceKey(1), ServiceKey(2), ServiceKey(3)
-
-
-class Gateway:
-    """One gateway's part of a server's shared metrics."""
-
-    def __init__(self, memory: bytearray, index: int, service: ServiceKey) -> None:
-        self.metrics = SharedMetrics(memoryview(memory).cast("q"), SPEC, index)
-        self.places: dict[ServiceKey, int] = {}
-        self.open(service)
-        self.metrics.activate_service(service)
-
-    def open(self, service: ServiceKey) -> None:
-        self.places[service] = self.metrics.open_service(service)
-
-    def up(self, service: ServiceKey, worker: int, life: int) -> None:
-        self.metrics.worker_up(life_of(worker, life, service))
-
-    def do_batches(self, service: ServiceKey, worker: int, num: int = 1) -> None:
-        for _ in range(num):
-            number = self.metrics.next_batch_number()
-            self.metrics.batch_sent(number, worker, 1, 10, 100)
-            self.metrics.batch_done(number, worker, 1, 10, 500, 0, self.places[service])
-
-
-@pytest.fixture
-def memory() -> bytearray:
-    return bytearray(SPEC.nbytes)
-
-
-@pytest.fixture
-def gateways(memory: bytearray) -> list[Gateway]:
-    """Two that have served with worker 0."""
-    made = [Gateway(memory, index, FIRST) for index in range(2)]
-    for gateway in made:
-        gateway.up(FIRST, 0, 1)
-        gateway.do_batches(FIRST, 0, 3)
-    return made
-
-
-def test_a_service_that_is_discarded_changes_nothing_of_the_one_that_serves(gateways: list[Gateway]):
-    for gateway in gateways:
-        gateway.open(REFUSED)
-        gateway.up(REFUSED, 0, 2)
-        gateway.do_batches(FIRST, 0)
-    for gateway in gateways:
-        gateway.metrics.close_service(REFUSED)
-        gateway.do_batches(FIRST, 0)
-    for gateway in gateways:
-        assert gateway.metrics.worker_life(0) == 1
-        assert gateway.metrics.worker_batches_in(life_of(0, 1, FIRST)) == 2 * 5
-        assert gateway.metrics.worker_batches_in(life_of(0, 2, REFUSED)) == 0
-
-
-def test_an_active_service_s_lives_count_and_those_of_the_one_before_no_more(gateways: list[Gateway]):
-    for gateway in gateways:
-        gateway.open(NEXT)
-        gateway.up(NEXT, 0, 2)
-        gateway.up(NEXT, 1, 1)
-    assert gateways[0].metrics.known_workers() == [0]
-    for gateway in gateways:
-        gateway.metrics.activate_service(NEXT)
-        gateway.up(FIRST, 0, 3)
-        gateway.do_batches(NEXT, 0)
-    metrics = gateways[1].metrics
-    assert metrics.known_workers() == [0, 1]
-    assert metrics.worker_life(0) == 2
-    assert metrics.worker_batches_in(life_of(0, 2, NEXT)) == 2
-    assert metrics.worker_total(0, WorkerCell.BATCHES) == 2 * 4, "over all services"
-    gateways[0].metrics.close_service(FIRST)
-    gateways[0].up(NEXT, 0, 4)
-    assert metrics.worker_life(0) == 4
-
-
-def test_a_place_is_cleared_before_another_service_has_it(gateways: list[Gateway]):
-    gateway = gateways[0]
-    gateway.open(REFUSED)
-    gateway.up(REFUSED, 0, 2)
-    gateway.up(REFUSED, 1, 7)
-    gateway.do_batches(REFUSED, 1)
-    gateway.metrics.close_service(REFUSED)
-    gateway.open(NEXT)
-    gateway.up(NEXT, 0, 2)
-    gateway.metrics.activate_service(NEXT)
-    assert gateway.metrics.known_workers() == [0]
-    assert gateway.metrics.worker_batches_in(life_of(0, 2, NEXT)) == 0
-    assert gateway.metrics.worker_batches_in(life_of(1, 7, NEXT)) == 0
-
-
-def test_a_gateway_s_next_life_counts_on_in_the_services_that_it_has_again(gateways: list[Gateway], memory: bytearray):
-    gateways[0].open(NEXT)
-    gateways[0].up(NEXT, 0, 2)
-    gateways[0].do_batches(NEXT, 0, 2)
-    successor = Gateway(memory, 0, NEXT)
-    successor.up(NEXT, 0, 2)
-    successor.do_batches(NEXT, 0)
-    assert gateways[1].metrics.worker_batches_in(life_of(0, 2, NEXT)) == 3
-    assert gateways[1].metrics.worker_batches_in(life_of(0, 1, FIRST)) == 2 * 3
-
-
-def test_there_is_no_place_for_one_service_more(gateways: list[Gateway]):
-    for generation in range(2, SERVICES_PER_MODEL + 1):
-        gateways[0].open(ServiceKey(generation))
-    with pytest.raises(ValueError, match="at most 2 services"):
-        gateways[0].open(ServiceKey(99))
 
 
 def request(**noted: Any) -> HttpRequest:
