@@ -11,8 +11,8 @@ interrupted, and can be resumed.
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import closing
 from typing import Any
 
 import uvloop
@@ -99,7 +99,8 @@ def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
 def _run(
     options: EmbedOptions, line: StatusLine, work: Callable[[EmbeddingService], Coroutine[Any, Any, None]]
 ) -> None:
-    """Await `work` with the server of the run. Raises EmbedError, and RunEnded or OSError when rows are left."""
+    """Await `work` with the server of the run, which is started if none is named. Raises EmbedError, and RunEnded or
+    OSError when rows are left."""
 
     async def with_service(service: EmbeddingService) -> None:
         telling = asyncio.create_task(keep_telling(service, line, options.retry_for))
@@ -109,21 +110,14 @@ def _run(
         finally:
             telling.cancel()
 
-    with _service(options, line) as service:
-        uvloop.run(until_interrupted(with_service(service)))
-
-
-@contextmanager
-def _service(options: EmbedOptions, line: StatusLine) -> Iterator[EmbeddingService]:
-    """Raises EmbedError when a server cannot be started."""
     if options.target is not None:
-        yield EmbeddingService(options.target, options)
+        uvloop.run(until_interrupted(with_service(EmbeddingService(options.target, options))))
         return
     arguments = [*([options.model] if options.model else []), *options.serve_flags]
     try:
         with local_server(arguments, lambda text: line.show(lambda: text), shared=options.shares_server) as started:
             url, why_gone = started
-            yield EmbeddingService(parse_target(url), options, why_gone)
+            uvloop.run(until_interrupted(with_service(EmbeddingService(parse_target(url), options, why_gone))))
     except NotStarted as failed:
         raise EmbedError(str(failed)) from failed
 

@@ -31,7 +31,7 @@ from vecd.base.flags import flag_name
 from vecd.client.embed.inputs import InputSource, RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, OutputLocked, RunEnded
 from vecd.client.embed.rows import Position
-from vecd.client.embed.service import Results, RunModel
+from vecd.client.embed.service import RunModel
 
 # --- the journal ----------------------------------------------------------------------------------------------
 
@@ -47,7 +47,6 @@ class Commit:
     """Bytes of each output file, in the order of `OutputFiles`."""
     num_written: int = 0
     num_rejected: int = 0
-    num_tokens: int = 0
     is_complete: bool = False
     """All rows are in the files; only the final names are missing."""
 
@@ -80,6 +79,7 @@ class Journal:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("version") not in _VERSIONS_READ:
                 raise EmbedError(f"{path} is of another version of vecd: --restart begins anew")
+            fields["commit"].pop("num_tokens", None)  # of an older version
             journal: Self = load(cls, fields)
             return journal
         except FileNotFoundError:
@@ -260,18 +260,18 @@ class OutputFiles:
         suffixes = _SUFFIXES[self._options.output_format]
         self._files += [OutputFile(_beside(self._options.path, suffix)) for suffix in suffixes]
 
-    def append(self, batch: RowBatch, results: Results) -> None:
+    def append(self, batch: RowBatch) -> None:
         """Write the rows of `batch`, and describe the rejected ones. Raises OSError, and RunEnded also for the first
         row without results, with --on-bad-row fail."""
-        on_bad_row, reasons = self._options.on_bad_row, sorted(results.reasons.items())
+        on_bad_row, reasons = self._options.on_bad_row, sorted(batch.reasons.items())
         if reasons and on_bad_row == "fail":
             index, reason = reasons[0]
             raise RunEnded(f"{batch.source.name}, line {batch.rows[index].line}: {reason}")
         indices: Sequence[int] = range(len(batch.rows))
         if reasons and on_bad_row == "skip":
-            indices = [index for index in indices if index not in results.reasons]
+            indices = [index for index in indices if index not in batch.reasons]
         rejected = b"".join(self._describe_rejected(batch, index, reason) for index, reason in reasons)
-        for file, piece in zip(self._files, (*self._render(batch, results, indices), rejected), strict=True):
+        for file, piece in zip(self._files, (*self._render(batch, indices), rejected), strict=True):
             file.check()
             file.write(piece, file.num_bytes)
         written = self.written
@@ -280,24 +280,23 @@ class OutputFiles:
             tuple(file.num_bytes for file in self._files),
             written.num_written + len(indices),
             written.num_rejected + len(reasons),
-            written.num_tokens + results.num_tokens,
         )
 
-    def _render(self, batch: RowBatch, results: Results, indices: Sequence[int]) -> tuple[bytes | memoryview, ...]:
+    def _render(self, batch: RowBatch, indices: Sequence[int]) -> tuple[bytes | memoryview, ...]:
         """The bytes to append to each file for the rows with these indices."""
-        output_format, rows, first_row = self._options.output_format, results.rows, batch.first_row
-        if output_format == "jsonl" or not results.are_vectors:
-            lines = b"".join(self._line(batch, index, results.record(index)) for index in indices)
+        output_format, rows = self._options.output_format, batch.results
+        if output_format == "jsonl" or not batch.has_vectors:
+            lines = b"".join(self._line(batch, index, batch.columns(index)) for index in indices)
             return (lines, b"") if output_format == "parquet" else (lines,)
         if len(indices) < len(rows):
             rows = rows[indices]
         raw = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
         if output_format == "npy":
-            return raw, (np.array(indices, np.int64) + first_row).tobytes()
-        return raw, b"".join(self._line(batch, index, {"embedding": index not in results.reasons}) for index in indices)
+            return raw, (np.array(indices, np.int64) + batch.first_row).tobytes()
+        return raw, b"".join(self._line(batch, index, {"embedding": index not in batch.reasons}) for index in indices)
 
-    def _line(self, batch: RowBatch, index: int, record: Mapping[str, Any]) -> bytes:
-        columns = {name: record.get(name) for name in self._columns or ("embedding",)}
+    def _line(self, batch: RowBatch, index: int, found: Mapping[str, Any]) -> bytes:
+        columns = {name: found.get(name) for name in self._columns or ("embedding",)}
         return _json_line({"row": batch.first_row + index, **self._kept(batch, index), **columns})
 
     def _describe_rejected(self, batch: RowBatch, index: int, reason: str) -> bytes:

@@ -12,10 +12,13 @@ import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
+from vecd.base.files import JsonObject
 from vecd.client.embed.options import INPUT_FORMATS, STDIN, EmbedError, EmbedOptions
 from vecd.client.embed.rows import InputRow, Position, ThroughputEstimate, read_rows
 from vecd.client.embed.storage import shown
@@ -58,13 +61,31 @@ class InputSource:
 
 @dataclass(slots=True)
 class RowBatch:
+    """Rows that are read, requested and written together."""
+
     source: InputSource
     rows: Sequence[InputRow]
     end: Position
-    bytes_read: int
-    """Bytes of all inputs that had been read with these rows, as they are on the disk."""
     cost: float = 0.0
     """Of its texts, as `vecd.client.embed.rows` counts."""
+    results: NDArray[Any] = field(init=False, compare=False)
+    """Vectors [rows, dimensions], or the columns of each row, [rows]. NaN or None where there is none."""
+    reasons: dict[int, str] = field(init=False)
+    """Why a row has no results, by its index."""
+
+    def __post_init__(self) -> None:
+        self.reasons = {index: row.reason for index, row in enumerate(self.rows) if not row.texts}
+
+    @property
+    def has_vectors(self) -> bool:
+        return self.results.ndim == 2
+
+    def columns(self, index: int) -> JsonObject:
+        """{} for a row without results."""
+        if index in self.reasons:
+            return {}
+        columns: JsonObject = {"embedding": self.results[index]} if self.has_vectors else self.results[index]
+        return columns
 
     @property
     def first_row(self) -> int:
@@ -154,13 +175,12 @@ def check_readable(inputs: Sequence[InputSource], options: EmbedOptions) -> None
     for each in inputs:
         if each.is_stream:
             return  # it is the only one, and can be read only once
-        with _open_rows(each, options, Position()) as (rows, _):
-            never_found = set(options.text_fields)
-            for row in rows:
+        never_found = {*options.text_fields, *options.keep}
+        with _open_rows(each, options, Position(), never_found) as (rows, _):
+            for _row in rows:
                 num_rows += 1
-                never_found.intersection_update(row.lacks)
-                never_kept.intersection_update(row.lacks)
-                if not never_found and not never_kept:
+                never_kept &= never_found if each.format == "jsonl" else set()
+                if not never_kept and (each.format != "jsonl" or never_found.isdisjoint(options.text_fields)):
                     break
     if never_kept and num_rows:
         names = ", ".join(repr(name) for name in options.keep if name in never_kept)
@@ -191,7 +211,7 @@ def read_batches(
     for source in inputs[start.input :]:
         if source.is_stream:  # it cannot be opened at an offset: its rows are read again, and skipped
             at = Position()
-        with _open_rows(source, options, at) as (rows, bytes_read):
+        with _open_rows(source, options, at, set(options.text_fields)) as (rows, bytes_read):
             digest = hashlib.sha256()
             if source.is_stream and start.row:
                 _digest(itertools.islice(rows, start.row), digest)
@@ -204,17 +224,17 @@ def read_batches(
                 if source.is_stream:
                     _digest(taken, digest)
                     at.digest = digest.hexdigest()
-                yield RowBatch(source, taken, replace(at), bytes_before + bytes_read(), cost)
+                yield RowBatch(source, taken, replace(at, num_bytes=bytes_before + bytes_read()), cost)
         bytes_before += source.num_bytes
         at = Position(at.input + 1, row=at.row)
 
 
 @contextmanager
 def _open_rows(
-    source: InputSource, options: EmbedOptions, at: Position
+    source: InputSource, options: EmbedOptions, at: Position, never_found: set[str]
 ) -> Iterator[tuple[Iterator[InputRow], Callable[[], int]]]:
     """The rows of the input behind `at`, and what returns how many bytes of the file have been read. Raises EmbedError,
-    also while they are read. Side effects: `at` moves behind each row."""
+    also while they are read. Side effects: as `vecd.client.embed.rows.read_rows`."""
     try:
         if source.format == "parquet":
             from vecd.client.embed.parquet import open_parquet
@@ -228,7 +248,7 @@ def _open_rows(
                 stream = gzip.GzipFile(fileobj=file) if source.is_gzip else file
                 is_packed_file = source.is_gzip and not source.is_stream
                 yield (
-                    read_rows(source.format, stream, options, at),
+                    read_rows(source.format, stream, options, at, never_found),
                     file.tell if is_packed_file else lambda: at.offset,
                 )
     except (OSError, EOFError, zlib.error) as error:

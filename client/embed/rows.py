@@ -30,8 +30,6 @@ class InputRow(NamedTuple):
     """Why it cannot. Never quotes the row."""
     kept: tuple[Any, ...] = ()
     """The values of --keep, None for fields that the row does not have; () for a row that has no fields."""
-    lacks: tuple[str, ...] = ()
-    """Of the fields of texts and those of --keep, those that a line of JSON does not have."""
 
 
 @dataclass(slots=True)
@@ -47,27 +45,30 @@ class Position:
     """Rows before it, in all inputs."""
     digest: str = ""
     """Digest of all texts before it, for inputs that cannot be opened at an offset."""
+    num_bytes: int = 0
+    """Bytes of all inputs that had been read then, as they are on the disk."""
 
 
-def make_row(
-    line: int, names: Iterable[str], values: Sequence[Any], kept: tuple[Any, ...] = (), lacks: tuple[str, ...] = ()
-) -> InputRow:
+def make_row(line: int, names: Iterable[str], values: Sequence[Any], kept: tuple[Any, ...] = ()) -> InputRow:
     """A row with the texts `values` of the fields `names`, or with what is wrong with the first bad one."""
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, str):
             kind = "null" if value is None else _JSON_TYPES.get(type(value), "no text")
-            return InputRow(line, (), f"{name} is {kind}, not a text", kept, lacks)
+            return InputRow(line, (), f"{name} is {kind}, not a text", kept)
         if not value or value.isspace():
-            return InputRow(line, (), f"{name} is empty", kept, lacks)
-    return InputRow(line, tuple(values), "", kept, lacks)
+            return InputRow(line, (), f"{name} is empty", kept)
+    return InputRow(line, tuple(values), "", kept)
 
 
 def quoted(names: Iterable[str]) -> list[str]:
     return [f'"{name}"' for name in names]
 
 
-def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Position) -> Iterator[InputRow]:
-    """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row.
+def read_rows(
+    format: str, stream: ByteStream, options: EmbedOptions, at: Position, never_found: set[str]
+) -> Iterator[InputRow]:
+    """The rows behind `at` of a `stream` that is at its beginning. Side effects: moves `at` behind each row; takes the
+    fields that a line of JSON has out of `never_found`.
 
     Raises FieldMissing when the header of a CSV file lacks a field, or, at the end of JSON lines that were read from
     the first one on, no line had a field of texts; EmbedError when the stream ends before `at`.
@@ -75,23 +76,20 @@ def read_rows(format: str, stream: ByteStream, options: EmbedOptions, at: Positi
     if format in ("csv", "tsv"):
         yield from _read_csv(stream, options, at, "," if format == "csv" else "\t")
         return
-    parse = _parse_text if format == "txt" else _parse_json
+    is_json, is_from_first = format == "jsonl", at.offset == 0
     first: InputRow | None = None
-    never_found = set(options.text_fields if format == "jsonl" and at.offset == 0 else ())
     for raw in _lines_behind(at, stream, options.max_row_bytes):
         if raw is None:
-            lacks = (*options.text_fields, *options.keep) if format == "jsonl" else ()
-            row: InputRow | None = InputRow(at.line, (), "the line is too long (--max-row-bytes)", lacks=lacks)
+            row: InputRow | None = InputRow(at.line, (), "the line is too long (--max-row-bytes)")
         else:
-            row = parse(at.line, raw, options)
+            row = _parse_json(at.line, raw, options, never_found) if is_json else _parse_text(at.line, raw)
         if row is not None:
             first = first or row
-            never_found.intersection_update(row.lacks)
             yield row
-    if first is not None and never_found:
-        name = options.field if options.field in never_found else next(iter(never_found))
-        flag = "--field" if name == options.field else "--pair-with"
-        raise FieldMissing(f"no row has a field {name!r} ({flag}); line {first.line}: {first.reason}")
+    if is_json and is_from_first and first is not None:
+        for name, flag in zip(options.text_fields, ("--field", "--pair-with"), strict=False):
+            if name in never_found:
+                raise FieldMissing(f"no row has a field {name!r} ({flag}); line {first.line}: {first.reason}")
 
 
 def split_lines(read: Callable[[int], bytes], max_bytes: int, at: Position) -> Iterator[bytes | None]:
@@ -135,7 +133,7 @@ def _lines_behind(at: Position, stream: ByteStream, max_bytes: int) -> Iterator[
     return split_lines(stream.read1 if isinstance(stream, gzip.GzipFile) else stream.read, max_bytes, at)
 
 
-def _parse_text(line: int, raw: bytes, _: EmbedOptions) -> InputRow:
+def _parse_text(line: int, raw: bytes) -> InputRow:
     try:
         text = raw.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -143,27 +141,27 @@ def _parse_text(line: int, raw: bytes, _: EmbedOptions) -> InputRow:
     return InputRow(line, (text,)) if text and not text.isspace() else InputRow(line, (), "the line is empty")
 
 
-def _parse_json(line: int, raw: bytes, options: EmbedOptions) -> InputRow | None:
+def _parse_json(line: int, raw: bytes, options: EmbedOptions, never_found: set[str]) -> InputRow | None:
     """An object with the texts in their fields, or one text itself as a string; None for a blank line."""
     if not raw or raw.isspace():
         return None
-    names = (*options.text_fields, *options.keep)
     try:
         value = orjson.loads(raw)
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
-        return InputRow(line, (), f"not JSON: {reason}", lacks=names)
+        return InputRow(line, (), f"not JSON: {reason}")
     if not isinstance(value, dict) and options.pair_with is not None:
-        return InputRow(line, (), "the line is no object with the two texts of a pair", lacks=names)
+        return InputRow(line, (), "the line is no object with the two texts of a pair")
     if not isinstance(value, dict):
-        return make_row(line, ("the line",), (value,), lacks=() if isinstance(value, str) else names)
-    kept = tuple(value.get(key) for key in options.keep)
-    lacks = tuple(name for name in names if name not in value)
-    for name in options.text_fields:
+        if isinstance(value, str):  # it has no fields, and needs none
+            never_found.clear()
+        return make_row(line, ("the line",), (value,))
+    never_found.difference_update(value)
+    kept, fields = tuple(value.get(key) for key in options.keep), options.text_fields
+    for name in fields:
         if name not in value:
-            return InputRow(line, (), f'no field "{name}"', kept, lacks)
-    fields = options.text_fields
-    return make_row(line, quoted(fields), [value[name] for name in fields], kept, lacks)
+            return InputRow(line, (), f'no field "{name}"', kept)
+    return make_row(line, quoted(fields), [value[name] for name in fields], kept)
 
 
 def _read_csv(stream: ByteStream, options: EmbedOptions, at: Position, delimiter: str) -> Iterator[InputRow]:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from vecd.base.status_line import StatusLine
 from vecd.client.embed.files import Commit, OutputFiles
 from vecd.client.embed.inputs import InputSource, RowBatch, check_unchanged, read_batches
 from vecd.client.embed.options import EmbedError, EmbedOptions, FieldMissing, Interrupted, OtherIdentity, RunEnded
-from vecd.client.embed.service import EmbeddingService, Results
+from vecd.client.embed.rows import Position
+from vecd.client.embed.service import EmbeddingService
 from vecd.client.embed.storage import in_daemon
 
 # --- progress in words ------------------------------------------------------------------------------------------
@@ -32,41 +33,34 @@ AGAIN_S = 10.0
 """From the first line about a server that does not serve to the second."""
 
 
-class Moment(NamedTuple):
-    """The state of a run at one time."""
-
-    at_s: float
-    """On any monotonic clock."""
-    num_rows: int
-    """Rows of the input that are done, also by earlier runs."""
-    num_tokens: int
-    num_bytes: int
-    """Bytes of the inputs up to the last row that is done."""
-
-
 class Course:
-    def __init__(self, total_bytes: int, first: Moment) -> None:
-        """`total_bytes` of the inputs; 0 if it is not known. Rates count from `first`."""
-        self._total_bytes = total_bytes
-        self._moments = deque([first])
+    """How much of a run is done, and how fast."""
 
-    def add(self, moment: Moment) -> None:
+    def __init__(self, total_bytes: int, now_s: float, done: Position, num_tokens: int) -> None:
+        """`total_bytes` of the inputs; 0 if it is not known. Rates count from `done` on. Times are on any monotonic
+        clock."""
+        self._total_bytes = total_bytes
+        self._moments = deque[tuple[float, int, int, int]]()
+        self.add(now_s, done, num_tokens)
+
+    def add(self, now_s: float, done: Position, num_tokens: int) -> None:
         moments = self._moments
-        moments.append(moment)
-        while len(moments) > 2 and moments[1].at_s <= moment.at_s - _WINDOW_S:
+        moments.append((now_s, done.row, num_tokens, done.num_bytes))
+        while len(moments) > 2 and moments[1][0] <= now_s - _WINDOW_S:
             moments.popleft()
 
     def describe(self, now_s: float, num_in_flight: int = 0) -> str:
         """A bar, rows, rates and time left, as far as they are known. `num_in_flight`: rows that are requested."""
         first, last, total = self._moments[0], self._moments[-1], self._total_bytes
-        elapsed_s = max(now_s - first.at_s, 1e-3)
-        parts = [f"{last.num_rows:,} rows", *([f"{num_in_flight:,} in flight"] if num_in_flight else [])]
+        began_s, num_rows, num_bytes = first[0], last[1], last[3]
+        elapsed_s = max(now_s - began_s, 1e-3)
+        parts = [f"{num_rows:,} rows", *([f"{num_in_flight:,} in flight"] if num_in_flight else [])]
         if last is not first:
             rows_s, tokens_s, bytes_s = ((b - a) / elapsed_s for a, b in zip(first[1:], last[1:], strict=True))
             parts += [f"{rows_s:,.0f} rows/s", f"{tokens_s:,.0f} tokens/s"]
             if total and bytes_s > 0:
-                parts.append(f"{in_words((total - last.num_bytes) / bytes_s)} left")
-        return (_bar(min(1.0, last.num_bytes / total)) if total else "") + ", ".join(parts)
+                parts.append(f"{in_words((total - num_bytes) / bytes_s)} left")
+        return (_bar(min(1.0, num_bytes / total)) if total else "") + ", ".join(parts)
 
 
 class WaitMessages:
@@ -180,7 +174,7 @@ class EmbedRun:
     def __post_init__(self) -> None:
         self._first_row = self.files.written.position.row
         self._course: Course
-        self._pending: dict[asyncio.Task[Results], RowBatch] = {}
+        self._pending: dict[asyncio.Task[None], RowBatch] = {}
         """Batches that are requested and not yet written, in their order."""
         # One thread, so that commits reach the disk in order, also when one is no longer awaited.
         self._disk = ThreadPoolExecutor(1, "commit")
@@ -228,7 +222,8 @@ class EmbedRun:
             line.say(f"{label}writes {' and '.join(service.kind.names)}: {', '.join(model.columns)}")
         if is_begun:
             line.say(f"{label}goes on behind row {self._first_row:,}")
-        self._begin_course(0)
+        total_bytes = sum(each.num_bytes for each in self.inputs)
+        self._course = Course(total_bytes, time.monotonic(), files.written.position, service.num_tokens)
 
     async def _work(self) -> None:
         options, service, files = self.options, self.service, self.files
@@ -243,14 +238,14 @@ class EmbedRun:
         try:
             while True:
                 while self._pending and (first := next(iter(self._pending))).done():
-                    batch = self._pending.pop(first)
-                    files.append(batch, first.result())
-                    self._course.add(self._moment(batch.bytes_read))
+                    first.result()
+                    files.append(self._pending.pop(first))
+                    self._course.add(time.monotonic(), files.written.position, service.num_tokens)
                 if committing.done():
                     committing.result()
                 if reading.done() and self._has_room():
-                    if (read := reading.result()) is not None:
-                        self._start(read)
+                    if (batch := reading.result()) is not None:
+                        self._pending[asyncio.create_task(service.embed(batch))] = batch
                         reading = asyncio.create_task(_next_batch(batches))
                     elif not self._pending:
                         return
@@ -269,19 +264,7 @@ class EmbedRun:
         num_running = sum(not task.done() for task in self._pending)
         return self.service.estimate.has_room(num_running, (batch.cost for batch in self._pending.values()))
 
-    def _start(self, batch: RowBatch) -> None:
-        if 0 < batch.first_row == self._first_row:
-            self._begin_course(batch.bytes_read)
-        self._pending[asyncio.create_task(self.service.embed(batch.rows))] = batch
-
     # --- progress and commits -----------------------------------------------------------------------------
-
-    def _begin_course(self, num_bytes: int) -> None:
-        self._course = Course(sum(each.num_bytes for each in self.inputs), self._moment(num_bytes))
-
-    def _moment(self, num_bytes: int) -> Moment:
-        written = self.files.written
-        return Moment(time.monotonic(), written.position.row, written.num_tokens, num_bytes)
 
     def _describe_progress(self) -> str:
         trouble = self.service.trouble

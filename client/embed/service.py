@@ -17,18 +17,16 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
-
-from numpy.typing import NDArray
+from typing import NamedTuple, TypeVar
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.target import Target
 from vecd.client import calls
 from vecd.client.aio import AsyncClient
+from vecd.client.embed.inputs import RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, OtherIdentity, ServerLost
-from vecd.client.embed.results import Found, Item, Record, ResultKind
-from vecd.client.embed.rows import InputRow, ThroughputEstimate
+from vecd.client.embed.results import Found, Item, ResultKind
+from vecd.client.embed.rows import ThroughputEstimate
 from vecd.client.exchanges import (
     FIRST,
     ClientCall,
@@ -82,26 +80,6 @@ def _described(columns: JsonMapping) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in columns.items()) or "dense vectors"
 
 
-@dataclass(slots=True)
-class Results:
-    rows: NDArray[Any]
-    """Vectors [rows, dimensions], or the Record of each row, [rows]. NaN or None where there is none."""
-    reasons: dict[int, str]
-    """Why a row has none, by its index."""
-    num_tokens: int = 0
-
-    @property
-    def are_vectors(self) -> bool:
-        return self.rows.ndim == 2
-
-    def record(self, index: int) -> Record:
-        """The columns of a row; {} for a row without results."""
-        if index in self.reasons:
-            return {}
-        record: Record = {"embedding": self.rows[index]} if self.are_vectors else self.rows[index]
-        return record
-
-
 class _Refused(Exception):
     """Raised when the texts of a request are found to be at fault."""
 
@@ -124,6 +102,8 @@ class EmbeddingService:
         self.model: RunModel | None = None
         self.max_texts = self.max_bytes = 1 << 40
         """Of a request."""
+        self.num_tokens = 0
+        """Of all that was served."""
         self._options = options
         self._call: ClientCall
         self._trouble = ""
@@ -160,7 +140,7 @@ class EmbeddingService:
             served = info.get("model") or {}
             try:
                 self.kind = ResultKind(self._options, served.get("capabilities") or ())
-                found, _ = await self._serve([self.kind.sample], is_sample=True)
+                found = await self._serve([self.kind.sample], is_sample=True)
             except ValueError as error:
                 raise EmbedError(f"{self.target}: {error}") from error
             except _Refused as error:
@@ -190,7 +170,7 @@ class EmbeddingService:
         """{} from a server that has none, or does not show it."""
         began_at = time.monotonic()
         try:
-            info, _ = await self._run(calls.info(self.client))
+            info = await self._run(calls.info(self.client))
         except VecdError as error:
             if error.reaction in _LOST or (error.reaction is Reaction.FATAL and error.status is None):
                 raise self._lost(error, began_at) from error
@@ -199,35 +179,27 @@ class EmbeddingService:
 
     # --- texts --------------------------------------------------------------------------------------------
 
-    async def embed(self, rows: Sequence[InputRow]) -> Results:
-        """The results of `rows`, all of the model of `connect`. Raises ServerLost."""
-        reasons = {index: row.reason for index, row in enumerate(rows) if not row.texts}
-        results = Results(self.kind.blank(len(rows)), reasons)
-        items = {index: row.texts for index, row in enumerate(rows) if row.texts}
-        if items:
-            await self._fill(results, list(items), list(items.values()))
-        return results
+    async def embed(self, batch: RowBatch) -> None:
+        """Fill in the results of `batch`, all of the model of `connect`. Raises ServerLost."""
+        batch.results = self.kind.blank(len(batch.rows))
+        if indices := [index for index, row in enumerate(batch.rows) if row.texts]:
+            await self._fill(batch, indices)
 
-    async def _fill(self, results: Results, indices: list[int], items: list[Item]) -> None:
-        """`items` are the texts of the rows `indices`."""
+    async def _fill(self, batch: RowBatch, indices: list[int]) -> None:
         try:
-            found, num_tokens = await self._serve(items)
+            found = await self._serve([batch.rows[index].texts for index in indices])
         except _Refused as error:
-            if len(items) == 1:
-                results.reasons[indices[0]] = str(error)
+            if len(indices) == 1:
+                batch.reasons[indices[0]] = str(error)
                 return
-            middle = len(items) // 2
-            await self._fill(results, indices[:middle], items[:middle])
-            await self._fill(results, indices[middle:], items[middle:])
+            middle = len(indices) // 2
+            await self._fill(batch, indices[:middle])
+            await self._fill(batch, indices[middle:])
         else:
-            results.rows[indices] = found
-            results.num_tokens += num_tokens
+            batch.results[indices] = found
 
-    async def _serve(self, items: Sequence[Item], *, is_sample: bool = False) -> tuple[Found, int]:
-        """The results of `items`, and their number of tokens.
-
-        `is_sample`: failures are never the fault of its texts. Raises _Refused, ServerLost.
-        """
+    async def _serve(self, items: Sequence[Item], *, is_sample: bool = False) -> Found:
+        """`is_sample`: failures are never the fault of its texts. Raises _Refused, ServerLost."""
         cost = 0.0 if is_sample else sum(self.estimate.cost(text) for item in items for text in item)
         began_at, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while True:
@@ -285,15 +257,15 @@ class EmbeddingService:
             return False
         return True
 
-    async def _run(self, steps: Steps[_T], cost: float = 0.0, *, is_once: bool = False) -> tuple[_T, int]:
-        """The result of a call, and the tokens of its requests. `is_once`: nothing is repeated. Raises VecdError."""
-        num_tokens = 0
+    async def _run(self, steps: Steps[_T], cost: float = 0.0, *, is_once: bool = False) -> _T:
+        """The result of a call. `is_once`: nothing is repeated. Raises VecdError."""
         try:
             while True:
                 for piece in next(steps):
-                    num_tokens += await self._answer(piece, cost, is_once=is_once)
+                    await self._answer(piece, cost, is_once=is_once)
         except StopIteration as done:
-            return done.value, num_tokens
+            result: _T = done.value
+            return result
         except _OTHER_FORM as error:
             is_said = isinstance(error, ValueError)
             words = _in_a_line(error) if is_said else f"results of another form ({type(error).__name__}: {error})"
@@ -301,8 +273,8 @@ class EmbeddingService:
             failed.reaction = Reaction.FAILED
             raise failed from error
 
-    async def _answer(self, piece: Piece, cost: float, *, is_once: bool) -> int:
-        """Send `piece` until it has its answer. Returns the number of its tokens."""
+    async def _answer(self, piece: Piece, cost: float, *, is_once: bool) -> None:
+        """Send `piece` until it has its answer. Side effects: counts its tokens."""
         # A sample is one short text. Behind the run's own texts, it would come a second of work later.
         piece.headers = {"x-vecd-priority": self._options.priority if cost else "interactive"}
         outcome: ServerResponse | Exception | None = None
@@ -320,7 +292,7 @@ class EmbeddingService:
             raise
         said = outcome.num_tokens if isinstance(outcome, ServerResponse) else None
         usage = piece.answer.get("usage") if isinstance(piece.answer, dict) else None
-        return said or int((usage or {}).get("prompt_tokens") or 0)
+        self.num_tokens += said or int((usage or {}).get("prompt_tokens") or 0)
 
     async def _send(self, step: Send, cost: float) -> ServerResponse | Exception | None:
         began_at, took_s, work = time.monotonic(), None, self.estimate.begin(cost)

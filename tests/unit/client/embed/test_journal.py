@@ -20,7 +20,7 @@ from vecd.client.embed.inputs import InputSource, RowBatch
 from vecd.client.embed.options import EmbedError, EmbedOptions, RunEnded
 from vecd.client.embed.parquet import write_parquet
 from vecd.client.embed.rows import InputRow, Position
-from vecd.client.embed.service import Results, RunModel
+from vecd.client.embed.service import RunModel
 
 FORMATS = ("npy", "jsonl", "parquet")
 PARTS = {
@@ -48,18 +48,14 @@ def make_options(out: Path, on_bad_row: Any = "blank") -> EmbedOptions:
     return EmbedOptions(files=[], out=out, keep=() if out.suffix == ".npy" else ("id",), on_bad_row=on_bad_row)
 
 
-def make_done(numbers: range) -> tuple[RowBatch, Results]:
-    """Rows as a run has them answered; those of `BAD` have no text."""
-    rows = [InputRow(n + 1, () if n in BAD else (f"text {n}",), "", (n,)) for n in numbers]
-    vectors = vectors_of([f"text {n}" for n in numbers])
-    reasons = {index: "bad" for index, n in enumerate(numbers) if n in BAD}
-    vectors[list(reasons)] = np.nan
-    source = InputSource("/a.txt", "txt", is_stream=False, is_gzip=False)
-    return RowBatch(source, rows, Position(row=numbers.stop), 0), Results(vectors, reasons)
-
-
 def append(output: OutputFiles, numbers: range) -> None:
-    output.append(*make_done(numbers))
+    """Rows as a run has them answered; those of `BAD` have no text."""
+    rows = [InputRow(n + 1, () if n in BAD else (f"text {n}",), "bad" * (n in BAD), (n,)) for n in numbers]
+    source = InputSource("/a.txt", "txt", is_stream=False, is_gzip=False)
+    batch = RowBatch(source, rows, Position(row=numbers.stop))
+    batch.results = vectors_of([f"text {n}" for n in numbers])
+    batch.results[list(batch.reasons)] = np.nan
+    output.append(batch)
 
 
 def complete(output: OutputFiles) -> None:
@@ -257,10 +253,12 @@ def test_journals_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes
 
 def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "v.npy.journal"
-    commit = Commit(Position(1, 2, 3, 4, "digest"), (5, 6), 7, 8, 9, is_complete=True)
+    commit = Commit(Position(1, 2, 3, 4, "digest"), (5, 6), 7, 8, is_complete=True)
     journal = Journal({"dtype": "float32"}, "skip", [{"path": "/a"}], {"dim": 4, "probe": [0.5]}, commit)
     journal.save(path)
     assert Journal.load(path) == journal
+    path.write_bytes(path.read_bytes().replace(b'"num_written"', b'"num_tokens": 9, "num_written"'))
+    assert Journal.load(path) == journal, "as an older version has written it"
     assert Journal.load(tmp_path / "other") is None
 
 

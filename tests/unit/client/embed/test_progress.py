@@ -3,7 +3,8 @@ import io
 import pytest
 
 from vecd.base.status_line import StatusLine
-from vecd.client.embed.run import Course, Moment, WaitMessages, in_words
+from vecd.client.embed.rows import Position
+from vecd.client.embed.run import Course, WaitMessages, in_words
 
 
 @pytest.mark.parametrize(
@@ -14,22 +15,26 @@ def test_times_in_words(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
 
 
+def at(num_rows: int, num_bytes: int) -> Position:
+    return Position(row=num_rows, num_bytes=num_bytes)
+
+
 def test_rates_and_time_left_are_of_the_last_half_minute() -> None:
-    course = Course(10_000, Moment(0.0, 500, 0, 1000))
+    course = Course(10_000, 0.0, at(500, 1000), 0)
     assert course.describe(5.0) == f" 10% {'━' * 2}{'╌' * 22} 500 rows"
-    course.add(Moment(10.0, 600, 1000, 2000))
+    course.add(10.0, at(600, 2000), 1000)
     assert course.describe(10.0) == f" 20% {'━' * 4}{'╌' * 20} 600 rows, 10 rows/s, 100 tokens/s, 1:20 min left"
     for second in range(11, 61):
-        course.add(Moment(float(second), 600 + 100 * (second - 10), 1000, 2000 + 100 * (second - 10)))
+        course.add(float(second), at(600 + 100 * (second - 10), 2000 + 100 * (second - 10)), 1000)
     words = course.describe(60.0)
     assert words == f" 70% {'━' * 16}{'╌' * 8} 5,600 rows, 100 rows/s, 0 tokens/s, 0:30 min left"
 
 
 def test_how_long_a_pipe_takes_is_not_known() -> None:
     """Before the first response, requested rows are all that there is to see."""
-    course = Course(0, Moment(0.0, 0, 0, 0))
+    course = Course(0, 0.0, at(0, 0), 0)
     assert course.describe(1.0, 1024) == "0 rows, 1,024 in flight"
-    course.add(Moment(1.0, 10, 20, 30))
+    course.add(1.0, at(10, 30), 20)
     assert course.describe(1.0) == "10 rows, 10 rows/s, 20 tokens/s"
 
 

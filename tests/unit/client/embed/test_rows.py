@@ -215,8 +215,9 @@ def test_reading_goes_on_at_the_end_of_any_batch(tmp_path: Path, max_texts: int)
     numbers = [batch.first_row + index for batch in batches for index in range(len(batch.rows))]
     assert numbers == list(range(len(rows)))
     assert len(rows) == 14
-    assert [batch.bytes_read for batch in batches] == sorted(batch.bytes_read for batch in batches)
-    assert batches[-1].bytes_read == sum(each.num_bytes for each in inputs)
+    num_bytes = [batch.end.num_bytes for batch in batches]
+    assert num_bytes == sorted(num_bytes)
+    assert num_bytes[-1] == sum(each.num_bytes for each in inputs)
     for batch in batches:
         rest = [row for later in read_batches(inputs, options, batch.end, ESTIMATE) for row in later.rows]
         assert rest == rows[batch.end.row :]
