@@ -8,10 +8,11 @@ argv.
 import asyncio
 import ctypes
 import itertools
+import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from vecd.client.bench import report
@@ -28,58 +29,25 @@ _QUIET_ARRIVALS = 20
 """Without a server's fault, no arrival for as long as 20 take on average has a chance of e⁻²⁰."""
 
 
-class Contact:
-    """With the server of a run, as all its streams see it."""
-
-    def __init__(self, load: Load) -> None:
-        self.answered_at = time.perf_counter()
-        """When the last answer came, of any status; at first the start of the run."""
-        self.mismatch: TlsMismatch | None = None
-        """Found when the first exchange fails."""
-        self._load = load
-        self._has_answered = False
-        self._gone_after_s = load.gone_after_s + (_QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0)
-        self._unreachable_since: float | None = None
-
-    async def connect(self) -> AsyncConnection:
-        """Raises OSError, of which TimeoutError is one, when no connection can be made."""
-        try:
-            connection = await connect(self._load.target, min(self._load.timeout_s, _CONNECT_TIMEOUT_S))
-        except OSError:
-            self._unreachable_since = self._unreachable_since or time.perf_counter()
-            raise
-        self._unreachable_since = None
-        return connection
-
-    def has_answered(self, now: float) -> None:
-        self.answered_at, self._has_answered = now, True
-
-    async def has_failed(self, error: Exception) -> None:
-        if not self._has_answered and self.mismatch is None and not isinstance(error, TimeoutError):
-            self.mismatch = await find_mismatch(self._load.target)
-
-    def why_give_up(self, now: float) -> str | None:
-        since = self._unreachable_since
-        if since is not None and now - max(since, self.answered_at) > self._gone_after_s:
-            return f"no connection to {self._load.target} for {self._gone_after_s:g} s"
-        if now - self.answered_at > (silence_s := self._load.timeout_s + self._gone_after_s):
-            return f"{self._load.target} answered nothing for {silence_s:g} s"
-        return None if self.mismatch is None else str(self.mismatch)
-
-
 class Stream:
     """The requests of a load, in turn, and their results."""
 
-    def __init__(self, load: Load, contact: Contact, started_at: float) -> None:
+    def __init__(self, load: Load, run: "LoadRun", started_at: float) -> None:
         self.load = load
-        self.contact = contact
-        self.started_at = started_at
+        self.task: asyncio.Task[None]
+        """That of `send`."""
+        self._run = run
         self._requests = itertools.cycle(load.requests)
         self.window = Window(load, started_at)
         self.result = RunResult(load=load)
         self.waiting: dict[object, float] = {}
         """When each request was sent that has no answer yet."""
         self._read = READERS[load.shape.encoding_format]
+
+    async def send(self) -> None:
+        """Send the requests as the load says. Ends when the window has closed and all answers are there, or when it is
+        cancelled."""
+        raise NotImplementedError
 
     async def request(self, sent_at: float, connection: AsyncConnection | None) -> AsyncConnection | None:
         """Send the next request, which is due at `sent_at`, on `connection` if that is open, and count what becomes of
@@ -88,13 +56,13 @@ class Stream:
         self.waiting[key := object()] = sent_at
         try:
             if connection is None or not connection.is_open:
-                connection = await self.contact.connect()
+                connection = await self._run.connect()
             self._count(sent_at, await connection.exchange(next(self._requests), self.load.timeout_s))
         except (OSError, BadResponse) as error:
             if connection is not None:
                 connection.close()
             self.count_error(sent_at, name_failure(error), str(error))
-            await self.contact.has_failed(error)
+            await self._run.note_failure(error)
             return None
         finally:
             del self.waiting[key]
@@ -103,8 +71,7 @@ class Stream:
     def _count(self, sent_at: float, response: ServerResponse) -> None:
         """Count the response to the request that should have been sent at `sent_at`. Raises BadResponse when it is
         measured, and does not fit the request."""
-        now = time.perf_counter()
-        self.contact.has_answered(now)
+        now = self._run.answered_at = time.perf_counter()
         if response.status != 200:
             detail = response.body[:_DETAIL_CHARS].decode(errors="replace")
             self.count_error(sent_at, f"HTTP {response.status}", detail)
@@ -182,49 +149,42 @@ _MAX_BURST = 64
 """Requests that a generator which is behind sends in a row before it reads answers again."""
 
 
-async def send_stream(stream: Stream) -> None:
-    """Send the requests of a stream as its load says: in a closed loop or an open one.
+class _ClosedLoop(Stream):
+    async def send(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for index in range(self.load.clients):
+                group.create_task(self._send_in_turn(index))
 
-    Ends when the stream's window has closed and all answers are there, or when it is cancelled.
-    """
-    if stream.load.rate_per_s is not None:
-        await _OpenLoop(stream, stream.load.rate_per_s).run()
-        return
-    async with asyncio.TaskGroup() as group:
-        for index in range(stream.load.clients):
-            group.create_task(_send_in_turn(stream, index))
-
-
-async def _send_in_turn(stream: Stream, index: int) -> None:
-    # The clients start one by one in the first half of the warm-up. If all connected at once, the server process that
-    # wakes first would accept most of them (seen: 12 of 16, by one of two under gunicorn).
-    await asyncio.sleep(stream.load.warmup_s / 2 * index / stream.load.clients)
-    connection: AsyncConnection | None = None
-    try:
-        while stream.window.may_send(sent_at := time.perf_counter()):
-            if (connection := await stream.request(sent_at, connection)) is None:
-                await asyncio.sleep(_PAUSE_S)
-    finally:
-        if connection is not None:
-            connection.close()
+    async def _send_in_turn(self, index: int) -> None:
+        # The clients start one by one in the first half of the warm-up. If all connected at once, the server process
+        # that wakes first would accept most of them (seen: 12 of 16, by one of two under gunicorn).
+        await asyncio.sleep(self.load.warmup_s / 2 * index / self.load.clients)
+        connection: AsyncConnection | None = None
+        try:
+            while self.window.may_send(sent_at := time.perf_counter()):
+                if (connection := await self.request(sent_at, connection)) is None:
+                    await asyncio.sleep(_PAUSE_S)
+        finally:
+            if connection is not None:
+                connection.close()
 
 
-class _OpenLoop:
+class _OpenLoop(Stream):
     """Requests at random moments, on the connection used last of those that are free. So the connections of a burst
     may fall idle, as in the pools of HTTP libraries."""
 
-    def __init__(self, stream: Stream, rate_per_s: float) -> None:
-        self._stream = stream
-        self._rate_per_s = rate_per_s
-        self._random = random.Random(stream.load.shape.seed)
+    def __init__(self, load: Load, run: "LoadRun", started_at: float) -> None:
+        super().__init__(load, run, started_at)
+        self._rate_per_s = load.rate_per_s or math.inf
+        self._random = random.Random(load.shape.seed)
         self._idle: list[AsyncConnection] = []
         self._num_under_way = 0
-        self._due = stream.started_at  # and not the present: a task that starts late drops no arrival
+        self._due = started_at  # and not the present: a task that starts late drops no arrival
         self._has_sent_all = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._alarm: Alarm
 
-    async def run(self) -> None:
+    async def send(self) -> None:
         try:
             async with asyncio.TaskGroup() as self._group:
                 with Alarm(self._send_due) as self._alarm:
@@ -237,11 +197,11 @@ class _OpenLoop:
 
     def _plan_next(self) -> bool:
         self._due += self._random.expovariate(self._rate_per_s)
-        return self._stream.window.may_send(self._due)
+        return self.window.may_send(self._due)
 
     def _send_due(self) -> None:
         now = time.perf_counter()
-        is_last = now > self._stream.window.closes_at + _MAX_LATE_S
+        is_last = now > self.window.closes_at + _MAX_LATE_S
         if is_last:
             self._give_up_rest()
         for _ in range(_MAX_BURST):
@@ -255,25 +215,24 @@ class _OpenLoop:
 
     def _give_up_rest(self) -> None:
         """The rate is too high for this process. The number of arrivals that are left is known on average only."""
-        window = self._stream.window
-        num_left = 1 + round((window.closes_at - max(self._due, window.opens_at)) * self._rate_per_s)
+        num_left = 1 + round((self.window.closes_at - max(self._due, self.window.opens_at)) * self._rate_per_s)
         why = "the load generator itself is too slow for this rate"
-        self._stream.result.add_errors("not sent in time", why, num_left)
+        self.result.add_errors("not sent in time", why, num_left)
 
     def _send(self, arrived_at: float, now: float) -> None:
-        if now - arrived_at > LATE_S and self._stream.window.measures_failure(arrived_at, arrived_at):
-            self._stream.result.delays.append(now - arrived_at)
+        if now - arrived_at > LATE_S and self.window.measures_failure(arrived_at, arrived_at):
+            self.result.delays.append(now - arrived_at)
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
-        if not self._idle and self._num_under_way == self._stream.load.max_connections:
+        if not self._idle and self._num_under_way == self.load.max_connections:
             in_use = f"all {self._num_under_way} were in use"
-            self._stream.count_error(arrived_at, "no free connection", in_use)
+            self.count_error(arrived_at, "no free connection", in_use)
             return
         self._num_under_way += 1
         self._group.create_task(self._request(arrived_at, self._idle.pop() if self._idle else None))
 
     async def _request(self, arrived_at: float, connection: AsyncConnection | None) -> None:
-        connection = await self._stream.request(arrived_at, connection)
+        connection = await self.request(arrived_at, connection)
         self._num_under_way -= 1
         if connection is not None:
             self._idle.append(connection)
@@ -284,12 +243,19 @@ _TICK_S = 0.1
 
 
 class LoadRun:
-    """`run` once; `stop` may end it early, from the same event loop."""
+    """`run` once; `stop` may end it early, from the same event loop. Its streams share what is known of the server."""
 
     def __init__(self, load: Load, on_progress: Callable[[str], None] | None = None) -> None:
+        self.answered_at = 0.0
+        """When the last answer came, of any status; at first the start of the run."""
         self._load = load
         self._on_progress = on_progress
         self._ended_early: str | None = None
+        self._mismatch: TlsMismatch | None = None
+        """Found when the first exchange fails."""
+        self._started_at = 0.0
+        self._gone_after_s = load.gone_after_s + (_QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0)
+        self._unreachable_since: float | None = None
 
     def stop(self, reason: str) -> None:
         """End the run without waiting for answers. The figures so far stay."""
@@ -297,59 +263,85 @@ class LoadRun:
 
     async def run(self) -> RunResult:
         """Send until the window closes, or `stop`. Raises Unreachable when no connection can be made."""
-        contact = Contact(self._load)
         try:
-            (await contact.connect()).close()
+            (await self.connect()).close()
         except OSError as error:
             raise Unreachable(f"cannot connect to {self._load.target}: {str(error) or 'timeout'}") from error
-        started_at = contact.answered_at = time.perf_counter()
+        self._started_at = self.answered_at = time.perf_counter()
         loads = [self._load] if self._load.bulk is None else [self._load, self._load.bulk]
-        streams = [Stream(load, contact, started_at) for load in loads]
+        streams = [
+            (_ClosedLoop if load.rate_per_s is None else _OpenLoop)(load, self, self._started_at) for load in loads
+        ]
         async with asyncio.TaskGroup() as group:
-            await self._watch({group.create_task(send_stream(stream)): stream for stream in streams}, contact)
-        if contact.mismatch is not None:
-            raise Unreachable(f"{self._load.target}: {contact.mismatch}") from contact.mismatch
+            for stream in streams:
+                stream.task = group.create_task(stream.send())
+            await self._watch(streams)
+        if self._mismatch is not None:
+            raise Unreachable(f"{self._load.target}: {self._mismatch}") from self._mismatch
         measured, *bulk = (stream.result for stream in streams)
         measured.bulk = bulk[0] if bulk else None
         return measured
 
-    async def _watch(self, tasks: "dict[asyncio.Task[None], Stream]", contact: Contact) -> None:
+    async def connect(self) -> AsyncConnection:
+        """Raises OSError, of which TimeoutError is one, when no connection can be made."""
+        try:
+            connection = await connect(self._load.target, min(self._load.timeout_s, _CONNECT_TIMEOUT_S))
+        except OSError:
+            self._unreachable_since = self._unreachable_since or time.perf_counter()
+            raise
+        self._unreachable_since = None
+        return connection
+
+    async def note_failure(self, error: Exception) -> None:
+        has_answered = self.answered_at > self._started_at
+        if not has_answered and self._mismatch is None and not isinstance(error, TimeoutError):
+            self._mismatch = await find_mismatch(self._load.target)
+
+    async def _watch(self, streams: Sequence[Stream]) -> None:
         """Wait until all loops are done, or end them. Side effects: sets what a result has when the run is over."""
-        measuring, measured = next(iter(tasks.items()))
+        measured = streams[0]
         began, ended = _clocks(), None
-        while (running := [task for task in tasks if not task.done()]) and self._ended_early is None:
-            await asyncio.wait(running, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        while (running := [stream for stream in streams if not stream.task.done()]) and self._ended_early is None:
+            tasks = [stream.task for stream in running]
+            await asyncio.wait(tasks, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
             now = time.perf_counter()
             if now < measured.window.opens_at:
                 began = _clocks()
-            if ended is None and (measuring.done() or now >= measured.window.closes_at):
+            if ended is None and (measured.task.done() or now >= measured.window.closes_at):
                 ended = _clocks()
-                for stream in tasks.values():
+                for stream in streams:
                     stream.window.closes_at = min(stream.window.closes_at, now)
-            for task in running:
-                self._end_if_hopeless(task, tasks[task], contact, now)
+            for stream in running:
+                self._end_if_hopeless(stream, now)
             if self._on_progress is not None:
                 num_waiting = len(measured.waiting)
                 self._on_progress(report.describe_progress(measured.window, measured.result, num_waiting, now))
-        for task in tasks:
-            task.cancel()
         ended = ended or _clocks()
         wall_s, cpu_s = (end - begin for begin, end in zip(began, ended, strict=True))
-        for stream in tasks.values():
+        for stream in streams:
+            stream.task.cancel()
             stream.result.elapsed_s = stream.window.elapsed_s(ended[0])
             stream.result.cpu_share = cpu_s / wall_s if wall_s > 0 else 0.0
             stream.result.ended_early = self._ended_early
 
-    def _end_if_hopeless(self, task: "asyncio.Task[None]", stream: Stream, contact: Contact, now: float) -> None:
+    def _end_if_hopeless(self, stream: Stream, now: float) -> None:
         """End a loop when its answers do not come, and the run when the server is gone."""
-        if task.done():
+        if stream.task.done():
             return
         if now > stream.window.closes_at + self._load.drain_s:
             for sent_at in stream.waiting.values():
                 stream.count_error(sent_at, "unanswered", f"nothing for {self._load.drain_s:g} s after the end")
-            task.cancel()
-        elif now < stream.window.closes_at and (reason := contact.why_give_up(now)) is not None:
+            stream.task.cancel()
+        elif now < stream.window.closes_at and (reason := self._why_give_up(now)) is not None:
             self.stop(reason)
+
+    def _why_give_up(self, now: float) -> str | None:
+        since = self._unreachable_since
+        if since is not None and now - max(since, self.answered_at) > self._gone_after_s:
+            return f"no connection to {self._load.target} for {self._gone_after_s:g} s"
+        if now - self.answered_at > (silence_s := self._load.timeout_s + self._gone_after_s):
+            return f"{self._load.target} answered nothing for {silence_s:g} s"
+        return None if self._mismatch is None else str(self._mismatch)
 
 
 def _clocks() -> tuple[float, float]:
