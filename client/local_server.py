@@ -18,7 +18,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -30,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Self
 
 from vecd.base.programs import SYSTEMD_VARIABLES, command_of
 
@@ -101,27 +100,25 @@ class LocalServer:
     def path(self, name: str) -> str:
         return f"{self._folder}/{name}"
 
-    def await_ready(
-        self, timeout_s: float = 600.0, on_wait: Callable[[str], None] = lambda said: None
-    ) -> dict[str, Any]:
-        """What the server says when it is ready: `url`, `admin_url`, `pid`. `on_wait` is called meanwhile, with the
-        last line of the log. Raises NotStarted; the server is stopped then."""
-        until = time.monotonic() + timeout_s
+    def await_ready(self, timeout_s: float = 600.0, on_wait: Callable[[str], None] = lambda text: None) -> str:
+        """The server's URL, once it is ready. `on_wait` is called meanwhile, with the last line of the log. Raises
+        NotStarted; the server is stopped then."""
+        began_at = now = time.monotonic()
         try:
             with self._ready as ready:
-                while not select.select([ready], [], [], max(0.0, min(0.25, until - time.monotonic())))[0]:
-                    if time.monotonic() >= until:
+                while not select.select([ready], [], [], max(0.0, min(0.25, began_at + timeout_s - now)))[0]:
+                    if (now := time.monotonic()) >= began_at + timeout_s:
                         raise NotStarted(f"the server was not ready in time: {self.last_lines()}")
-                    on_wait(self.last_lines().rpartition("\n")[2])
+                    said = self.last_lines().rpartition("\n")[2]
+                    on_wait(f"starting a server, {now - began_at:.0f} s: {said}")
                 line = ready.readline()
             if not line:  # the other end was closed, by its death
                 code = self.wait(_STOP_S)
                 raise NotStarted(f"the server did not start, and ended with {code}: {self.last_lines()}")
-            said: dict[str, Any] = json.loads(line)
+            return str(json.loads(line)["url"])
         except BaseException:
             self.stop()
             raise
-        return said
 
     def why_gone(self) -> str | None:
         """Why it will not come back; None while it runs, and in a process that was forked from the one that owns it."""
@@ -161,13 +158,8 @@ def local_server(
             yield f"unix:{caller.path('sock')}", caller.why_gone
         return
     server = LocalServer([*arguments, "--port", "0", "--drain-grace", "0"])
-    began_at = time.monotonic()
-
-    def tell(said: str) -> None:
-        on_wait(f"starting a server, {time.monotonic() - began_at:.0f} s: {said}")
-
     try:
-        yield server.await_ready(float("inf"), tell)["url"], server.why_gone
+        yield server.await_ready(float("inf"), on_wait), server.why_gone
     finally:
         server.stop()
 
@@ -236,8 +228,8 @@ def _guard(parent_pid: int, folder: str, ready_fd: int, command: Sequence[str]) 
 # --- a server that programs share ---------------------------------------------------------------------------
 #
 #     KEY.lock      each caller holds it shared for as long as it lives; the keeper takes it alone to end
-#     KEY.keeper    held by the keeper and inherited by its server: free only when both have ended
-#     KEY.json      what the keeper has come to: starting, ready, failed or ended
+#     KEY.keeper    held by the keeper and inherited by its server: free only when both have ended. Its one byte is what
+#                   the last keeper has come to
 #     KEY.log       what the server has written
 #     KEY.sock      where the server listens
 #
@@ -258,13 +250,8 @@ _VARIABLES = (
 """Beginnings of the names of variables that a server depends on."""
 
 
-class _State(NamedTuple):
-    """Of one attempt to keep a server. In KEY.json."""
-
-    attempt: str
-    name: str
-    """starting, ready, failed or ended."""
-    why: str = ""
+_STARTING, _READY, _FAILED, _ENDED = b"s", b"r", b"f", b"e"
+"""In KEY.keeper."""
 
 
 def runtime_folder(file_name: str) -> Path:
@@ -294,8 +281,6 @@ class _Shared:
 
     def __init__(self, folder: Path, key: str, arguments: Sequence[str]) -> None:
         self._folder, self._key, self._arguments = folder, key, arguments
-        self._seen: set[str] = set()
-        """Attempts that this caller has begun or waited for: their failure is its own."""
         self._fd = -1
 
     @classmethod
@@ -323,18 +308,6 @@ class _Shared:
     def path(self, suffix: str) -> Path:
         return self._folder / f"{self._key}.{suffix}"
 
-    def _read_state(self) -> _State | None:
-        try:
-            return _State(*json.loads(self.path("json").read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def _write_state(self, state: _State) -> None:
-        """To be called by one that holds KEY.keeper."""
-        draft = self.path("new")
-        draft.write_text(json.dumps(state))
-        draft.rename(self.path("json"))
-
     def _has(self, suffix: str, fd: int) -> bool:
         """Whether the file is still the one that `fd` has open."""
         try:
@@ -344,7 +317,7 @@ class _Shared:
 
     def _remove(self) -> None:
         """To be called by one that holds both locks alone."""
-        for suffix in ("sock", "json", "new", "log", "keeper", "lock"):
+        for suffix in ("sock", "log", "keeper", "lock"):
             self.path(suffix).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -352,7 +325,7 @@ class _Shared:
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):  # what is left in a folder that is gone harms no program
-            if self._has("lock", self._fd) and (keeper_fd := self._take_keeper_lock()) is not None:
+            if self._has("lock", self._fd) and (keeper_fd := self._look()[0]) is not None:
                 if _try_lock(self._fd, fcntl.LOCK_EX) and self._has("lock", self._fd):
                     self._remove()
                 os.close(keeper_fd)
@@ -364,18 +337,17 @@ class _Shared:
         while not self._join():  # a keeper that ends holds the lock alone
             on_wait(f"waiting for the end of an earlier server, {time.monotonic() - began_at:.0f} s")
             time.sleep(_POLL_S)
+        has_waited = False  # for the attempt that the state is of, or has begun it: its failure is this caller's, too
         while True:
-            state = self._read_state()
-            if state is not None and state.name == "starting":
-                self._seen.add(state.attempt)
-            keeper_fd = self._take_keeper_lock()
+            keeper_fd, state = self._look()
             if keeper_fd is not None:
-                if state is not None and state.name == "failed" and state.attempt in self._seen:
-                    os.close(keeper_fd)
-                    raise NotStarted(f"the server did not start: {state.why}")
+                if state == _FAILED and has_waited:
+                    with os.fdopen(keeper_fd):  # the log is that attempt's for as long
+                        raise NotStarted(f"the server did not start: {self._log_end()}")
                 self._start_keeper(keeper_fd)
-            elif state is not None and state.name == "ready":
+            elif state == _READY:
                 return
+            has_waited |= keeper_fd is not None or state == _STARTING
             said = self._log_end().rpartition("\n")[2]
             on_wait(f"starting a server to share, {time.monotonic() - began_at:.0f} s: {said}")
             time.sleep(_POLL_S)
@@ -386,16 +358,15 @@ class _Shared:
         if not self._has("lock", self._fd):  # no keeper would see this caller
             return f"{lock} was removed while the shared server was in use; the same command again starts another"
         try:
-            keeper_fd = self._take_keeper_lock()
+            keeper_fd, state = self._look()
         except OSError as error:
             return f"the shared server cannot be looked for: {lock.parent}: {error.strerror}"
         if keeper_fd is None:
             return None
-        state = self._read_state()
-        if state is not None and state.name == "failed":
-            os.close(keeper_fd)
-            return f"the shared server has ended, and could not be started again: {state.why}"
         try:
+            if state == _FAILED:
+                with os.fdopen(keeper_fd):
+                    raise NotStarted(self._log_end())
             self._start_keeper(keeper_fd)
         except (NotStarted, OSError) as error:
             return f"the shared server has ended, and could not be started again: {error}"
@@ -410,23 +381,23 @@ class _Shared:
         os.close(fd)
         return False
 
-    def _take_keeper_lock(self) -> int | None:
-        """A descriptor that holds it; None while a keeper or its server lives, or another caller looks."""
+    def _look(self) -> tuple[int | None, bytes]:
+        """A descriptor that holds KEY.keeper, or None while a keeper or its server lives, or another caller looks; and
+        what is written there."""
         fd = _open(self.path("keeper"))
-        if _try_lock(fd, fcntl.LOCK_EX):
-            return fd
+        is_free, state = _try_lock(fd, fcntl.LOCK_EX), os.pread(fd, 1, 0)
+        if is_free:
+            return fd, state
         os.close(fd)
-        return None
+        return None, state
 
     def _start_keeper(self, keeper_fd: int) -> None:
         """Hand the lock over to it. Raises NotStarted."""
-        attempt = secrets.token_hex(8)
-        self._seen.add(attempt)
         try:
-            self._write_state(_State(attempt, "starting"))
+            os.pwrite(keeper_fd, _STARTING, 0)
             with self.path("log").open("wb") as log:
                 begun = subprocess.run(
-                    [*_THIS, "keeper", str(self._folder), self._key, attempt, str(keeper_fd), *self._arguments],
+                    [*_THIS, "keeper", str(self._folder), self._key, str(keeper_fd), *self._arguments],
                     pass_fds=[keeper_fd],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -451,14 +422,9 @@ class _Shared:
         except OSError:
             return ""
 
-    def keep(self, attempt: str, lock_fd: int) -> None:
+    def keep(self, lock_fd: int) -> None:
         """Start a server, and stop it some seconds after the last caller has gone."""
         callers_fd = _open(self.path("lock"))
-
-        def tell(name: str, why: str = "") -> None:
-            if self._has("keeper", lock_fd):
-                self._write_state(_State(attempt, name, why))
-
         reader, writer = os.pipe()
         os.set_inheritable(writer, True)
         # It may be an earlier server's, whose children are about to end: the new one would not replace it.
@@ -470,7 +436,7 @@ class _Shared:
         while server.poll() is None:
             if not is_ready and select.select([reader], [], [], 0)[0] and os.read(reader, 1 << 16):
                 is_ready = True
-                tell("ready")
+                os.pwrite(lock_fd, _READY, 0)
             if not _try_lock(callers_fd, fcntl.LOCK_EX):
                 idle_since = None
             elif time.monotonic() - (idle_since := idle_since or time.monotonic()) < _LINGER_S:
@@ -481,8 +447,7 @@ class _Shared:
                     self._remove()
                 return
             time.sleep(_POLL_S)
-        with self.path("log").open("rb") as log:
-            tell("ended" if is_ready else "failed", _last_lines(log))
+        os.pwrite(lock_fd, _ENDED if is_ready else _FAILED, 0)
         if _try_lock(callers_fd, fcntl.LOCK_EX) and self._has("lock", callers_fd):
             self._remove()
 
@@ -491,9 +456,9 @@ def main(kind: str, *words: str) -> int:
     if kind == "guard":
         parent_pid, folder, ready_fd, *command = words
         return _guard(int(parent_pid), folder, int(ready_fd), command)
-    folder, key, attempt, lock_fd, *arguments = words
+    folder, key, lock_fd, *arguments = words
     if os.fork() == 0:  # the caller waits for this process, and the keeper is not its child
-        _Shared(Path(folder), key, arguments).keep(attempt, int(lock_fd))
+        _Shared(Path(folder), key, arguments).keep(int(lock_fd))
     return 0
 
 

@@ -175,7 +175,7 @@ def test_a_folder_that_is_removed_while_the_server_is_used(runtime: Path) -> Non
         assert why is not None
         assert f"{key}.lock was removed while the shared server was in use" in why
         (runtime / "vecd").mkdir(mode=0o700)
-        others = [runtime / "vecd" / f"{key}.{suffix}" for suffix in ("lock", "keeper", "json", "log")]
+        others = [runtime / "vecd" / f"{key}.{suffix}" for suffix in ("lock", "keeper", "log")]
         for path in others:
             path.touch()
     eventually(lambda: not any(str(runtime) in " ".join(each.info["cmdline"] or []) for each in processes()), 60)
