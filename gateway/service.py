@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 
 from vecd.base.files import load
 from vecd.base.tasks import NoTasks
@@ -91,13 +90,13 @@ class Service:
             config,
             generation,
             self.policy,
-            epoch=services.start.epoch,
-            quarantine_key=_quarantine_key(services.start, config.model),
+            start=services.start,
             report=services.send,
             shared_metrics=counting,
             cores=services.cores,
             vector_memory=services.vector_cache,
         )
+        self.known = self.dispatcher.known
         self.residence = Residence(
             generation, keep_alive_s=config.keep_alive_s, num_gateways=config.gateways, send=services.send
         )
@@ -152,13 +151,7 @@ class Service:
             return
         state = self.residence.state
         self.admission.has_workers = state is ModelState.READY
-        match state:
-            case ModelState.READY:
-                self.dispatcher.resume()
-            case ModelState.DRAINING:
-                self.dispatcher.drain()
-            case _:
-                self.dispatcher.hold()
+        self.dispatcher.follow(state)
         if state is ModelState.FAILED:
             self.pipeline.fail_all(self.residence.failed_error)
         elif state is ModelState.UNLOADED and (self.admission.num_requests or self.residence.has_waiting_clients):
@@ -192,12 +185,6 @@ class Service:
         self.dispatcher.stop()
         if self.pipeline.chat is not None:
             self.pipeline.chat.close()
-
-
-def _quarantine_key(start: GatewayStart, model: str) -> bytes:
-    """The key of one model: the same token ids may end the workers of one and be harmless to another."""
-    key = bytes.fromhex(start.quarantine_key)
-    return blake2b(model.encode(), key=key, digest_size=len(key)).digest()
 
 
 def read_tokenizer(config: GatewayConfig) -> Tokenizer:
@@ -298,7 +285,7 @@ class Services:
                 identity = self.all[message.generation].info.identity
                 identity.set(message.digest, message.by_alias, message.problem)
             case ModelFiles():
-                self.all[message.generation].dispatcher.changed_files = message.changed
+                self.all[message.generation].known.changed_files = message.changed
             case WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for service in self.all.values():
@@ -314,15 +301,10 @@ class Services:
                 service = self.all[message.generation]
                 service.dispatcher.set_broken(message.reason)
                 service.pipeline.fail_all(service.dispatcher.broken_error)
-            case Quarantined():
-                for dispatcher in self._dispatchers_of(message.model):
-                    dispatcher.quarantine.add(message.digest)
-            case InputDeaths():
-                for dispatcher in self._dispatchers_of(message.model):
-                    dispatcher.note_deaths(message)
-            case InputsCleared():
-                for dispatcher in self._dispatchers_of(message.model):
-                    dispatcher.note_cleared(message.digests)
+            case Quarantined() | InputDeaths() | InputsCleared():
+                for service in self.all.values():
+                    if service.config.model == message.model:  # its generations have one key for digests
+                        service.known.note(message)
             case Progress():
                 if self.active.dispatcher.start_stage is not None:
                     self.active.dispatcher.start_stage = message.stage
@@ -336,10 +318,6 @@ class Services:
                 self.withdraw(message.generation)
             case Discard():
                 self.discard(message.generation)
-
-    def _dispatchers_of(self, model: str) -> list[Dispatcher]:
-        """Of all generations of a model: they have one key for digests."""
-        return [service.dispatcher for service in self.all.values() if service.config.model == model]
 
     def set_keys(self, keys: Sequence[ApiKey]) -> None:
         """Accept these keys from now on. What has been admitted goes on, and what has been used stays used."""

@@ -62,17 +62,6 @@ class _Cell(IntEnum):
         return cell
 
 
-class _HistogramCells(_Cell):
-    """A member has several cells: the count of each bucket, then the sum of all values, of which `per_unit` make one of
-    the metric's unit. `bounds`: the buckets' upper bounds; what is above the last has a bucket of its own."""
-
-    bounds: tuple[float, ...]
-
-    @property
-    def num_cells(self) -> int:
-        return len(self.bounds) + 2
-
-
 _LOOKUPS = "vector_cache_lookups", "Sequences looked up in the vector cache before they are queued"
 
 
@@ -168,8 +157,10 @@ _STAGE_BOUNDS_S = (
 _STAGE = "request_stage_seconds", "Where the time of answered embedding requests went", _STAGE_BOUNDS_S
 
 
-class Histogram(_HistogramCells):
-    """What is counted by size. Where several share a metric, they have the label of each, and the same bounds."""
+class Histogram(_Cell):
+    """What is counted by size. A member has several cells: the count of each bucket, then the sum of all values, of
+    which `per_unit` make one of the metric's unit. `bounds`: the buckets' upper bounds; what is above the last has a
+    bucket of its own. Where several share a metric, they have the label of each, and the same bounds."""
 
     def __init__(
         self,
@@ -180,6 +171,7 @@ class Histogram(_HistogramCells):
         per_unit: int = _NS_PER_S,
     ) -> None:
         self.metric, self.help, self.bounds, self.labels, self.per_unit = metric, help, bounds, labels or {}, per_unit
+        self.num_cells = len(bounds) + 2
 
     LOOP_LAG = (
         "loop_lag_seconds",

@@ -381,7 +381,7 @@ async def health(service: Service, http: HttpRequest, principal: Principal) -> R
     services = _named_services(service, http, principal)
     if (reason := _why_unavailable(services)) is not None:
         return unavailable(reason)
-    changed = [(each.info.model, what) for each in services if (what := each.dispatcher.changed_files)]
+    changed = [(each.info.model, what) for each in services if (what := each.known.changed_files)]
     files = [what if len(services) == 1 else f"{model}: {what}" for model, what in changed]
     body = {"status": "ok", "model_files": "; ".join(files) or "as loaded"}
     if len(services) == 1 and (service.services.models.are_several or services[0].residence.is_told):
@@ -488,7 +488,7 @@ async def metrics(service: Service, http: HttpRequest, principal: Principal) -> 
         worker_states={worker: state for each in states.values() for worker, state in each.items()},
         usages=usages,
         identities={name: each.text for name, each in identities.items() if each.text is not None},
-        changed_files={each.config.model: each.dispatcher.changed_files for each in of_models},
+        changed_files={each.config.model: each.known.changed_files for each in of_models},
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
 

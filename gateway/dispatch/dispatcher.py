@@ -22,7 +22,7 @@ from typing import Any
 
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.delivery import Delivery
-from vecd.gateway.dispatch.known import KnownInputs, Quarantine, RetryBudget, SingleFlight, count_death, poisonous
+from vecd.gateway.dispatch.known import KnownInputs, RetryBudget, SingleFlight, poisonous
 from vecd.gateway.dispatch.vector_cache import VectorCache
 from vecd.gateway.dispatch.workers import InFlight, Transport, WorkerLink
 from vecd.gateway.errors import INPUT, ApiError, DeadlinePassed, EngineFailed, Unavailable
@@ -31,16 +31,15 @@ from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.cost import CostModel, ThreadModel
 from vecd.gateway.scheduling.model_shares import CoreTurn, ModelShare, worker_order
 from vecd.gateway.scheduling.policy import BatchingPolicy, PlannedBatch
-from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue
+from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.control import (
     LOAD_TOKENS_PER_S,
     THREAD_CHOICES,
-    InputDeaths,
-    InputsCleared,
+    GatewayStart,
     Message,
     ModelDrained,
-    Quarantined,
+    ModelState,
     WorkerConnected,
     WorkerStuck,
 )
@@ -78,9 +77,6 @@ _VECTORS = Output.VECTORS  # Python 3.11 takes 0.2 µs to find a member of an en
 
 _MAX_BATCHES_NOTED = 64
 
-_MAX_INPUTS_WITH_DEATHS = 4096
-"""Inputs whose deaths are remembered; a worker that dies leaves a batch of them, some hundreds at most."""
-
 _MAX_FAILURES = 10
 """Failures in a row, each on a batch of one sequence, after which the worker is replaced."""
 
@@ -101,24 +97,25 @@ class Dispatcher:
         generation: int,
         policy: BatchingPolicy,
         *,
-        epoch: int,
-        quarantine_key: bytes,
+        start: GatewayStart,
         report: Callable[[Message], None],
         shared_metrics: SharedMetrics,
         cores: Cores,
         vector_memory: VectorCacheMemory | None,
     ) -> None:
-        """`report` gets, on the event loop, the messages for the supervisor. Digests of inputs are made with
-        `quarantine_key`."""
+        """`report` gets, on the event loop, the messages for the supervisor."""
+        # The same token ids may end the workers of one model and be harmless to another.
+        key = bytes.fromhex(start.quarantine_key)
+        key = blake2b(config.model.encode(), key=key, digest_size=len(key)).digest()
         is_shared = config.share_computed == "all"
         self._config = config
         self._policy = policy
-        self._epoch = epoch
+        self._epoch = start.epoch
         self._generation = generation
         self._is_active = False
         self._num_gateways = config.gateways
         self._report = report
-        self.transport = Transport(epoch, on_message=self._on_message, on_unreadable=self._on_unreadable)
+        self.transport = Transport(start.epoch, self._on_message)
         self.vector_cache: VectorCache | None = None
         if vector_memory is not None and "dense" in config.card.capabilities:
             self.vector_cache = VectorCache(config, generation, vector_memory, shared_metrics)
@@ -127,10 +124,8 @@ class Dispatcher:
             on_delivered=self._on_delivered,
             keep=None if self.vector_cache is None else self.vector_cache.keep,
         )
-        self.quarantine = Quarantine(quarantine_key)
-        self._scope_key = None if is_shared else quarantine_key
-        self.deaths: KnownInputs[Deaths] = KnownInputs(_MAX_INPUTS_WITH_DEATHS)
-        """With each input that has not been computed since."""
+        self.known = KnownInputs(key, config.model, report)
+        self._scope_key = None if is_shared else key
         self._flights = SingleFlight(is_shared_by_tenants=is_shared)
         policy.on_dropped = self._on_dropped
         self.retries = RetryBudget(config.max_batch_tokens)
@@ -151,12 +146,8 @@ class Dispatcher:
         """Seconds × cores of all batches that were computed."""
         self.on_sweep: Callable[[], None] | None = None
         """Called four times a second."""
-        self.num_deaths = 0
         self.broken: str | None = None
         """Why no worker stays alive; None again as soon as one is up."""
-        self.changed_files = ""
-        """Which files of the model are no longer those that were loaded, in words. While there are any, a death blames
-        no input, and no other gateway hears of it."""
         self._tokens_per_s = self._newest_cost_model.tokens_per_s
         """Of all workers together, with full batches and a core each. While there is none, as before."""
         self.in_flight_tokens = 0
@@ -203,16 +194,16 @@ class Dispatcher:
 
     # --- a model that is not ready --------------------------------------------------------------------------
 
-    def hold(self) -> None:
-        """Send nothing until a worker is connected; what waits does not count among the models that share the cores."""
-        self._flow = _Flow.HELD
+    def follow(self, state: ModelState) -> None:
+        """Send what waits if the model is ready, once a worker is connected; else nothing, and what waits does not
+        count among the models that share the cores. While it is draining, report when no worker has anything any more.
+        """
+        if state is ModelState.READY:
+            self._resume()
+            return
+        self._flow = _Flow.DRAINING if state is ModelState.DRAINING else _Flow.HELD
         self.broken = self.start_stage = None
         self._models.leave(self._share)
-
-    def drain(self) -> None:
-        """Send nothing until `hold` or `resume`, and report when no worker has anything any more."""
-        self.hold()
-        self._flow = _Flow.DRAINING
         self._report_if_drained()
 
     @property
@@ -228,8 +219,7 @@ class Dispatcher:
         """The model has been loaded, and none of its workers is connected yet."""
         return self._flow is _Flow.HELD and self.broken is None
 
-    def resume(self) -> None:
-        """Send what waits once a worker is connected."""
+    def _resume(self) -> None:
         if self._flow is _Flow.OPEN:
             return
         self._flow = _Flow.HELD
@@ -295,10 +285,8 @@ class Dispatcher:
     def submit(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
         """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
         can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
-        self.quarantine.check(sequences)
-        if self.deaths:
-            for sequence in sequences:
-                sequence.deaths = self.deaths.find(self.quarantine.digest(sequence.token_ids))
+        for rejected in self.known.rejected(sequences):
+            raise poisonous(rejected.index)
         now = time.monotonic()
         queued, followers = self._flights.join(request_queue.tenant, sequences)
         if followers:
@@ -308,7 +296,7 @@ class Dispatcher:
 
     def _on_dropped(self, sequences: list[QueuedSequence]) -> None:
         self._flights.drop(sequences)
-        if self._flights.has_unseated:
+        if self._flights.unseated:
             self.schedule_dispatch()
 
     def schedule_dispatch(self) -> None:
@@ -316,17 +304,6 @@ class Dispatcher:
         if not self._is_dispatch_due:
             self._is_dispatch_due = True
             self._loop.call_soon(self._dispatch)
-
-    # --- what other gateways say, through the supervisor ----------------------------------------------------
-
-    def note_deaths(self, message: InputDeaths) -> None:
-        """The gateway that these deaths come from decides whether the inputs are rejected."""
-        for digest in message.digests:
-            self._count_input_death(digest, self.deaths.find(digest) or Deaths(), message)
-
-    def note_cleared(self, digests: list[str]) -> None:
-        for digest in digests:
-            self.deaths.forget(digest)
 
     # --- what the supervisor says ---------------------------------------------------------------------------
 
@@ -369,7 +346,7 @@ class Dispatcher:
         self._idle.clear()  # which may keep its arena
         if not is_planned:
             self._last_death = f"{incarnation} {reason}"
-            self.num_deaths += 1
+            self.known.num_worker_deaths += 1
         # Answered batches are still encoded: their rows are complete, and the view keeps the arena. A death counts for
         # inputs that were being computed, and not for a batch that was sent ahead, or waited for another gateway's.
         lost = list(link.in_flight.values())
@@ -379,7 +356,7 @@ class Dispatcher:
         for batch in lost:
             self._note_lost(batch)
             if link.slots.begun[batch.slot] == batch.number and not is_planned:
-                self._count_death(batch, has_crashed=has_crashed)
+                self._count_deaths(batch, has_crashed=has_crashed)
         self._put_back([sequence for batch in lost for sequence in batch.sequences], is_free=is_planned)
         self._report_if_drained()
 
@@ -389,7 +366,7 @@ class Dispatcher:
         self._is_dispatch_due = False
         if self._is_stopped:
             return
-        if self._flights.has_unseated:
+        if self._flights.unseated:
             self._policy.put_back(self._flights.seat_unseated())
         now = time.monotonic()
         if self._models.are_several:
@@ -426,7 +403,7 @@ class Dispatcher:
             link.leased = max(1, num_threads, *link.thread_choices[:1])
         if link.leased:
             self._cores.lease(link.leased)
-        self._charge(link, self._send(link, planned, now, num_threads), now)
+        self._send(link, planned, now, num_threads)
         return True
 
     def _is_one_batch_better(self, link: WorkerLink, num_places: int, now: float) -> bool:
@@ -462,16 +439,11 @@ class Dispatcher:
             if link.is_usable and link.free_slots:
                 planned = self._next_batch(now, link.cost_model, 0, is_short)
                 if planned.sequences:
-                    self._charge(link, self._send(link, planned, now, link.fewest_threads), now)
+                    self._send(link, planned, now, link.fewest_threads)
 
     def note_waiting(self, now: float) -> None:
         if self._cores.num_lent:
             self._cores.note_contention(now, self._idle[-1].cost_model.batch_s(self._policy.queued_tokens))
-
-    def _charge(self, link: WorkerLink, batch: InFlight, now: float) -> None:
-        if self._share.needs_cores and self._models.are_several:
-            batch.charged_s = link.cost_model.batch_s(batch.num_tokens)
-            self._models.charge(self._share, batch.charged_s, now)
 
     # --- one batch ------------------------------------------------------------------------------------------
 
@@ -501,18 +473,18 @@ class Dispatcher:
             for request_queue in batch.too_late:
                 self._shared_metrics.add(Counter.EXPIRED)
                 request_queue.pending.fail(DeadlinePassed(None))
-            if not self.quarantine or not batch.sequences:
+            rejected = self.known.rejected(batch.sequences)
+            if not rejected:
                 return batch
-            for sequence in batch.sequences:
-                if self.quarantine.holds(sequence.token_ids):
-                    self._fail_identical(sequence, poisonous)
+            for sequence in rejected:
+                self._fail_identical(sequence, poisonous)
             over = [sequence for sequence in batch.sequences if sequence.is_abandoned]
             self._policy.put_back(self._seat(over))  # others may follow these
             batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_abandoned]
             if batch.sequences:
                 return batch
 
-    def _send(self, link: WorkerLink, planned: PlannedBatch, now: float, num_threads: int) -> InFlight:
+    def _send(self, link: WorkerLink, planned: PlannedBatch, now: float, num_threads: int) -> None:
         sequences, followers = self._flights.depart(planned.sequences)
         if followers:
             self._policy.withdraw(followers)
@@ -560,11 +532,13 @@ class Dispatcher:
             # Not evidence of death; but a worker that cannot be reached must not keep a batch.
             log.warning("%s cannot be reached; its batch goes to another", link.incarnation)
             self._report_stuck(link)
-        return batch
+        if self._share.needs_cores and self._models.are_several:
+            batch.charged_s = link.cost_model.batch_s(num_tokens)
+            self._models.charge(self._share, batch.charged_s, now)
 
     # --- receiving ------------------------------------------------------------------------------------------
 
-    def _on_message(self, identity: bytes, message: ToGateway) -> None:
+    def _on_message(self, identity: bytes, message: ToGateway | WireError) -> None:
         link = self._links.get(identity)
         if link is None or link.is_stuck:
             return  # sent by a dead incarnation, or by one that is being killed
@@ -575,12 +549,9 @@ class Dispatcher:
                 self._on_done(link, message)
             case Failed():
                 self._on_failed(link, message)
-
-    def _on_unreadable(self, identity: bytes, error: WireError) -> None:
-        link = self._links.get(identity)
-        if link is not None and not link.is_stuck:
-            log.error("%s sent what cannot be read: %s", link.incarnation, error)
-            self._report_stuck(link)
+            case WireError():
+                log.error("%s sent what cannot be read: %s", link.incarnation, message)
+                self._report_stuck(link)
 
     def _on_alive(self, link: WorkerLink) -> None:
         is_first, link.is_connected = not link.is_connected, True
@@ -589,7 +560,7 @@ class Dispatcher:
             self._sum_speeds()
             self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
         if self._flow is _Flow.HELD:
-            self.resume()
+            self._resume()
         self._report_if_drained()
         self.schedule_dispatch()
 
@@ -601,7 +572,7 @@ class Dispatcher:
             log.error("%s wrote %d rows instead of %d", link.incarnation, done.num_rows, batch.num_rows)
             self._report_stuck(link)
             self._note_lost(batch)
-            self._count_death(batch, has_crashed=True)  # it costs a worker as well: no batch may do so for ever
+            self._count_deaths(batch, has_crashed=True)  # it costs a worker as well: no batch may do so for ever
             self._put_back(batch.sequences)
             return
         link.has_answered = True
@@ -635,8 +606,7 @@ class Dispatcher:
             self._shared_metrics.add(Counter.COALESCED, len(batch.copies))
         _note_done(batch, worker, done.compute_us)
         link.num_failures = 0
-        if self.deaths:
-            self._clear(batch.sequences)
+        self.known.clear(batch.sequences)
         self._dispatch()  # the worker computes its next batch while this one's rows are encoded
         self._delivery.add(link, batch)
 
@@ -706,57 +676,11 @@ class Dispatcher:
         """The sequences that are to be queued again for lost ones, whose rows are still wanted."""
         return [seated for sequence in sequences if (seated := self._flights.seat(sequence)) is not None]
 
-    def _count_death(self, batch: InFlight, *, has_crashed: bool | None) -> None:
-        """Counts also inputs whose clients have gone. The death of a stopped worker counts as one in a batch with
-        others: the input soon runs alone, and is never rejected for such deaths alone."""
-        by_digest: dict[str, list[QueuedSequence]] = {}
-        for sequence in batch.sequences:
-            by_digest.setdefault(self.quarantine.digest(sequence.token_ids), []).append(sequence)
-        is_isolated = len(batch.sequences) == 1 and has_crashed is not None
-        message = InputDeaths(
-            self._config.model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed or False
-        )
-        if not self.changed_files:
-            self._report(message)
-        for digest, sequences in by_digest.items():
-            # A request that waits remembers what is forgotten here.
-            known = None if self.changed_files else self.deaths.find(digest)
-            deaths = sequences[0].deaths or known or Deaths()
-            for sequence in sequences:
-                sequence.deaths = deaths
-            if self._count_input_death(digest, deaths, message):
-                self._reject(sequences[0], digest)
-
-    def _count_input_death(self, digest: str, deaths: Deaths, message: InputDeaths) -> bool:
-        """Count and remember one more death of an input; returns whether the input is to be rejected."""
-        if not self.changed_files:
-            self.deaths.put(digest, deaths)
-        return count_death(
-            deaths,
-            is_isolated=message.is_isolated,
-            has_crashed=message.has_crashed,
-            num_worker_deaths=self.num_deaths,
-        )
-
-    def _clear(self, sequences: list[QueuedSequence]) -> None:
-        cleared = [self.quarantine.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
-        for digest in cleared:
-            self.deaths.forget(digest)
-        if cleared:
-            self._report(InputsCleared(self._config.model, cleared))
-
-    def _reject(self, sequence: QueuedSequence, digest: str) -> None:
-        """Fail the request of a poison input, and for a while, unless files have changed, every other with it."""
-        if self.changed_files:
-            log.error("%d workers died while the model's files are not as loaded", sequence.num_deaths)
-            self._fail_identical(sequence, partial(_files_changed, self.changed_files))
-            return
-        log.error("%d workers died with an input of %d tokens; rejected", sequence.num_deaths, sequence.num_tokens)
-        self._shared_metrics.add(Counter.POISONED)
-        self._fail_identical(sequence, poisonous)
-        self.deaths.forget(digest)
-        self.quarantine.add(digest)
-        self._report(Quarantined(self._config.model, digest))
+    def _count_deaths(self, batch: InFlight, *, has_crashed: bool | None) -> None:
+        for sequence in self.known.count_deaths(batch.sequences, has_crashed=has_crashed):
+            if not self.known.changed_files:
+                self._shared_metrics.add(Counter.POISONED)
+            self._fail_identical(sequence, self.known.rejection)
 
     def _put_back(self, sequences: list[QueuedSequence], *, is_free: bool = False) -> None:
         """Queue lost sequences again, as far as the retry budget pays for those that may share a batch. `is_free`: it
@@ -871,14 +795,6 @@ def _keep_dying(index: int) -> Unavailable:
         "Workers keep dying, and they have lost more work than may be computed again",
         retry_after_s=_KEEP_DYING_RETRY_AFTER_S,
         code="retry_budget_exhausted",
-    )
-
-
-def _files_changed(changed: str, index: int) -> Unavailable:
-    return Unavailable(
-        f"Workers keep dying, and the model's files are not as loaded: {changed}",
-        retry_after_s=_BROKEN_RETRY_AFTER_S,
-        code="model_files_changed",
     )
 
 

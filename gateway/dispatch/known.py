@@ -1,90 +1,163 @@
 """What is known of inputs: which are being computed, which have ended workers, which are rejected for it.
 
 Owns the single flight of equal inputs, the attribution of workers' deaths, the quarantine of poison inputs, and the
-budget for lost work that is computed again. Sends nothing and knows no worker.
+budget for lost work that is computed again. Knows no worker.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
-from vecd.gateway.errors import INPUT, PoisonInput
+from vecd.gateway.errors import INPUT, ApiError, PoisonInput, Unavailable
 from vecd.gateway.scheduling.queue import Deaths, Flight, QueuedSequence
+from vecd.shm.control import InputDeaths, InputsCleared, Message, Quarantined
 from vecd.shm.output import Output
 
-# What is known of inputs for a while, by their digests.
-
-T = TypeVar("T")
+log = logging.getLogger("vecd.dispatch")
 
 KEPT_S = 600.0
-"""After it was put last. A new version of the model, or more memory, may have made an input harmless; to try a poison
-input again costs up to five workers."""
+"""After its last death, or its rejection. A new version of the model, or more memory, may have made an input harmless;
+to try a poison input again costs up to five workers."""
 
+MAX_INPUTS = 4096
+"""A worker that dies leaves a batch of inputs, some hundreds at most."""
 
-class KnownInputs(Generic[T]):
-    """A value for each digest. Costs nothing while it is empty, which is falsy."""
-
-    def __init__(self, max_inputs: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_inputs = max_inputs
-        self._clock = clock
-        self._values: dict[str, tuple[float, T]] = {}
-        """With the time at which each is forgotten, the next one first."""
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def put(self, digest: str, value: T) -> None:
-        """Keep a value for KEPT_S. Of more than `max_inputs` the oldest is forgotten."""
-        self._values.pop(digest, None)
-        self._values[digest] = (self._clock() + KEPT_S, value)
-        if len(self._values) > self._max_inputs:
-            self._forget_first()
-
-    def find(self, digest: str) -> T | None:
-        now = self._clock()
-        while self._values and next(iter(self._values.values()))[0] <= now:
-            self._forget_first()
-        return self._values.get(digest, (0.0, None))[1]
-
-    def forget(self, digest: str) -> None:
-        self._values.pop(digest, None)
-
-    def _forget_first(self) -> None:
-        del self._values[next(iter(self._values))]
-
-
-MAX_KEPT = 1024
 _DIGEST_BYTES = 16
+_FILES_CHANGED_RETRY_AFTER_S = 30
 
 
-class Quarantine:
-    def __init__(self, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        """`key`: up to 64 bytes, random and secret."""
+class KnownInputs:
+    """The inputs of one model that have ended workers and have not been computed since, and those of them that are
+    rejected. Asking costs nothing while there are none."""
+
+    def __init__(
+        self, key: bytes, model: str, report: Callable[[Message], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`key`: up to 64 bytes, random and secret. `report` gets what other gateways are to know."""
         self._key = key
-        self._rejected: KnownInputs[bool] = KnownInputs(MAX_KEPT, clock)
+        self._model = model
+        self._report = report
+        self._clock = clock
+        self._inputs: dict[str, tuple[float, Deaths]] = {}
+        """By digest, with the time at which each is forgotten, the next one first."""
+        self.num_worker_deaths = 0
+        self.changed_files = ""
+        """Which files of the model are no longer those that were loaded, in words. While there are any, a death blames
+        no input, and no other gateway hears of it."""
 
     def __len__(self) -> int:
-        return len(self._rejected)
+        return len(self._inputs)
 
     def digest(self, token_ids: bytes) -> str:
         """In hexadecimal; the same in every process that has the key. Measured: 1.6 µs for 50 tokens."""
         return blake2b(token_ids, key=self._key, digest_size=_DIGEST_BYTES).hexdigest()
 
-    def add(self, digest: str) -> None:
-        """Reject the input with this digest for KEPT_S."""
-        self._rejected.put(digest, True)
-
-    def holds(self, token_ids: bytes) -> bool:
-        return bool(self._rejected) and self._rejected.find(self.digest(token_ids)) is not None
-
-    def check(self, sequences: Iterable[QueuedSequence]) -> None:
-        """Raises PoisonInput for the first of a request's sequences that is rejected."""
-        if not self._rejected:
-            return
+    def rejected(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
+        """Those whose inputs are rejected. Side effect: sequences get the deaths that their inputs are known for,
+        unless they remember others."""
+        if not self._inputs:
+            return []
         for sequence in sequences:
-            if self.holds(sequence.token_ids):
-                raise poisonous(sequence.index)
+            known = self._find(self.digest(sequence.token_ids))
+            if known is not None and (known.is_rejected or sequence.deaths is None):
+                sequence.deaths = known
+        return [sequence for sequence in sequences if sequence.deaths is not None and sequence.deaths.is_rejected]
+
+    def note(self, message: InputDeaths | InputsCleared | Quarantined) -> None:
+        """Note what another gateway says, which decides by itself whether an input is rejected."""
+        match message:
+            case InputDeaths():
+                for digest in message.digests:
+                    self._count(digest, self._find(digest) or Deaths(), message)
+            case InputsCleared():
+                self._forget(message.digests)
+            case Quarantined():
+                self._reject(message.digest, self._find(message.digest) or Deaths())
+
+    def count_deaths(self, sequences: list[QueuedSequence], *, has_crashed: bool | None) -> list[QueuedSequence]:
+        """Count the death of the worker that had a batch, also for inputs whose clients have gone. Returns one sequence
+        of each input that is to be rejected, with the error `rejection`. `has_crashed`: None for a worker that was
+        stopped, whose death counts as one in a batch with others: the input soon runs alone, and is never rejected for
+        such deaths alone."""
+        by_digest: dict[str, list[QueuedSequence]] = {}
+        for sequence in sequences:
+            by_digest.setdefault(self.digest(sequence.token_ids), []).append(sequence)
+        is_isolated = len(sequences) == 1 and has_crashed is not None
+        message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed or False)
+        if not self.changed_files:
+            self._report(message)
+        rejected: list[QueuedSequence] = []
+        for digest, alike in by_digest.items():
+            # A request that waits remembers what is forgotten here.
+            deaths = alike[0].deaths or (None if self.changed_files else self._find(digest)) or Deaths()
+            for sequence in alike:
+                sequence.deaths = deaths
+            if self._count(digest, deaths, message):
+                rejected.append(alike[0])
+                if self.changed_files:
+                    log.error("%d workers died while the model's files are not as loaded", deaths.num)
+                else:
+                    log.error("%d workers died with an input of %d tokens; rejected", deaths.num, alike[0].num_tokens)
+                    self._reject(digest, deaths)
+                    self._report(Quarantined(self._model, digest))
+        return rejected
+
+    def rejection(self, index: int) -> ApiError:
+        if not self.changed_files:
+            return poisonous(index)
+        return Unavailable(
+            f"Workers keep dying, and the model's files are not as loaded: {self.changed_files}",
+            retry_after_s=_FILES_CHANGED_RETRY_AFTER_S,
+            code="model_files_changed",
+        )
+
+    def clear(self, sequences: list[QueuedSequence]) -> None:
+        """These have been computed."""
+        if not self._inputs:
+            return
+        cleared = [self.digest(sequence.token_ids) for sequence in sequences if sequence.deaths is not None]
+        if cleared:
+            self._forget(cleared)
+            self._report(InputsCleared(self._model, cleared))
+
+    def _count(self, digest: str, deaths: Deaths, message: InputDeaths) -> bool:
+        """Count and remember one more death of an input; returns whether the input is to be rejected."""
+        if not self.changed_files and not deaths.is_rejected:
+            self._put(digest, deaths)
+        return count_death(
+            deaths,
+            is_isolated=message.is_isolated,
+            has_crashed=message.has_crashed,
+            num_worker_deaths=self.num_worker_deaths,
+        )
+
+    def _reject(self, digest: str, deaths: Deaths) -> None:
+        """For a while."""
+        deaths.is_rejected = True
+        self._put(digest, deaths)
+
+    # --- what is kept ---------------------------------------------------------------------------------------
+
+    def _put(self, digest: str, deaths: Deaths) -> None:
+        """Of more than MAX_INPUTS the oldest is forgotten that is not rejected, or else the oldest."""
+        self._inputs.pop(digest, None)
+        if len(self._inputs) == MAX_INPUTS:
+            not_rejected = (other for other, (_, known) in self._inputs.items() if not known.is_rejected)
+            del self._inputs[next(not_rejected, next(iter(self._inputs)))]
+        self._inputs[digest] = (self._clock() + KEPT_S, deaths)
+
+    def _find(self, digest: str) -> Deaths | None:
+        now = self._clock()
+        while self._inputs and next(iter(self._inputs.values()))[0] <= now:
+            del self._inputs[next(iter(self._inputs))]
+        return self._inputs.get(digest, (0.0, None))[1]
+
+    def _forget(self, digests: list[str]) -> None:
+        for digest in digests:
+            if (deaths := self._find(digest)) is not None and not deaths.is_rejected:
+                del self._inputs[digest]
 
 
 def poisonous(index: int) -> PoisonInput:
@@ -118,15 +191,11 @@ class SingleFlight:
     def __init__(self, *, is_shared_by_tenants: bool = False) -> None:
         self._is_shared_by_tenants = is_shared_by_tenants
         self._flights: dict[_Key, Flight] = {}
-        self._unseated: list[Flight] = []
+        self.unseated: list[Flight] = []
         """Flights whose followers may have nothing that waits for them."""
 
     def __len__(self) -> int:
         return len(self._flights)
-
-    @property
-    def has_unseated(self) -> bool:
-        return bool(self._unseated)
 
     def join(self, tenant: str, sequences: list[QueuedSequence]) -> tuple[list[QueuedSequence], list[QueuedSequence]]:
         """Add sequences of one request. Returns those that are to be queued, and those that follow a leader."""
@@ -219,13 +288,13 @@ class SingleFlight:
             sequence.flight = None
             del flight.waiting[sequence]
             if flight.followers:
-                self._unseated.append(flight)
+                self.unseated.append(flight)
             elif not flight.waiting:
                 del self._flights[flight.key]
 
     def seat_unseated(self) -> list[QueuedSequence]:
         """The sequences that are to be queued, one for each flight whose followers have lost the one that waited."""
-        unseated, self._unseated = self._unseated, []
+        unseated, self.unseated = self.unseated, []
         return [
             seated
             for flight in dict.fromkeys(unseated)

@@ -26,18 +26,11 @@ _READABLE = int(zmq.POLLIN)
 
 
 class Transport:
-    def __init__(
-        self,
-        epoch: int,
-        *,
-        on_message: Callable[[bytes, ToGateway], None],
-        on_unreadable: Callable[[bytes, WireError], None],
-    ) -> None:
-        """Called on the event loop, with the sender's routing id: `on_message` with each message of this epoch,
-        `on_unreadable` when frames are no message of this version."""
+    def __init__(self, epoch: int, on_message: Callable[[bytes, ToGateway | WireError], None]) -> None:
+        """`on_message` is called on the event loop, with the sender's routing id, for each message of this epoch, and
+        with an error for frames that are no message of this version."""
         self._epoch = epoch
         self._on_message = on_message
-        self._on_unreadable = on_unreadable
         self._is_stopped = False
 
     def start(self, listening_fd: int) -> None:
@@ -97,7 +90,7 @@ class Transport:
         try:
             message = decode_to_gateway(frames)
         except WireError as error:
-            self._on_unreadable(identity, error)
+            self._on_message(identity, error)
             return
         if message.epoch == self._epoch:  # else it answers the gateway before this one
             self._on_message(identity, message)

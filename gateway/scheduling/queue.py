@@ -58,6 +58,7 @@ class Deaths:
     """Of those alone, the newest, between which no other worker has died."""
     last_worker_death: int = 0
     """The number of the newest, among the deaths of all workers."""
+    is_rejected: bool = False
 
     @property
     def must_run_alone(self) -> bool:
@@ -116,10 +117,6 @@ class QueuedSequence:
         """It and those that are identical."""
         self.digest: bytes | None = None
         """What its row is to be kept under in the vector cache; None: it is not."""
-
-    @property
-    def num_deaths(self) -> int:
-        return 0 if self.deaths is None else self.deaths.num
 
     @property
     def must_run_alone(self) -> bool:

@@ -161,7 +161,7 @@ def _report(reported: list[Message], others: list[Dispatcher], message: Message)
     reported.append(message)
     if isinstance(message, InputDeaths):
         for other in others:
-            other.note_deaths(message)
+            other.known.note(message)
 
 
 def tokenized(ids: list[int]) -> TokenizedInput:
@@ -192,13 +192,13 @@ class Dispatched:
         """What the dispatcher has reported to the supervisor."""
         self.others: list[Dispatcher] = []
         """Dispatchers of other gateways, which the deaths of inputs are passed on to."""
+        start: Any = SimpleNamespace(epoch=EPOCH, quarantine_key=b"key".hex())
         config: Any = SimpleNamespace(card=card, **{**CONFIG, **changes})
         self.dispatcher = Dispatcher(
             config,
             generation,
             self.policy,
-            epoch=EPOCH,
-            quarantine_key=b"key",
+            start=start,
             report=partial(_report, self.reported, self.others),
             shared_metrics=self.shared_metrics,
             cores=cores or Cores(1),

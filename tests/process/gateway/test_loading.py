@@ -348,7 +348,7 @@ async def test_a_model_that_drains_gets_no_batch_and_is_reported_when_it_has_non
         worker = await bench.load()
         worker.answer(await worker.receive())
         assert numbers_in(await after) == [8]
-        assert bench.service.dispatcher.num_deaths == 0
+        assert bench.service.dispatcher.known.num_worker_deaths == 0
 
 
 async def test_an_idle_model_is_drained_at_once_and_is_not_wanted():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import ANY, Mock
+from unittest.mock import ANY, Mock, call
 
 import pytest
 
@@ -68,7 +68,8 @@ class FakeService:
         self.tokenizer = SimpleNamespace(threads=Mock())
         self.config = config
         self.generation = generation
-        self.dispatcher = Mock(spec=Dispatcher, quarantine=set(), changed_files="")
+        self.dispatcher = Mock(spec=Dispatcher)
+        self.known = Mock(changed_files="")
         self.dispatcher.broken_error.side_effect = self._broken_error
         self.errors: list[ApiError] = []
         self.pipeline = SimpleNamespace(end=self._end, fail_all=lambda make: self.errors.append(make()))
@@ -297,18 +298,18 @@ async def test_only_the_generation_without_workers_is_broken_and_poison_is_refus
     service = await bench.prepared(2, listening, planned_config().model)
     bench.services.on_message(ModelBroken(2, "it does not start"), [])
     model = planned_config().model
-    bench.services.on_message(Quarantined(model, "ab"), [])
+    messages = [
+        Quarantined(model, "ab"), InputDeaths(model, ["ab"], is_isolated=True, has_crashed=False),
+        InputsCleared(model, ["ab"]),
+    ]  # fmt: skip
+    for message in (*messages, Quarantined("another", "ab")):
+        bench.services.on_message(message, [])
     assert not bench.first.dispatcher.set_broken.called
     service.dispatcher.set_broken.assert_called_once_with("it does not start")
     assert bench.first.errors == []
     assert [str(error) for error in service.errors] == ["it does not start"]
-    assert bench.first.dispatcher.quarantine == service.dispatcher.quarantine == {"ab"}
-    deaths = InputDeaths(model, ["ab"], is_isolated=True, has_crashed=False)
-    bench.services.on_message(deaths, [])
-    bench.services.on_message(InputsCleared(model, ["ab"]), [])
     for each in (bench.first, service):
-        each.dispatcher.note_deaths.assert_called_once_with(deaths)
-        each.dispatcher.note_cleared.assert_called_once_with(["ab"])
+        assert each.known.note.call_args_list == [call(message) for message in messages]
 
 
 async def test_identity_and_changed_files_are_those_of_a_generation(bench: Bench, listening):
@@ -319,7 +320,7 @@ async def test_identity_and_changed_files_are_those_of_a_generation(bench: Bench
     assert (service.info.identity.digest, service.info.identity.problem) == ("", "no file"), "it may be withdrawn"
     assert bench.first.info.identity.problem == ""
     bench.services.on_message(ModelFiles(1, "a.json has changed"), [])
-    assert (bench.first.dispatcher.changed_files, service.dispatcher.changed_files) == ("a.json has changed", "")
+    assert (bench.first.known.changed_files, service.known.changed_files) == ("a.json has changed", "")
 
 
 # --- the drain ------------------------------------------------------------------------------------------------------

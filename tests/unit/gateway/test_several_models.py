@@ -548,16 +548,13 @@ async def test_the_last_model_answers_a_request_for_itself_that_began_when_there
 
 async def test_an_input_that_ends_the_workers_of_one_model_is_no_other_s_fault(bench: Bench):
     """Models of one vocabulary get the same token ids for the same text."""
-    dense, ranker, _ = (service.dispatcher for service in bench.made)
-    digest = dense.quarantine.digest(b"the same ids")
+    dense, ranker, _ = (service.dispatcher.known for service in bench.made)
+    digest = dense.digest(b"the same ids")
     bench.services.on_message(InputDeaths("dense", [digest], is_isolated=True, has_crashed=True), [])
     bench.services.on_message(Quarantined("dense", digest), [])
-    assert dense.quarantine.holds(b"the same ids")
-    assert not ranker.quarantine.holds(b"the same ids")
-    assert (len(dense.deaths), len(dense.quarantine)) == (1, 1)
-    assert (len(ranker.deaths), len(ranker.quarantine)) == (0, 0), "it has room for its own alone"
-    again = bench.add("dense", 7).dispatcher
-    assert again.quarantine.digest(b"the same ids") == digest, "which other gateways tell all generations"
+    assert [len(known) for known in (dense, ranker)] == [1, 0], "it has room for its own alone"
+    again = bench.add("dense", 7).dispatcher.known
+    assert again.digest(b"the same ids") == digest, "which other gateways tell all generations"
 
 
 async def test_no_core_is_wanted_for_what_waits_without_a_worker(bench: Bench):

@@ -12,7 +12,7 @@ import pytest
 from tests.support.dispatching import DEADLINE_S, EPOCH, SPEC, Bench, Worker, running_bench
 from vecd.gateway.dispatch import dispatcher as dispatch
 from vecd.gateway.errors import ServerError, Unavailable
-from vecd.shm.control import InputDeaths, InputsCleared, WorkerConnected
+from vecd.shm.control import InputDeaths, InputsCleared, Quarantined, WorkerConnected
 from vecd.shm.shared_metrics import BatchCell, Counter, Histogram, WorkerCell
 from vecd.shm.views import map_arena
 from vecd.shm.wire import NO_SCOPE, SCOPE_OF_ALL, Alive, Done, Failed, FailureCode, Incarnation, Probe, encode
@@ -96,7 +96,7 @@ async def test_a_death_counts_for_what_the_worker_had_begun_alone(begun, bench):
         worker.begun[batches[index].slot] = batches[index].number
     bench.dispatcher.worker_down(worker.incarnation, "was killed")
     lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
-    assert {requests.index(s.pending): s.num_deaths for s in lost} == {n: int(n in begun) for n in (0, 1)}
+    assert {requests.index(s.pending): s.deaths is not None for s in lost} == {n: n in begun for n in (0, 1)}
 
 
 async def test_a_row_that_is_not_finite_fails_its_own_request_only(bench):
@@ -415,11 +415,10 @@ async def poisoned(bench: Bench, life: int = 1) -> None:
 async def test_what_was_given_up_is_reported_and_refused():
     async with running_bench() as bench:
         await poisoned(bench)
-        assert bench.quarantined == [bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())]
+        digest = bench.dispatcher.known.digest(array("i", [13, 13]).tobytes())
+        assert bench.quarantined == [digest]
         assert bench.shared_metrics.total(Counter.POISONED) == 1
         assert bench.shared_metrics.total(Counter.RETRIED) == 2
-        assert bench.dispatcher.quarantine.holds(array("i", [13, 13]).tobytes())
-        assert not bench.dispatcher.quarantine.holds(array("i", [13]).tobytes())
 
 
 async def test_inputs_whose_worker_is_stopped_again_and_again_run_alone_and_are_not_blamed(bench):
@@ -441,7 +440,7 @@ async def test_inputs_whose_worker_is_stopped_again_and_again_run_alone_and_are_
 async def test_while_files_are_changed_a_death_blames_no_input():
     async with running_bench() as bench:
         request = bench.request(13)
-        bench.dispatcher.changed_files = "model.safetensors has changed"
+        bench.dispatcher.known.changed_files = "model.safetensors has changed"
         for life in (1, 2, 3):
             worker = bench.add_worker(9, life)
             await worker.receive()
@@ -452,14 +451,13 @@ async def test_while_files_are_changed_a_death_blames_no_input():
         assert not bench.quarantined
         assert not [message for message in bench.reported if isinstance(message, InputDeaths)]
         assert bench.shared_metrics.total(Counter.POISONED) == 0
-        assert not bench.dispatcher.deaths
-        bench.dispatcher.changed_files = ""
+        bench.dispatcher.known.changed_files = ""
         await poisoned(bench, life=4)
 
 
 async def test_what_was_queued_before_its_like_was_given_up_reaches_no_worker(bench):
     poison, good = bench.request(13), bench.request(1)
-    bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes()))
+    bench.dispatcher.known.note(Quarantined("", bench.dispatcher.known.digest(array("i", [13, 13]).tobytes())))
     worker = bench.add_worker()
     worker.answer(await worker.receive())
     await good.finished
@@ -475,7 +473,7 @@ async def test_a_batch_of_nothing_but_poison_does_not_keep_others_waiting(bench)
     for _ in range(3):
         bench.request(13, length=16)
     good = bench.request(1, length=16)
-    bench.dispatcher.quarantine.add(bench.dispatcher.quarantine.digest(array("i", [13] * 16).tobytes()))
+    bench.dispatcher.known.note(Quarantined("", bench.dispatcher.known.digest(array("i", [13] * 16).tobytes())))
     worker = bench.add_worker()
     worker.answer(await worker.receive())
     await good.finished
@@ -504,14 +502,14 @@ async def test_deaths_count_over_all_gateways():
 
 async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_worker_has_computed_it():
     async with running_bench() as bench:
-        digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
+        digest = bench.dispatcher.known.digest(array("i", [13, 13]).tobytes())
         worker = bench.add_worker()
         await bench.all_connected()
         for computed_by in ("this gateway's worker", "another's"):
             for _ in range(2):
-                bench.dispatcher.note_deaths(InputDeaths("", [digest], is_isolated=False, has_crashed=True))
+                bench.dispatcher.known.note(InputDeaths("", [digest], is_isolated=False, has_crashed=True))
             if computed_by == "another's":
-                bench.dispatcher.note_cleared([digest])
+                bench.dispatcher.known.note(InputsCleared("", [digest]))
             requests = [bench.request(1), bench.request(13)]
             num_sequences = []
             while not all(request.is_over for request in requests):
@@ -526,15 +524,15 @@ async def test_an_input_with_deaths_at_another_gateway_is_isolated_until_any_wor
 
 async def test_a_request_that_waits_remembers_deaths_that_another_gateway_has_cleared(bench):
     bench.request(13)
-    digest = bench.dispatcher.quarantine.digest(array("i", [13, 13]).tobytes())
+    digest = bench.dispatcher.known.digest(array("i", [13, 13]).tobytes())
     for life in (1, 2):
-        bench.dispatcher.note_cleared([digest])
+        bench.dispatcher.known.note(InputsCleared("", [digest]))
         worker = bench.add_worker(0, life)
         await worker.receive()
         bench.dispatcher.worker_down(worker.incarnation, "was killed")
-    deaths = bench.dispatcher.deaths.find(digest)
-    assert deaths is not None
-    assert deaths.num == 2
+    [sequence] = bench.policy.take(time.monotonic(), 16).sequences
+    assert sequence.deaths is not None
+    assert sequence.deaths.num == 2
 
 
 # --- deaths without end -----------------------------------------------------------------------------------------

@@ -7,95 +7,118 @@ from typing import Any
 
 import pytest
 
-from vecd.gateway.dispatch.known import KEPT_S, MAX_KEPT, KnownInputs, Quarantine, RetryBudget, count_death
-from vecd.gateway.errors import PoisonInput
+from vecd.gateway.dispatch.known import KEPT_S, MAX_INPUTS, KnownInputs, RetryBudget, count_death, poisonous
 from vecd.gateway.scheduling.queue import Deaths
+from vecd.shm.control import InputDeaths, InputsCleared, Message, Quarantined
 
 POISON, OTHER = b"\x0d\0\0\0", b"\x0e\0\0\0"
 MAX_BATCH_TOKENS = 100
 
 
-class Clock:
-    now = 0.0
+class Case:
+    """What is known, on a clock of its own."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, key: bytes = b"key") -> None:
+        self.now = 0.0
+        self.reported: list[Message] = []
+        self.known = KnownInputs(key, "m", self.reported.append, lambda: self.now)
 
+    def reject(self, *inputs: bytes) -> None:
+        for token_ids in inputs:
+            self.known.note(Quarantined("m", self.known.digest(token_ids)))
 
-def test_an_input_is_known_for_a_while_after_it_was_put_last():
-    clock = Clock()
-    known: KnownInputs[str] = KnownInputs(10, clock)
-    known.put("a", "first")
-    clock.now = 0.5 * KEPT_S
-    known.put("a", "second")
-    known.put("b", "other")
-    clock.now = 1.4 * KEPT_S
-    assert known.find("a") == "second"
-    clock.now = 1.5 * KEPT_S
-    assert known.find("a") is None
-    assert len(known) == 0
+    def die(self, *inputs: bytes) -> None:
+        digests = [self.known.digest(token_ids) for token_ids in inputs]
+        self.known.note(InputDeaths("m", digests, is_isolated=False, has_crashed=False))
 
+    def clear(self, *inputs: bytes) -> None:
+        self.known.note(InputsCleared("m", [self.known.digest(token_ids) for token_ids in inputs]))
 
-def test_of_too_many_inputs_the_one_that_was_put_first_is_forgotten():
-    known: KnownInputs[int] = KnownInputs(100)
-    for number in range(100):
-        known.put(str(number), number)
-    known.put("0", 0)
-    known.put("one more", 1)
-    assert len(known) == 100
-    assert known.find("0") == 0
-    assert known.find("1") is None
-    known.forget("0")
-    known.forget("never seen")
-    assert known.find("0") is None
+    def num_deaths(self, token_ids: bytes) -> int | None:
+        """None where the input is rejected."""
+        [sequence] = queued = sequences(token_ids)
+        return None if self.known.rejected(queued) else sequence.deaths.num if sequence.deaths else 0
 
 
-# --- quarantine -----------------------------------------------------------------------------------------------------
+def sequences(*inputs: bytes) -> list[Any]:
+    return [SimpleNamespace(token_ids=ids, index=index, deaths=None, num_tokens=1) for index, ids in enumerate(inputs)]
 
 
-def sequences(start: int, *token_ids: bytes) -> list[Any]:
-    """Of a request's inputs from `start` on."""
-    return [SimpleNamespace(token_ids=ids, index=index) for index, ids in enumerate(token_ids, start)]
+def numbered(number: int) -> bytes:
+    return number.to_bytes(4, "little")
 
 
-def test_what_is_kept_is_refused_by_name_and_nothing_else():
-    quarantine = Quarantine(b"key")
-    quarantine.add(quarantine.digest(POISON))
-    quarantine.check(sequences(0, OTHER, POISON + OTHER))
-    with pytest.raises(PoisonInput, match=r"^'input\[8\]' ended its worker") as caught:
-        quarantine.check(sequences(7, OTHER, POISON, POISON))
-    assert (caught.value.status, caught.value.code) == (500, "poison_input")
-    assert caught.value.headers == {"x-should-retry": "false"}
+@pytest.fixture
+def case() -> Case:
+    return Case()
 
 
-def test_a_digest_is_understood_by_whoever_has_the_key_and_says_nothing_to_others():
-    ours, theirs, stranger = Quarantine(b"key"), Quarantine(b"key"), Quarantine(b"another")
-    digest = ours.digest(POISON)
-    for quarantine in (theirs, stranger):
-        quarantine.add(digest)
-    assert theirs.holds(POISON)
-    assert not stranger.holds(POISON)
+def test_an_input_is_known_for_a_while_after_its_last_death(case):
+    case.die(POISON)
+    case.now = 0.5 * KEPT_S
+    case.die(POISON, OTHER)
+    case.now = 1.4 * KEPT_S
+    assert (case.num_deaths(POISON), case.num_deaths(OTHER)) == (2, 1)
+    case.now = 1.5 * KEPT_S
+    assert (case.num_deaths(POISON), len(case.known)) == (0, 0)
 
 
-def test_of_too_many_poison_inputs_the_oldest_is_forgotten_and_each_after_its_time():
-    clock = Clock()
-    quarantine = Quarantine(b"key", clock)
-    for number in range(MAX_KEPT + 3):
-        quarantine.add(quarantine.digest(number.to_bytes(4, "little")))
-    assert len(quarantine) == MAX_KEPT
-    held = [quarantine.holds(number.to_bytes(4, "little")) for number in (0, 2, 3, MAX_KEPT + 2)]
-    assert held == [False, False, True, True]
-    clock.now = KEPT_S
-    assert not quarantine.holds((3).to_bytes(4, "little"))
+def test_of_too_many_inputs_the_oldest_is_forgotten_that_is_not_rejected(case):
+    case.reject(numbered(0))
+    case.die(*map(numbered, range(1, MAX_INPUTS)))
+    case.die(numbered(1), b"one more")
+    assert len(case.known) == MAX_INPUTS
+    assert [case.num_deaths(ids) for ids in (numbered(0), numbered(1), numbered(2), b"one more")] == [None, 2, 0, 1]
+    case.reject(*map(numbered, range(1, MAX_INPUTS + 1)))
+    assert len(case.known) == MAX_INPUTS
+    assert [case.num_deaths(numbered(number)) for number in (0, 1, MAX_INPUTS)] == [0, None, None]
 
 
-def test_nothing_is_hashed_while_nothing_is_kept():
-    quarantine = Quarantine(b"key")
+def test_what_is_rejected_is_refused_by_name_and_nothing_else(case):
+    case.reject(POISON)
+    asked = sequences(OTHER, POISON + OTHER, POISON, POISON)
+    assert case.known.rejected(asked) == asked[2:]
+    error = poisonous(8)
+    assert str(error) == "'input[8]' ended its worker each time it ran"
+    assert (error.status, error.code, error.headers) == (500, "poison_input", {"x-should-retry": "false"})
+
+
+def test_what_is_rejected_stays_so_for_its_time_whatever_is_heard_of_it(case):
+    case.reject(POISON)
+    case.now = 0.5 * KEPT_S
+    case.die(POISON)
+    case.clear(POISON)
+    assert case.num_deaths(POISON) is None
+    case.now = KEPT_S
+    assert case.num_deaths(POISON) == 0
+
+
+def test_a_sequence_that_waits_keeps_deaths_that_were_cleared_until_its_input_is_rejected(case):
+    case.die(POISON)
+    case.die(POISON)
+    waiting = sequences(POISON)
+    assert case.known.rejected(waiting) == []
+    case.clear(POISON)
+    case.die(POISON)
+    assert (case.known.rejected(waiting), waiting[0].deaths.num) == ([], 2)
+    case.reject(POISON)
+    assert case.known.rejected(waiting) == waiting
+
+
+def test_a_digest_is_understood_by_whoever_has_the_key_and_says_nothing_to_others(case):
+    theirs, stranger = Case(), Case(b"another")
+    for each in (theirs, stranger):
+        each.known.note(Quarantined("m", case.known.digest(POISON)))
+    assert (theirs.num_deaths(POISON), stranger.num_deaths(POISON)) == (None, 0)
+
+
+def test_nothing_is_hashed_while_nothing_is_known(case):
     untouchable: list[Any] = [object()]  # has no token ids to hash
-    quarantine.check(untouchable)
-    quarantine.add(quarantine.digest(POISON))
+    assert case.known.rejected(untouchable) == []
+    case.known.clear(untouchable)
+    case.die(POISON)
     with pytest.raises(AttributeError):
-        quarantine.check(untouchable)
+        case.known.rejected(untouchable)
 
 
 # --- when deaths of workers lead to the rejection of an input -------------------------------------------------------

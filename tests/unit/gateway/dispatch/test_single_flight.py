@@ -18,7 +18,7 @@ from vecd.gateway.encoding.result import ChunkedInput
 from vecd.gateway.errors import EngineFailed, PoisonInput, Unavailable
 from vecd.gateway.request import Chunk, Priority
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
-from vecd.shm.control import InputDeaths
+from vecd.shm.control import InputDeaths, Quarantined
 from vecd.shm.output import Output
 from vecd.shm.shared_metrics import Counter
 from vecd.shm.views import SlotViews
@@ -129,7 +129,7 @@ class Flights(Dispatched):
 
     def assert_nothing_is_left(self) -> None:
         assert len(self.dispatcher._flights) == 0
-        assert not self.dispatcher._flights.has_unseated
+        assert not self.dispatcher._flights.unseated
         assert self.waiting == (0, 0, 0)
         for priority_class in self.policy.classes:
             assert (priority_class.num_tokens, priority_class.num_backlog_tokens) == (0, 0)
@@ -355,8 +355,8 @@ async def test_those_that_wait_for_a_sequence_that_kills_fail_with_it_and_cost_n
 
 async def test_what_waits_for_an_input_that_is_quarantined_meanwhile_is_failed(flights):
     requests = [flights.request(1, 5), flights.request(5)]
-    quarantine = flights.dispatcher.quarantine
-    quarantine.add(quarantine.digest(array("i", [5, 5]).tobytes()))
+    known = flights.dispatcher.known
+    known.note(Quarantined("", known.digest(array("i", [5, 5]).tobytes())))
     beside = flights.request(1)
     flights.add_worker()
     assert await flights.answer_all() == [[1, 1]]
@@ -372,8 +372,8 @@ async def test_those_that_follow_an_input_beside_a_quarantined_one_are_computed(
     await flights.next_batch()
     second = flights.request(6)
     await flights.die()
-    quarantine = flights.dispatcher.quarantine
-    quarantine.add(quarantine.digest(array("i", [5, 5]).tobytes()))
+    known = flights.dispatcher.known
+    known.note(Quarantined("", known.digest(array("i", [5, 5]).tobytes())))
     assert await flights.answer_all() == [[6, 6]]
     assert isinstance(error_of(first), PoisonInput)
     assert second.fragments == [b"6"]
@@ -392,9 +392,9 @@ async def test_those_that_follow_an_input_of_a_request_that_is_not_paid_for_are_
 
 
 async def test_isolated_ones_are_computed_once_as_well(flights):
-    digest = flights.dispatcher.quarantine.digest(array("i", [5, 5]).tobytes())
+    digest = flights.dispatcher.known.digest(array("i", [5, 5]).tobytes())
     for _ in range(2):
-        flights.dispatcher.note_deaths(InputDeaths("", [digest], is_isolated=False, has_crashed=False))
+        flights.dispatcher.known.note(InputDeaths("", [digest], is_isolated=False, has_crashed=False))
     requests = [flights.request(5) for _ in range(3)]
     gone = flights.request(5)
     flights.cancel(gone)
