@@ -79,13 +79,7 @@ class Service:
         self.made_at = time.monotonic()
         self.num_handled = 0
         counting = services.shared_metrics.of_model(config.model)
-        self.policy = BatchingPolicy(
-            config.max_batch_tokens,
-            config.arena.rows_per_slot,
-            config.max_tokens,
-            num_gateways=config.gateways,
-            queued_elsewhere=lambda: services.shared_metrics.others(Gauge.QUEUED_TOKENS),
-        )
+        self.policy = BatchingPolicy(config, lambda: services.shared_metrics.others(Gauge.QUEUED_TOKENS))
         self.dispatcher = Dispatcher(
             config,
             generation,
@@ -100,12 +94,7 @@ class Service:
         self.residence = Residence(
             generation, keep_alive_s=config.keep_alive_s, num_gateways=config.gateways, send=services.send
         )
-        self.admission = Admission(
-            max_requests=config.share(config.max_requests),
-            max_wait_s=config.max_wait,
-            policy=self.policy,
-            workers=self.dispatcher,
-        )
+        self.admission = Admission(config, self.policy, self.dispatcher)
         self.pipeline = Pipeline(
             config,
             admission=self.admission,
@@ -117,13 +106,7 @@ class Service:
             vector_cache=self.dispatcher.vector_cache,
             query_weights=read_query_weights(config.card, tokenizer.id_of, config.query_weights),
         )
-        self.bodies = Bodies(
-            tokenizer.threads,
-            max_inputs=config.max_inputs,
-            max_chars=tokenizer.max_chars,
-            max_ids=tokenizer.max_ids,
-            max_bytes=config.max_body_bytes,
-        )
+        self.bodies = Bodies(config, tokenizer)
         identity = Identity(defaults.alias for defaults in config.alias_defaults)
         self.info = ModelInfo(
             config, self.residence, identity, int(time.time()), generation, tokenizer.least_tokens, tokenizer.vocabulary

@@ -15,11 +15,12 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api.large_json import Bounds, PieceReader, invalid_json, is_about_surrogate
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.errors import BadRequest
 from vecd.gateway.http.framing import Decompression
 from vecd.gateway.request import Coding
 from vecd.gateway.scheduling.admission import Share, TenantRoom
-from vecd.gateway.tokenization.fair_pool import Threads
+from vecd.gateway.tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -42,13 +43,12 @@ _DECOMPRESSOR_BYTES = 256 * 1024
 
 
 class Bodies:
-    def __init__(self, threads: Threads, *, max_inputs: int, max_chars: int, max_ids: int, max_bytes: int) -> None:
-        """`max_chars` and `max_ids`: how much of one input is read; see `Bounds`. `max_bytes`: how large a body may
-        become when it is decompressed."""
-        self._threads = threads
-        self._max_bytes = max_bytes
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+        """A body may become `config.max_body_bytes` long when it is decompressed. The tokenizer says how much of one
+        input is read, and lends its threads."""
+        self._threads, self._max_bytes = tokenizer.threads, config.max_body_bytes
         self.room = TenantRoom(MAX_WAITING_BYTES, "bodies of {} bytes wait to be parsed", _BYTES_PER_S)
-        self._own_bounds = self._bounds = Bounds(max_items=max_inputs, max_chars=max_chars, max_ids=max_ids)
+        self._own_bounds = self._bounds = Bounds(config.max_inputs, tokenizer.max_chars, tokenizer.max_ids)
 
     def widen(self, others: Sequence["Bodies"]) -> None:
         """Keep as much of a large body as this or any of `others` was made for, from now on."""

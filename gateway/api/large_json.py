@@ -161,7 +161,7 @@ _MAX_DEPTH = 2
 """Lists, and lists in them, are cut; deeper ones are not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """How much of a large field is kept. Dropped values have been parsed, and cannot change a response."""
 

@@ -134,7 +134,9 @@ class Dispatcher:
         self._shared_metrics = shared_metrics
         self._cores = cores
         self._models = cores.models
-        self._share = ModelShare(config.model_index, None if config.compute_type == "gpu" else config.weight, policy)
+        self._share = ModelShare(
+            config.model_index, None if config.compute_type == "gpu" else config.weight, policy, self
+        )
         self._idle: list[WorkerLink] = []
         """The workers that may get a batch, while batches are being sent; the last one is next."""
         self.thread_model = ThreadModel()
@@ -162,7 +164,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.transport.start(listening_fd)
         self._sweep_soon()
-        self._models.join(self._share, self)
+        self._models.join(self._share)
 
     def stop(self) -> None:
         """Forget all workers and close the socket. What is still queued or being encoded stays unanswered."""
@@ -225,7 +227,7 @@ class Dispatcher:
         self._flow = _Flow.HELD
         if self.num_usable_workers:
             self._flow = _Flow.OPEN
-            self._models.join(self._share, self)
+            self._models.join(self._share)
             self.schedule_dispatch()
 
     def _report_if_drained(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Generic, TypeAlias, TypeVar
 
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.errors import TooManyRequests
 from vecd.gateway.request import Priority
 from vecd.gateway.scheduling.policy import BatchingPolicy, Workers
@@ -106,11 +107,12 @@ No deque is empty."""
 
 
 class Admission:
-    def __init__(self, *, max_requests: int, max_wait_s: float, policy: BatchingPolicy, workers: Workers) -> None:
-        """At most `max_requests` have a permit, none of which would wait for longer than `max_wait_s` by the estimate
-        of `policy`. A request of at most `policy.quantum` tokens is a short one, which waits only for its like."""
-        self._max_requests = max_requests
-        self._max_wait_s = max_wait_s
+    def __init__(self, config: GatewayConfig, policy: BatchingPolicy, workers: Workers) -> None:
+        """At most `config.max_requests` have a permit, at all gateways together, none of which would wait for longer
+        than `config.max_wait` by the estimate of `policy`. A request of at most `policy.quantum` tokens is a short one,
+        which waits only for its like."""
+        self._max_requests = config.share(config.max_requests)
+        self._max_wait_s = config.max_wait
         self._policy = policy
         self._workers = workers
         # Order is kept among equals: a large request that finds no room must not hold up short ones.

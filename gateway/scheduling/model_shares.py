@@ -42,35 +42,6 @@ class _Clock:
     """Seconds × cores of its batches / weight, and what it was not owed."""
 
 
-class ModelShare:
-    """What one dispatcher has of the cores. Owned by `ModelShares` from `join` to `leave`."""
-
-    def __init__(self, model: int, weight: float | None, policy: BatchingPolicy) -> None:
-        """`model`: its index, the same in each of its generations. `weight`: above 0; None: its workers need no
-        core."""
-        self.model = model
-        self.needs_cores = weight is not None
-        self.policy = policy
-        self.clock = _Clock(weight or 1.0)
-        self.num_idle = 0
-        """Workers that could get a batch now, if they had a core each; 0 while nothing waits."""
-        self.is_waiting = False
-        """There were any when it was looked at last."""
-        self.served_at = 0.0
-        """When it got its last batch, or has begun to wait."""
-
-
-def worker_order(num_workers: int, gateway: int, num_gateways: int) -> list[int]:
-    """The places of idle workers in the order in which a gateway takes them: each gateway begins with others, because
-    two that send to one worker leave a core idle. Pairs of gateways come from opposite ends, so that two never meet
-    while they have no more cores than there are workers."""
-    if gateway % 2:
-        end = (gateway + 1) * num_workers // num_gateways
-        return [(end - 1 - place) % num_workers for place in range(num_workers)]
-    start = gateway * num_workers // num_gateways
-    return [(start + place) % num_workers for place in range(num_workers)]
-
-
 class CoreTurn(NamedTuple):
     num_places: int
     """Workers among which what waits is divided, 1 or more."""
@@ -101,11 +72,41 @@ class CoreUser(Protocol):
     def schedule_dispatch(self) -> None: ...
 
 
+class ModelShare:
+    """What one dispatcher has of the cores. Owned by `ModelShares` from `join` to `leave`."""
+
+    def __init__(self, model: int, weight: float | None, policy: BatchingPolicy, user: CoreUser) -> None:
+        """`model`: its index, the same in each of its generations. `weight`: above 0; None: its workers need no
+        core."""
+        self.model = model
+        self.user = user
+        self.needs_cores = weight is not None
+        self.policy = policy
+        self.clock = _Clock(weight or 1.0)
+        self.num_idle = 0
+        """Workers that could get a batch now, if they had a core each; 0 while nothing waits."""
+        self.is_waiting = False
+        """There were any when it was looked at last."""
+        self.served_at = 0.0
+        """When it got its last batch, or has begun to wait."""
+
+
+def worker_order(num_workers: int, gateway: int, num_gateways: int) -> list[int]:
+    """The places of idle workers in the order in which a gateway takes them: each gateway begins with others, because
+    two that send to one worker leave a core idle. Pairs of gateways come from opposite ends, so that two never meet
+    while they have no more cores than there are workers."""
+    if gateway % 2:
+        end = (gateway + 1) * num_workers // num_gateways
+        return [(end - 1 - place) % num_workers for place in range(num_workers)]
+    start = gateway * num_workers // num_gateways
+    return [(start + place) % num_workers for place in range(num_workers)]
+
+
 class ModelShares:
     def __init__(self, num_open: Callable[[], int]) -> None:
         """`num_open`: the cores that batches may begin on now."""
         self._num_open = num_open
-        self._members: dict[ModelShare, CoreUser] = {}
+        self._members: list[ModelShare] = []
         self._virtual_s = 0.0
         """The clock of the batch that left last, before it was charged; never runs back."""
         self.are_several = False
@@ -113,21 +114,22 @@ class ModelShares:
 
     # --- who shares -----------------------------------------------------------------------------------------
 
-    def join(self, share: ModelShare, member: CoreUser) -> None:
+    def join(self, share: ModelShare) -> None:
         """A generation of a model that is there shares its clock, and sets its weight."""
         for other in self._members:
             if other.model == share.model:
                 other.clock.weight = share.clock.weight
                 share.clock = other.clock
-        self._members[share] = member
+        self._members.append(share)
         self._count_models()
 
     def leave(self, share: ModelShare) -> None:
         """`share` need not have joined."""
-        if self._members.pop(share, None) is not None:
+        if share in self._members:
+            self._members.remove(share)
             self._count_models()
-            for member in self._members.values():
-                member.schedule_dispatch()
+            for other in self._members:
+                other.user.schedule_dispatch()
 
     def _count_models(self) -> None:
         self.are_several = len({share.model for share in self._members}) > 1
@@ -137,29 +139,29 @@ class ModelShares:
     def dispatch(self, now: float) -> None:
         """Send what can be sent, each batch when it is its model's turn. Batches are sent ahead only while none waits
         for a core, and no more cores are leased than granted, because a worker keeps its core for them."""
-        for share, member in self._members.items():
-            self._look(share, member.find_idle(), now)
+        for share in self._members:
+            self._look(share, now)
         is_short = self.wants_short_batches(now)
         while equals := self._first(now):
             share = min(equals, key=lambda share: (share.clock.virtual_s, share.served_at))
             turn = self._turn(share, len(equals), is_short=is_short)
-            share.num_idle = self._members[share].send_in_turn(now, turn)
+            share.num_idle = share.user.send_in_turn(now, turn)
         waiting = [share for share in self._members if share.num_idle]
         for share in waiting:
-            self._members[share].note_waiting(now)
+            share.user.note_waiting(now)
         keeps_cores = not waiting and self._num_open() >= 0
-        for share, member in self._members.items():
+        for share in self._members:
             if share.policy.queued_sequences and (keeps_cores or not share.needs_cores):
-                member.send_ahead(now, is_short=is_short if share.needs_cores else None)
+                share.user.send_ahead(now, is_short=is_short if share.needs_cores else None)
 
-    def _look(self, share: ModelShare, num_idle: int, now: float) -> None:
-        share.num_idle = num_idle
-        if num_idle:
+    def _look(self, share: ModelShare, now: float) -> None:
+        share.num_idle = share.user.find_idle()
+        if share.num_idle:
             if not share.is_waiting:
                 share.served_at = now  # it has not been kept waiting
             owed_s = _MAX_LAG_S if share.is_waiting else 0.0
             share.clock.virtual_s = max(share.clock.virtual_s, self._virtual_s - owed_s)
-        share.is_waiting = num_idle > 0
+        share.is_waiting = share.num_idle > 0
 
     def _first(self, now: float) -> list[ModelShare]:
         """Those that are equal in priority, of which one sends the next batch."""
@@ -202,8 +204,9 @@ class ModelShares:
         # What waits without a worker, because its model loads or its workers are dead, waits for no batch.
         policies = [
             share.policy
-            for share, member in self._members.items()
-            if share.needs_cores and (share.is_waiting or member.in_flight_tokens or not share.policy.queued_sequences)
+            for share in self._members
+            if share.needs_cores
+            and (share.is_waiting or share.user.in_flight_tokens or not share.policy.queued_sequences)
         ]
         expecting = [policy for policy in policies if policy.expects_short(now)]
         if expecting and any(policy.has_backlog for policy in policies):
@@ -219,8 +222,8 @@ class ModelShares:
             return 1.0
         weights = {
             other.model: other.clock.weight
-            for other, member in self._members.items()
-            if other.needs_cores and (other.is_waiting or member.in_flight_tokens)
+            for other in self._members
+            if other.needs_cores and (other.is_waiting or other.user.in_flight_tokens)
         }
         weights[share.model] = share.clock.weight
         return share.clock.weight / sum(weights.values())

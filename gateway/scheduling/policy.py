@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from vecd.gateway.config import GatewayConfig
 from vecd.gateway.request import Priority
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import (
@@ -67,23 +68,15 @@ class Workers(Protocol):
 
 
 class BatchingPolicy:
-    def __init__(
-        self,
-        max_batch_tokens: int,
-        max_batch_rows: int,
-        max_sequence_tokens: int,
-        *,
-        num_gateways: int = 1,
-        queued_elsewhere: Callable[[], Sequence[int]] = tuple,
-    ) -> None:
-        """A batch holds at most `max_batch_tokens` (a longer sequence makes a batch of its own) and `max_batch_rows`
-        rows, of which no sequence has more. `num_gateways` take turns at the same workers; `queued_elsewhere` returns
-        the tokens that wait at each other one."""
-        self._max_batch_tokens = max_batch_tokens
-        self._max_batch_rows = max_batch_rows
-        self._num_gateways = num_gateways
+    def __init__(self, config: GatewayConfig, queued_elsewhere: Callable[[], Sequence[int]] = tuple) -> None:
+        """A batch holds at most `config.max_batch_tokens` (a longer sequence makes a batch of its own), and the rows of
+        a slot, of which no sequence has more. Gateways take turns at the same workers; `queued_elsewhere` returns the
+        tokens that wait at each other one."""
+        self._max_batch_tokens = config.max_batch_tokens
+        self._max_batch_rows = config.arena.rows_per_slot
+        self._num_gateways = config.gateways
         self._queued_elsewhere = queued_elsewhere
-        self.quantum = max(MIN_QUANTUM_TOKENS, max_sequence_tokens)
+        self.quantum = max(MIN_QUANTUM_TOKENS, config.max_tokens)
         """Tokens of one turn. A request of no more is a short one."""
         self.classes = [PriorityClass(self.quantum) for _ in Priority]
         self._passed_over: dict[RequestRotation, None] = {}

@@ -21,6 +21,7 @@ from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.result import ChunkedInput, PendingResult
 from vecd.gateway.request import Chunk, Priority, TokenizedInput
+from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
@@ -43,6 +44,19 @@ CONFIG: dict[str, Any] = {
     "max_batch_tokens": 16, "batch_timeout_s": 60, "model_index": 0,
 }  # fmt: skip
 """What a dispatcher reads of the configuration, but the card."""
+
+
+def batching(max_tokens: int, max_rows: int, longest: int, num_gateways: int = 1) -> Any:
+    """What a batching policy reads of the configuration."""
+    arena = SimpleNamespace(rows_per_slot=max_rows)
+    return SimpleNamespace(max_batch_tokens=max_tokens, arena=arena, max_tokens=longest, gateways=num_gateways)
+
+
+def admitting(max_requests: int, max_wait: float, policy: Any, workers: Any) -> Admission:
+    config: Any = SimpleNamespace(max_requests=max_requests, max_wait=max_wait, share=int)
+    return Admission(config, policy, workers)
+
+
 DEADLINE_S = 10.0
 
 
@@ -186,7 +200,7 @@ class Dispatched:
         dim = spec.dim
         card = card or ModelCard("", "", "bert", dim, dim, 16, dim, ("mean",), (), False, "", num_labels=dim)
         self.spec = spec
-        self.policy = BatchingPolicy(16, spec.rows_per_slot, max_sequence_tokens=16)
+        self.policy = BatchingPolicy(batching(16, spec.rows_per_slot, longest=16))
         self.shared_metrics = shared_metrics or private_metrics()
         self.reported: list[Message] = []
         """What the dispatcher has reported to the supervisor."""

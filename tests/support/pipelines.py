@@ -5,11 +5,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
-from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, private_metrics, tokenized
+from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, admitting, private_metrics, tokenized
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.request import Chunk, Embedded, EmbedRequest, RequestTimeline, TokenizedInput
-from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.keys import Principal
 from vecd.gateway.service import Services, read_tokenizer
 from vecd.gateway.telemetry.measures import SharedMetrics
@@ -80,7 +79,7 @@ class Piped:
         card = card or replace(planned_config().card, dim=bench.spec.dim, hidden_size=bench.spec.dim)
         changes = {"request_timeout": DEADLINE_S, "card": card, "arena": bench.spec, **changes}
         self.bench = bench
-        self.admission = Admission(max_requests=100, max_wait_s=60, policy=bench.policy, workers=bench.dispatcher)
+        self.admission = admitting(100, 60, bench.policy, bench.dispatcher)
         self.pipeline = Pipeline(
             replace(planned_config(), **changes),
             admission=self.admission,

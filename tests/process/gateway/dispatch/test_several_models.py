@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, Worker, running_bench
+from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, Worker, admitting, running_bench
 from vecd.gateway.request import Priority
-from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.shm.control import THREAD_CHOICES
@@ -177,7 +176,7 @@ async def test_two_gateways_begin_with_different_workers(gateway):
 async def test_speed_is_estimated_with_the_cores_that_the_other_model_leaves():
     async with two_models() as (_, first, other):
         alone = first.dispatcher.tokens_per_s
-        admission = Admission(max_requests=10, max_wait_s=1.0, policy=first.policy, workers=first.dispatcher)
+        admission = admitting(10, 1.0, first.policy, first.dispatcher)
         requests = [other.request(1)]
         batch = await receive_any(other)
         assert first.dispatcher.tokens_per_s == pytest.approx(alone / 2)

@@ -5,6 +5,7 @@ import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,10 +30,12 @@ LARGE = frozenset({"input"})
 @asynccontextmanager
 async def parsing(**limits: int) -> AsyncIterator[Bodies]:
     threads = Threads()
+    most: Any = SimpleNamespace(
+        threads=threads,
+        **{"max_inputs": 100_000, "max_chars": 10**9, "max_ids": 10**9, "max_body_bytes": 10**9, **limits},
+    )
     try:
-        yield Bodies(
-            threads, **{"max_inputs": 100_000, "max_chars": 10**9, "max_ids": 10**9, "max_bytes": 10**9, **limits}
-        )
+        yield Bodies(most, most)
     finally:
         threads.close()
 
@@ -280,9 +283,9 @@ def test_a_small_body_that_becomes_large_is_parsed_in_a_thread():
 @pytest.mark.parametrize("num_texts", [1, 20_000])
 def test_a_compressed_body_means_what_it_was_before_and_is_bounded_by_that(coding, num_texts):
     body = orjson.dumps({"input": [f"text {i}" for i in range(num_texts)]})
-    assert parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body)) == parse(body)
+    assert parse(COMPRESS[coding](body), coding=coding, max_body_bytes=len(body)) == parse(body)
     with pytest.raises(PayloadTooLarge, match=f"longer than the {len(body) - 1} bytes allowed"):
-        parse(COMPRESS[coding](body), coding=coding, max_bytes=len(body) - 1)
+        parse(COMPRESS[coding](body), coding=coding, max_body_bytes=len(body) - 1)
 
 
 @pytest.mark.parametrize("coding", Coding)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.dispatching import admitting, batching
 from vecd.gateway.encoding.result import PendingResult
 from vecd.gateway.errors import TooManyRequests
 from vecd.gateway.request import Priority
 from vecd.gateway.scheduling import admission as admission_module
-from vecd.gateway.scheduling.admission import Admission, Permit
+from vecd.gateway.scheduling.admission import Permit
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import RequestQueue
 
@@ -20,7 +21,7 @@ class FixedPolicy(BatchingPolicy):
     """Says of its queue what the test wants."""
 
     def __init__(self):
-        super().__init__(max_batch_tokens=2048, max_batch_rows=512, max_sequence_tokens=100)
+        super().__init__(batching(2048, 512, 100))
         self.quantum = 100
         self.queued_tokens = 10**12
         self.ahead = 0
@@ -43,9 +44,7 @@ class Entrance:
 
     def __init__(self, max_requests=100, max_wait_s=10.0):
         self.policy, self.workers = FixedPolicy(), FixedWorkers()
-        self.admission = Admission(
-            max_requests=max_requests, max_wait_s=max_wait_s, policy=self.policy, workers=self.workers
-        )
+        self.admission = admitting(max_requests, max_wait_s, self.policy, self.workers)
 
     def try_enter(self, num_tokens=10, timeout_s=60.0, tenant=""):
         return self.admission.try_enter(num_tokens, NORMAL, time.monotonic() + timeout_s, tenant)

@@ -35,7 +35,7 @@ class Model:
     def __init__(self, machine: "Machine", index: int, *, weight: float | None, cost_s: float, workers: int) -> None:
         self._machine = machine
         self.policy = Policy(0, Priority.NORMAL)
-        self.share = ModelShare(index, weight, cast(BatchingPolicy, self.policy))
+        self.share = ModelShare(index, weight, cast(BatchingPolicy, self.policy), self)
         self.cost_s = cost_s
         self.num_idle = workers
         self.in_flight_tokens = 0
@@ -90,7 +90,7 @@ class Machine:
         number = len(self.models) if index is None else index
         model = Model(self, number, weight=weight, cost_s=cost_s, workers=workers or self.cores.num_cores)
         self.models.append(model)
-        self.shares.join(model.share, model)
+        self.shares.join(model.share)
         return model
 
     def queue(self, model: Model, num: int = ENDLESS, priority: Priority = Priority.NORMAL) -> None:
@@ -370,7 +370,7 @@ def test_a_gateway_without_a_grant_still_has_a_core_for_a_batch():
     machine = Machine(4)
     machine.cores.granted = 0
     first, other = machine.add(), machine.add()
-    machine.shares.join(first.share, first)
+    machine.shares.join(first.share)
     first.policy.queued_sequences = other.policy.queued_sequences = 2
     machine.shares.dispatch(0.0)
     assert machine.cores.leased == 1

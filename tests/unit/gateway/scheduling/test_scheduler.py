@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.dispatching import batching
 from vecd.gateway.encoding.result import ChunkedInput, PendingResult
 from vecd.gateway.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
@@ -32,7 +33,7 @@ class Queue:
     """A batching policy and its clock."""
 
     def __init__(self, max_tokens=BIG, max_rows=1000, longest=100):
-        self.policy = BatchingPolicy(max_tokens, max_rows, longest)
+        self.policy = BatchingPolicy(batching(max_tokens, max_rows, longest))
         self.now = 100.0
 
     def request(self, *lengths: int, priority=Priority.NORMAL, tenant="", output=Output.VECTORS) -> RequestQueue:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.dispatching import batching
 from vecd.gateway.encoding.result import PendingResult
 from vecd.gateway.request import Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
@@ -42,7 +43,7 @@ class Server:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_batch_tokens: int, longest: int, tokens_per_s: float):
         self._loop = loop
-        self.policy = BatchingPolicy(max_batch_tokens, 512, longest)
+        self.policy = BatchingPolicy(batching(max_batch_tokens, 512, longest))
         self.max_batch_tokens = max_batch_tokens
         self.workers = Workers(tokens_per_s)
         self._cost_model = CostModel(max_batch_tokens)
@@ -134,6 +135,6 @@ def check(cases: list[Case]) -> None:
 def test_a_place_gets_free_after_the_turns_of_all_gateways_and_at_the_latest_when_nothing_is_left(
     num_gateways, queued_tokens, wait_s
 ):
-    policy, workers = BatchingPolicy(2048, 512, 256, num_gateways=num_gateways), Workers(1000.0)
+    policy, workers = BatchingPolicy(batching(2048, 512, 256, num_gateways)), Workers(1000.0)
     policy.queued_tokens, workers.in_flight_tokens = queued_tokens, 100
     assert policy.place_s(8, 500, 0, workers) == pytest.approx(wait_s)
