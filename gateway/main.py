@@ -34,8 +34,8 @@ from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.request import Limits
 from vecd.gateway.scheduling.cores import CoreClaim, Cores, OtherPrograms
 from vecd.gateway.service import Services
-from vecd.gateway.telemetry.finished import AccessLog, start_tracing
-from vecd.gateway.telemetry.measures import FinishedRequests, SharedMetrics
+from vecd.gateway.telemetry.finished import FinishedRequests, make_sender
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.model.card import ModelError
 from vecd.shm.control import (
     Channel,
@@ -266,8 +266,7 @@ class Gateway:
                 call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
             )
         self._tls = ServerTls(str(config.tls_cert), str(config.tls_key)) if config.tls_cert and config.tls_key else None
-        self._finished = FinishedRequests(shared_metrics)
-        self._access_log = AccessLog(config, shared_metrics, ENDPOINTS)
+        self._finished = FinishedRequests(config, shared_metrics, ENDPOINTS)
         self._server = Server(
             self._app,
             limits=Limits(max_body_bytes=config.max_body_bytes),
@@ -320,7 +319,7 @@ class Gateway:
         loop.set_default_executor(self._pool)
         self._services.active.dispatcher.activate()
         self._address = _address_of(listening)
-        self._listen_to_requests(config)
+        self._start_tracing(config)
         await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
         if admin is not None:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
@@ -333,9 +332,9 @@ class Gateway:
         self._control.stop()
         self._timer.cancel()
         self._services.stop()
-        self._access_log.report_dropped()
-        if self._app.tracing is not None:
-            self._app.tracing.sender.close(_LAST_SPANS_S)
+        self._finished.report_dropped()
+        if self._finished.sender is not None:
+            self._finished.sender.close(_LAST_SPANS_S)
         self._pool.shutdown()  # the loop's own way to do it needs one more thread
         if not everything_answered:
             log.warning("the drain's deadline has passed: connections that waited for a response were cut")
@@ -371,8 +370,8 @@ class Gateway:
         """Apply the first model's configuration to what all generations share."""
         logs.change(config.log_level, config.log_format)
         self._app.change(config)
-        self._access_log.change(config)
-        self._listen_to_requests(config)
+        self._finished.change(config)
+        self._start_tracing(config)
         self._server.change_limits(
             Limits(max_body_bytes=config.max_body_bytes),
             config.share(config.max_connections),
@@ -385,16 +384,13 @@ class Gateway:
             except TlsError as error:
                 log.error("the certificate of before is used on: %s", error)
 
-    def _listen_to_requests(self, config: GatewayConfig) -> None:
-        before = self._app.tracing
-        # Made anew even if only the model's name has changed, because spans have the name.
-        tracing = start_tracing(config, self._shared_metrics.gateway, self._address, ENDPOINTS)
-        self._app.tracing = tracing
-        self._finished.listeners = [self._access_log.on_finished]
-        if tracing is not None:
-            self._finished.listeners.append(tracing.on_finished)
+    def _start_tracing(self, config: GatewayConfig) -> None:
+        """The sender is made anew even if only the model's name has changed, because spans have the name."""
+        before = self._finished.sender
+        self._finished.sender = make_sender(config, self._shared_metrics.gateway, self._address, ENDPOINTS)
+        self._app.begin_trace = self._finished.begin_trace if self._finished.sender is not None else None
         if before is not None:
-            asyncio.get_running_loop().run_in_executor(None, before.sender.close, _LAST_SPANS_S)
+            asyncio.get_running_loop().run_in_executor(None, before.close, _LAST_SPANS_S)
 
 
 async def drain(services: Services, server: Server, deadline_s: float, grace_s: float) -> bool:

@@ -324,7 +324,7 @@ class Services:
             config = load(GatewayConfig, message.config)
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer, config)
             if config.otlp_endpoint:
-                with suppress(ImportError):  # `start_tracing` logs it
+                with suppress(ImportError):  # `make_sender` logs it
                     await asyncio.to_thread(import_opentelemetry)
             service = self._make_service(config, generation, tokenizer, self)
             service.dispatcher.start(zmq_listening.fileno())

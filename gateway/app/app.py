@@ -8,7 +8,7 @@ are served, it counts for all of them until its model is known.
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import product
@@ -46,7 +46,6 @@ from vecd.gateway.request import (
 )
 from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal
 from vecd.gateway.service import Service, Services
-from vecd.gateway.telemetry.finished import Tracing
 from vecd.shm.settings import names_of
 from vecd.shm.shared_metrics import MAX_ENDPOINTS
 
@@ -226,7 +225,8 @@ class App:
 
     def __init__(self, services: Services) -> None:
         self.services = services
-        self.tracing: Tracing | None = None
+        self.begin_trace: Callable[[HttpRequest], None] | None = None
+        """Called with each request that is complete, before it is handled."""
         self.change(services.active.config)
 
     def change(self, config: GatewayConfig) -> None:
@@ -251,8 +251,8 @@ class App:
         services = self.services
         if not services.models.is_complete:
             await self._await_models(request)
-        if self.tracing is not None:
-            self.tracing.begin(request)
+        if self.begin_trace is not None:
+            self.begin_trace(request)
         service, choice = self._enter(request), request.choice
         if choice is None or choice.is_made:
             held = [service]

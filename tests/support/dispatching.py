@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+from vecd.gateway.app.routes import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.result import ChunkedInput, PendingResult
@@ -25,6 +26,7 @@ from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.telemetry.finished import FinishedRequests
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.launch.sockets import make_zmq_endpoint
 from vecd.model.card import ModelCard
@@ -64,6 +66,14 @@ def private_metrics() -> SharedMetrics:
     """Of a gateway without a supervisor."""
     spec = SharedMetricsSpec(num_gateways=1, num_workers=64)
     return SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
+
+
+def finished_requests(shared_metrics: SharedMetrics, trace_ratio: float = 0, sender: Any = None) -> FinishedRequests:
+    """Logs nothing."""
+    config: Any = SimpleNamespace(log_requests=0, log_format="text", trusted_proxies="", trace_ratio=trace_ratio)
+    made = FinishedRequests(config, shared_metrics, ENDPOINTS)
+    made.sender = sender
+    return made
 
 
 class Worker:

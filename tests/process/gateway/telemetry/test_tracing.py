@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.collector import Collector, Span
+from tests.support.dispatching import finished_requests, private_metrics
 from tests.support.serving import eventually
 from vecd.gateway.app.app import ENDPOINTS
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.request import BatchShare, Endpoint, HttpRequest, Trace
-from vecd.gateway.telemetry.finished import Tracing, parse_traceparent, start_tracing, trace_of
+from vecd.gateway.telemetry.finished import make_sender, parse_traceparent, trace_of
 from vecd.gateway.telemetry.measures import GONE
 from vecd.gateway.telemetry.spans import MAX_WAITING, SpanSender, traces_url
 
@@ -132,13 +133,13 @@ class Queue(SpanSender):
 def traced(ratio: float, request: HttpRequest, route: int | None = None) -> list[Trace]:
     """What becomes of a request that is handled."""
     queue = Queue()
-    tracing = Tracing(queue, ratio, ENDPOINTS)
+    tracing = finished_requests(private_metrics(), ratio, queue)
     request.timeline.started_at = 1.0
-    tracing.begin(request)
+    tracing.begin_trace(request)
     record = request.timeline
     assert (record.batches is not None) == (record.trace is not None and record.trace.is_sampled)
     request.timeline.endpoint = endpoint("/v1/embeddings", "openai") if route is None else route
-    tracing.on_finished(200, request, 2.0)
+    tracing.on_finished(200, request)
     return queue.traces
 
 
@@ -171,10 +172,10 @@ def test_probes_have_a_trace_only_if_they_come_with_one():
 
 def test_a_request_that_is_refused_by_its_head_is_traced_too():
     queue = Queue()
-    tracing = Tracing(queue, 1, ENDPOINTS)
+    tracing = finished_requests(private_metrics(), 1, queue)
     for header in (SAMPLED, UNSAMPLED, "nonsense"):
-        tracing.on_finished(413, embedded(traceparent=header), 2.0)
-    tracing.on_finished(413, embedded(), 2.0)
+        tracing.on_finished(413, embedded(traceparent=header))
+    tracing.on_finished(413, embedded())
     assert [trace.parent_id for trace in queue.traces] == [PARENT_ID, ""]
 
 
@@ -375,7 +376,7 @@ def test_a_collector_that_never_answers_holds_nobody_up():
 def test_without_the_packages_nothing_is_kept(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delitem(sys.modules, "vecd.gateway.telemetry.spans")
-    assert start_tracing(config("http://127.0.0.1:9"), 0, ("127.0.0.1", 8000), ENDPOINTS) is None
+    assert make_sender(config("http://127.0.0.1:9"), 0, ("127.0.0.1", 8000), ENDPOINTS) is None
     assert "OpenTelemetry cannot be used: ModuleNotFoundError" in caplog.text
 
 

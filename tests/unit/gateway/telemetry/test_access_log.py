@@ -19,8 +19,8 @@ from vecd.gateway.telemetry.finished import (
     MAX_FAILURES_PER_S,
     MAX_SLOW_PER_S,
     SLOW_S,
-    AccessLog,
     Bucket,
+    FinishedRequests,
     describe,
     render,
 )
@@ -35,7 +35,7 @@ NOW = 1000.0
 
 
 def settings(rate: float = 100.0, log_format: str = "text", trusted_proxies: str = "") -> GatewayConfig:
-    fields = {"log_requests": rate, "log_format": log_format, "trusted_proxies": trusted_proxies}
+    fields = {"log_requests": rate, "log_format": log_format, "trusted_proxies": trusted_proxies, "trace_ratio": 0}
     return cast(GatewayConfig, SimpleNamespace(**fields))
 
 
@@ -67,9 +67,9 @@ def embedded(traceparent: str = "") -> HttpRequest:
 
 @dataclass
 class Log:
-    """An `AccessLog`, what it logged, and its timers."""
+    """What is logged of finished requests, and its timers."""
 
-    access: AccessLog
+    access: FinishedRequests
     shared_metrics: SharedMetrics
     records: list[logging.LogRecord]
     timers: list[tuple[float, Any]]
@@ -91,7 +91,7 @@ def make(caplog: pytest.LogCaptureFixture):
         shared_metrics, timers = private_metrics(), list[tuple[float, Any]]()
         shared_metrics.poll(lambda: {Gauge.WORKERS: num_workers})
         shared_metrics.publish()
-        access = AccessLog(
+        access = FinishedRequests(
             settings(rate, log_format), shared_metrics, ENDPOINTS, lambda seconds, call: timers.append((seconds, call))
         )
         return Log(access, shared_metrics, caplog.records, timers)
@@ -112,7 +112,7 @@ def test_a_line_for_people():
 
 def test_a_line_for_programs(make):
     log = make(log_format="json")
-    log.access.on_finished(200, embedded(), NOW)
+    log.access.log(200, embedded(), NOW)
     said = json.loads(JsonFormatter("gateway").format(log.records[0]))
     assert (said.pop("message"), said.pop("level")) == ("POST /v1/embeddings 200", "info")
     assert {name: value for name, value in said.items() if name not in ("time", "process", "logger")} == {
@@ -137,9 +137,9 @@ def test_a_line_has_the_client_where_proxies_are_trusted(make, client):
     log = make()
     sent = embedded()
     sent.client = client
-    log.access.on_finished(200, sent, NOW)
+    log.access.log(200, sent, NOW)
     log.access.change(settings(trusted_proxies="10.0.0.1"))
-    log.access.on_finished(200, sent, NOW)
+    log.access.log(200, sent, NOW)
     before, after = log.fields()
     assert "client" not in before
     assert after == {**before, "client": client or None}
@@ -175,7 +175,7 @@ def test_nothing_that_a_caller_writes_is_logged_or_makes_a_line(make, formatter)
         f"Content-Length: 6\r\n\r\nsecret"
     )
     log = make()
-    log.access.on_finished(404, hostile, NOW)
+    log.access.log(404, hostile, NOW)
     line = formatter.format(log.records[0])
     assert "secret" not in line
     assert len(line.splitlines()) == 1
@@ -187,7 +187,7 @@ def test_nothing_that_a_caller_writes_is_logged_or_makes_a_line(make, formatter)
 def test_what_was_left_out_is_told_of_every_ten_seconds(make):
     log = make(rate=10)
     for _ in range(25):
-        log.access.on_finished(200, request(), NOW)
+        log.access.log(200, request(), NOW)
     [(seconds, tell)] = log.timers
     assert seconds == 10
     tell()
@@ -196,46 +196,46 @@ def test_what_was_left_out_is_told_of_every_ten_seconds(make):
     tell()
     assert len(log.records) == 11
     for _ in range(11):
-        log.access.on_finished(200, request(), NOW + 20)
+        log.access.log(200, request(), NOW + 20)
     assert len(log.timers) == 2
 
 
 def test_failures_have_a_budget_of_their_own(make):
     log = make(rate=10)
     for _ in range(200):
-        log.access.on_finished(200, request(), NOW)
+        log.access.log(200, request(), NOW)
     for _ in range(200):
-        log.access.on_finished(503, request(), NOW)
+        log.access.log(503, request(), NOW)
     statuses = [said["status"] for said in log.fields()]
     assert statuses.count(503) == MAX_FAILURES_PER_S
     assert {made.levelno for made in log.records if "503" in made.getMessage()} == {logging.WARNING}
     for _ in range(20):
-        log.access.on_finished(200, request(), NOW + 1)
+        log.access.log(200, request(), NOW + 1)
     assert [said["status"] for said in log.fields()].count(200) == 20
 
 
 def test_slow_ones_have_one_too(make):
     log = make(rate=10)
     for _ in range(50):
-        log.access.on_finished(200, request(), NOW)
+        log.access.log(200, request(), NOW)
     for _ in range(50):
-        log.access.on_finished(200, request(took_s=SLOW_S + 1), NOW)
+        log.access.log(200, request(took_s=SLOW_S + 1), NOW)
     assert [said["total_ms"] > 1000 * SLOW_S for said in log.fields()].count(True) == MAX_SLOW_PER_S
 
 
 def test_none_means_none_but_what_the_server_failed(make):
     log = make(rate=0)
     for status in (200, 404, 429, GONE):
-        log.access.on_finished(status, request(took_s=SLOW_S + 1), NOW)
+        log.access.log(status, request(took_s=SLOW_S + 1), NOW)
     assert (log.records, log.num_dropped, log.timers) == ([], 0, [])
-    log.access.on_finished(500, request(), NOW)
+    log.access.log(500, request(), NOW)
     assert [said["status"] for said in log.fields()] == [500]
 
 
 def test_above_level_info_only_failures_have_one(make):
     log = make(level=logging.WARNING)
-    log.access.on_finished(200, request(), NOW)
-    log.access.on_finished(500, request(), NOW)
+    log.access.log(200, request(), NOW)
+    log.access.log(500, request(), NOW)
     assert [said["status"] for said in log.fields()] == [500]
     assert log.num_dropped == 0
 
@@ -243,9 +243,9 @@ def test_above_level_info_only_failures_have_one(make):
 def test_probes_are_logged_when_they_fail(make):
     log = make(rate=1)
     for _ in range(10):
-        log.access.on_finished(200, request(HEALTH), NOW)
-    log.access.on_finished(503, request(HEALTH), NOW)
-    log.access.on_finished(401, request(HEALTH), NOW)
+        log.access.log(200, request(HEALTH), NOW)
+    log.access.log(503, request(HEALTH), NOW)
+    log.access.log(401, request(HEALTH), NOW)
     assert [(said["route"], said["status"]) for said in log.fields()] == [("/health", 503), ("/health", 401)]
     assert log.num_dropped == 0
 
@@ -253,11 +253,11 @@ def test_probes_are_logged_when_they_fail(make):
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
 def test_a_probe_that_finds_no_worker_while_the_model_is_loaded_is_not_logged(make, level):
     log = make(level=level, num_workers=0)
-    log.access.on_finished(503, request(HEALTH), NOW)
+    log.access.log(503, request(HEALTH), NOW)
     assert (log.records, log.num_dropped) == ([], 0)
-    log.access.on_finished(503, request(), NOW)
+    log.access.log(503, request(), NOW)
     assert [made.levelno for made in log.records] == [logging.WARNING], "another request is"
-    log.access.on_finished(200, request(HEALTH), NOW)
+    log.access.log(200, request(HEALTH), NOW)
     assert [made.levelno for made in log.records[1:]] == [logging.DEBUG] * (level == logging.DEBUG)
 
 
@@ -265,7 +265,7 @@ def test_a_probe_that_finds_no_worker_while_the_model_is_loaded_is_not_logged(ma
 def test_what_no_client_should_ask_for_is_no_failure_of_the_server(make, status):
     log = make(rate=10)
     for _ in range(20):
-        log.access.on_finished(status, request(), NOW)
+        log.access.log(status, request(), NOW)
     assert [made.levelno for made in log.records] == [logging.INFO] * 10, "within the budget of all others"
 
 
@@ -275,7 +275,7 @@ def test_a_probe_that_fails_is_never_a_warning(make):
     log.shared_metrics.poll(lambda: {Gauge.WORKERS: 0})
     log.shared_metrics.publish()
     for status in (401, 500, 503):
-        log.access.on_finished(status, request(HEALTH), NOW)
+        log.access.log(status, request(HEALTH), NOW)
     assert [(made.levelno, made.fields["status"]) for made in log.records] == [
         (logging.INFO, status) for status in (401, 500, 503)
     ]
@@ -291,9 +291,9 @@ def test_what_counts_as_a_probe():
 
 def test_another_configuration(make):
     log = make(rate=0)
-    log.access.on_finished(200, request(), NOW)
+    log.access.log(200, request(), NOW)
     log.access.change(settings(5, "json"))
-    log.access.on_finished(200, request(), NOW)
+    log.access.log(200, request(), NOW)
     assert [made.getMessage() for made in log.records] == ["POST /v1/embeddings 200"]
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.dispatching import finished_requests
 from vecd.gateway.app.app import ENDPOINTS
 from vecd.gateway.request import Endpoint, HttpRequest
-from vecd.gateway.telemetry.measures import FinishedRequests, SharedMetrics
+from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.telemetry.prometheus import CONTENT_TYPE, WORKER_STATES, ServedModel, Usage, render_metrics
 from vecd.shm.control import ModelIs, ModelState
 from vecd.shm.shared_metrics import (
@@ -220,7 +221,7 @@ def test_each_model_has_its_own_counts_and_the_total_is_of_all(shared_metrics_of
 
 def test_answers_are_counted_for_the_model_that_is_known(gateway: SharedMetrics) -> None:
     kept = gateway.of_model("a")
-    finished = FinishedRequests(gateway)
+    finished = finished_requests(gateway)
     for model in ("a", "a", "", "a client's word"):
         request = HttpRequest("POST", "/v1/embeddings", b"", {}, 1, True, "id")
         request.timeline.model, request.timeline.endpoint = model, 3

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.dispatching import private_metrics
+from tests.support.dispatching import finished_requests, private_metrics
 from vecd.gateway.request import Durations, HttpRequest, RequestTimeline
-from vecd.gateway.telemetry.measures import GONE, FinishedRequests, SharedMetrics
+from vecd.gateway.telemetry.measures import GONE, SharedMetrics
 from vecd.shm.shared_metrics import (
     NUM_BATCHES,
     STATUSES,
@@ -196,7 +196,7 @@ def test_what_was_computed_while_the_rest_was_tokenized_waited_for_nothing():
 
 def test_an_answered_embedding_request_is_counted_with_its_stages():
     shared_metrics = private_metrics()
-    FinishedRequests(shared_metrics).on_finished(200, request(**EMBEDDED))
+    finished_requests(shared_metrics).on_finished(200, request(**EMBEDDED))
     assert shared_metrics.answers() == {(3, 200): 1}
     assert shared_metrics.total(Counter.INPUTS) == 2
     assert shared_metrics.total(Counter.INPUT_TOKENS) == 7
@@ -211,7 +211,7 @@ def test_an_answered_embedding_request_is_counted_with_its_stages():
 )
 def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
     shared_metrics = private_metrics()
-    FinishedRequests(shared_metrics).on_finished(status, request(**noted))
+    finished_requests(shared_metrics).on_finished(status, request(**noted))
     assert shared_metrics.answers() == {(noted.get("endpoint", 0), status): 1}
     assert shared_metrics.total(Counter.INPUTS) == 0
     assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 0
@@ -219,22 +219,18 @@ def test_what_was_not_embedded_and_answered_has_no_stages(status, noted):
 
 def test_a_request_that_was_not_understood_goes_nowhere():
     shared_metrics = private_metrics()
-    finished = FinishedRequests(shared_metrics)
-    finished.listeners.append(lambda *heard: pytest.fail("nothing is known of it"))
-    finished.on_finished(400, None)
+    finished_requests(shared_metrics).on_finished(400, None)
     assert shared_metrics.answers() == {(0, 400): 1}
 
 
-def test_a_listener_that_fails_harms_neither_the_request_nor_the_next_listener(caplog):
+def test_a_log_that_fails_harms_no_request(caplog, monkeypatch):
     """What raised here would have the connection write a second answer behind the first."""
 
     def fail(*told: object) -> None:
         raise ValueError("what a " + "caller sent")
 
-    shared_metrics, heard = private_metrics(), []
-    finished = FinishedRequests(shared_metrics)
-    finished.listeners += [fail, lambda *told: heard.append(told)]
+    finished = finished_requests(private_metrics())
+    monkeypatch.setattr(finished, "log", fail)
     finished.on_finished(200, request())
-    assert len(heard) == 1
     assert "ValueError" in caplog.text
     assert "what a caller sent" not in caplog.text
