@@ -27,7 +27,6 @@ from vecd.base.tasks import NoTasks, Pool, naming_limit
 from vecd.gateway.app.app import ENDPOINTS, App, StartingApp
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.encoding.forms import RangesError
-from vecd.gateway.http.connection import Timeouts
 from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
@@ -120,7 +119,6 @@ class Control:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
 
-_MAX_CONNECTIONS_BEFORE_START = 256
 _LAST_EARLY_RESPONSES_S = 0.5
 _GC_THRESHOLD = 50_000
 _SWITCH_INTERVAL_S = 0.0005
@@ -205,10 +203,8 @@ async def _await_start(
     read()
     if not started.done():
         server = Server(
-            app, limits=Limits(max_body_bytes=order.max_body_bytes), timeouts=Timeouts(),
-            max_connections=_MAX_CONNECTIONS_BEFORE_START,
-            trusted_proxies=TrustedProxies(order.trusted_proxies),
-        )  # fmt: skip
+            app, Limits(max_body_bytes=order.max_body_bytes), trusted_proxies=TrustedProxies(order.trusted_proxies)
+        )
         server.is_draining = True  # each response ends its connection: the next is for the gateway that listens then
         with suppress(TlsError):  # which the supervisor reports
             tls = ServerTls(order.tls_cert, order.tls_key) if order.tls_cert and order.tls_key else None
@@ -269,13 +265,10 @@ class Gateway:
         self._finished = FinishedRequests(config, shared_metrics, ENDPOINTS)
         self._server = Server(
             self._app,
-            limits=Limits(max_body_bytes=config.max_body_bytes),
-            timeouts=Timeouts(),
+            _limits_of(config),
+            trusted_proxies=TrustedProxies(config.trusted_proxies),
             on_finished=self._finished.on_finished,
             is_ahead=self._is_ahead if config.gateways > 1 else None,
-            max_connections=config.share(config.max_connections),
-            max_connections_per_address=config.share(config.max_connections_per_address),
-            trusted_proxies=TrustedProxies(config.trusted_proxies),
         )
         shared_metrics.poll(self._gauges)
         shared_metrics.poll_models(self._services.gauges_of_models)
@@ -372,12 +365,7 @@ class Gateway:
         self._app.change(config)
         self._finished.change(config)
         self._start_tracing(config)
-        self._server.change_limits(
-            Limits(max_body_bytes=config.max_body_bytes),
-            config.share(config.max_connections),
-            config.share(config.max_connections_per_address),
-        )
-        self._server.trust(TrustedProxies(config.trusted_proxies))
+        self._server.change(_limits_of(config), TrustedProxies(config.trusted_proxies))
         if self._tls is not None:
             try:
                 self._tls.reload()
@@ -403,6 +391,14 @@ async def drain(services: Services, server: Server, deadline_s: float, grace_s: 
     quiet_s = min(grace_s, _QUIET_S)
     await asyncio.sleep(grace_s - quiet_s)
     return await server.drain(deadline_s - (grace_s - quiet_s), quiet_s)
+
+
+def _limits_of(config: GatewayConfig) -> Limits:
+    return Limits(
+        max_body_bytes=config.max_body_bytes,
+        max_connections=config.share(config.max_connections),
+        max_connections_per_address=config.share(config.max_connections_per_address),
+    )
 
 
 def _address_of(sock: socket.socket) -> tuple[str, int | None]:

@@ -473,7 +473,8 @@ class Coding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The most that is read of one request. A request at a limit is accepted; one byte or header more is refused."""
+    """The most that is read of one request, and of connections. A request at a limit is accepted; one byte or header
+    more is refused."""
 
     max_body_bytes: int
     max_target_bytes: int = 8 * 1024
@@ -481,6 +482,10 @@ class Limits:
     max_head_bytes: int = 32 * 1024
     """With line ends. Trailers of a chunked body have the same limit again."""
     max_headers: int = 100
+    max_connections: int = 256
+    """To the public listener. This many are enough until the configuration is known."""
+    max_connections_per_address: int | None = None
+    """Of these, from one `vecd.gateway.http.forwarded.client_of`; None: as many."""
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ _SILENT_SWEEPS = 3
 """A client that reads nothing for so long may be dropped for want of room."""
 _TRIMMED_BYTES = 64 * 1024 * 1024
 """When responses have this many bytes less than they had, free memory is returned to the kernel."""
-_NO_PROXIES = TrustedProxies()
+_NO_PROXIES, _TIMEOUTS = TrustedProxies(), Timeouts()
 _DRAIN_POLL_S = 0.05
 _ADMIN_DRAIN_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
@@ -166,21 +166,18 @@ class Server:
     def __init__(
         self,
         app: Application,
-        *,
         limits: Limits,
-        timeouts: Timeouts,
-        max_connections: int,
-        max_connections_per_address: int | None = None,
+        *,
+        timeouts: Timeouts = _TIMEOUTS,
         trusted_proxies: TrustedProxies = _NO_PROXIES,
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
         is_ahead: Callable[[], bool] | None = None,
     ) -> None:
-        """`max_connections`: to the public listener; `max_connections_per_address`: of these, from one `client_of`;
-        None: as many. `trusted_proxies`: the peers of the public listener whose headers say who the caller is.
-        `on_finished`: called with the status of each response, or with `vecd.gateway.telemetry.measures.GONE` where the
-        client disconnected before it, and with the request, if its head could be parsed. `is_ahead`, where several
-        gateways share the socket: whether one of them has fewer connections."""
+        """`trusted_proxies`: the peers of the public listener whose headers say who the caller is. `on_finished`:
+        called with the status of each response, or with `vecd.gateway.telemetry.measures.GONE` where the client
+        disconnected before it, and with the request, if its head could be parsed. `is_ahead`, where several gateways
+        share the socket: whether one of them has fewer connections."""
         self.app = app
         self.timeouts = timeouts
         self.arriving = BodyBudget()
@@ -190,7 +187,6 @@ class Server:
         self.clock = clock
         self.on_finished = on_finished
         self._is_ahead = is_ahead
-        self.trusted_proxies = trusted_proxies
         self.is_draining = False
         self.num_requests_in_flight = 0
         self._listeners: list[_Listener] = []
@@ -203,36 +199,28 @@ class Server:
         self._num_refused_of_address_since_sweep = 0
         self.num_plain_since_sweep = 0
         """Connections that spoke plain HTTP to the TLS listener."""
-        self.change_limits(limits, max_connections, max_connections_per_address)
+        self.change(limits, trusted_proxies)
 
     @property
     def num_connections(self) -> int:
         """To the public listener, without those that are being refused."""
         return len(self.connections)
 
-    def change_limits(
-        self, limits: Limits, max_connections: int, max_connections_per_address: int | None = None
-    ) -> None:
-        """Use other limits from now on. Open connections stay; their next request is held to `limits`. Call on the
-        running loop."""
-        self.limits = limits
-        self.max_connections = max_connections
-        self.max_connections_per_address = max_connections_per_address or max_connections
+    def change(self, limits: Limits, trusted_proxies: TrustedProxies) -> None:
+        """Use these from now on. Open connections stay; their next request is held to `limits`, and is of whom a proxy
+        says that is trusted now. Call on the running loop."""
+        self.limits, self.trusted_proxies = limits, trusted_proxies
+        self.max_connections = limits.max_connections
+        self.max_connections_per_address = limits.max_connections_per_address or limits.max_connections
         self.arriving.max_bytes = max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)
         self.unsent.max_bytes = self.arriving.max_bytes
         for connection in self._all_connections():
             connection.reader.limits = limits
-
-    def trust(self, proxies: TrustedProxies) -> None:
-        """Call on the running loop."""
-        self.trusted_proxies = proxies
-        for connection in self._all_connections():
-            num_held_bytes = connection.num_held_bytes
+            num_held_bytes, num_unsent_bytes = connection.num_held_bytes, connection.num_unsent_bytes
             self.arriving.count(connection, 0)
-            self._count_address(connection, -1)
-            num_unsent_bytes = connection.num_unsent_bytes
             self.unsent.count(connection, 0)
-            connection.trust(proxies)
+            self._count_address(connection, -1)
+            connection.trust(trusted_proxies)
             self._count_address(connection, 1)
             self.arriving.count(connection, num_held_bytes)
             self.unsent.count(connection, num_unsent_bytes)

@@ -227,9 +227,9 @@ def listening(path: Path | None = None) -> Listening:
 async def serving(
     sock: Listening | None = None,
     *,
-    limits: Limits | None = None,
     timeouts: Timeouts = FOREVER,
     max_connections: int = 100,
+    max_connections_per_address: int | None = None,
     clock: Callable[[], float] = time.monotonic,
     admin: Listening | None = None,
     tls: ServerTls | None = None,
@@ -238,8 +238,12 @@ async def serving(
     **options: Any,
 ) -> AsyncIterator[ModelInfo]:
     app = TinyApp()
-    limits = limits or Limits(max_body_bytes=1_000_000)
-    server = Server(app, limits=limits, timeouts=timeouts, max_connections=max_connections, clock=clock, **options)
+    limits = Limits(
+        max_body_bytes=1_000_000,
+        max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address,
+    )
+    server = Server(app, limits, timeouts=timeouts, clock=clock, **options)
     server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
     server.unsent.max_bytes = max_unsent_bytes or server.unsent.max_bytes
     model_info = ModelInfo(app, server, sock or listening(), admin)

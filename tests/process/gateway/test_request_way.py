@@ -21,7 +21,6 @@ import pytest
 from tests.support.dispatching import SPEC, Worker
 from tests.support.pipelines import planned_config, services_of
 from vecd.gateway.app.app import App
-from vecd.gateway.http.connection import Timeouts
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.request import Limits
 from vecd.launch.sockets import make_zmq_endpoint
@@ -138,7 +137,7 @@ async def trace() -> list[Holder]:
     config = replace(planned, card=card, arena=SPEC, gateways=1)
     services = services_of(config)
     service = services.active
-    server = Server(App(services), limits=Limits(max_body_bytes=1 << 20), timeouts=Timeouts(), max_connections=1)
+    server = Server(App(services), Limits(max_body_bytes=1 << 20))
     listening, address_fd = make_zmq_endpoint()
     service.dispatcher.start(listening.detach())
     worker = Worker(address_fd)

@@ -119,12 +119,12 @@ async def test_open_connections_go_by_the_proxies_that_are_trusted_now():
         assert await who(proxies[0], header) == PROXY
         proxies[1].send(get("/len", "Content-Length: 10", method="POST") + b"12345")
         await until(lambda: server.arriving.num_bytes == 5)
-        server.trust(TRUSTED)
+        server.change(server.limits, TRUSTED)
         assert server.num_of_address == {}
         assert await who(proxies[0], header) == CALLER
         proxies.append(await client_at(model_info, PROXY))
         assert await who(proxies[3], header) == CALLER
-        server.trust(TrustedProxies())
+        server.change(server.limits, TrustedProxies())
         assert server.num_of_address == {PROXY: 4}
         assert await who(proxies[3], header) == PROXY
         assert (await proxies[1].ask(b"67890")).body == b"10"

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.support.tinyserver import (
     until,
 )
 from vecd.gateway.http.connection import Connection, Timeouts
+from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.gateway.http.framing import STEPS_PER_READ
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.http.reader import IncomingRequest, ReadState
@@ -570,15 +572,15 @@ async def test_memory_goes_back_once_after_much_of_it_was_used(monkeypatch):
 
 async def test_changed_limits_are_for_open_connections_too():
     async with serving(max_connections=1) as model_info:
-        limits = Limits(max_body_bytes=50)
+        change, limit = model_info.server.change, partial(Limits, max_body_bytes=50)
         first = await model_info.connect()
         assert (await first.ask(get("/a"))).status == 200
         assert (await (await model_info.connect()).ask(get("/a"))).status == 503
-        model_info.server.change_limits(limits, 3, 2)
+        change(limit(max_connections=3, max_connections_per_address=2), TrustedProxies())
         assert (await (await model_info.connect()).ask(get("/a"))).status == 200
         assert (await (await model_info.connect()).ask(get("/a"))).status == 503, "of one address"
         assert (await (await model_info.connect(**by(2))).ask(get("/a"))).status == 200
-        model_info.server.change_limits(limits, 1)
+        change(limit(max_connections=1), TrustedProxies())
         assert model_info.server.max_connections_per_address == 1
         assert (await first.ask(post("/a", body=bytes(50)))).status == 200, "it was open before"
         assert (await first.ask(post("/a", body=bytes(51)))).status == 413
@@ -589,10 +591,9 @@ def test_what_may_be_held_follows_the_longest_body():
     def limits_of(server: Server) -> tuple[int, int]:
         return server.arriving.max_bytes, server.unsent.max_bytes
 
-    options: dict[str, Any] = {"limits": Limits(max_body_bytes=1), "timeouts": Timeouts(), "max_connections": 1}
-    server = Server(TinyApp(), **options)
+    server = Server(TinyApp(), Limits(max_body_bytes=1))
     assert limits_of(server) == (512 * 2**20, 512 * 2**20)
-    server.change_limits(Limits(max_body_bytes=2**30), 1)
+    server.change(Limits(max_body_bytes=2**30), TrustedProxies())
     assert limits_of(server) == (2**32, 2**32)
 
 
@@ -820,7 +821,7 @@ async def test_drain_answers_who_was_accepted_at_last_and_leaves_the_others(num_
         options: dict[str, Any] = {"is_ahead": lambda: False} if num_gateways > 1 else {}
         limits = Limits(max_body_bytes=1000)
         app = TinyApp()
-        server = Server(app, limits=limits, timeouts=FOREVER, max_connections=1, **options)
+        server = Server(app, limits, timeouts=FOREVER, **options)
         elsewhere = listening().sock
         with elsewhere, socket.create_connection(elsewhere.getsockname(), DEADLINE_S) as client:
             client.sendall(get("/len"))
@@ -996,11 +997,7 @@ async def recording(
 ) -> AsyncIterator[Recorded]:
     app, clock = TinyApp(), Clock()
     server = Server(
-        app,
-        limits=Limits(max_body_bytes=max_body_bytes),
-        timeouts=timeouts or Timeouts(),
-        max_connections=1,
-        clock=clock,
+        app, Limits(max_body_bytes=max_body_bytes, max_connections=1), timeouts=timeouts or Timeouts(), clock=clock
     )
     server.arriving.max_bytes = max_arriving_bytes or server.arriving.max_bytes
     connection = Connection(server, asyncio.get_running_loop())
@@ -1182,8 +1179,7 @@ async def test_how_fast_a_slow_reader_has_to_take_its_answer(num_bytes, steps, i
 
 async def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
     async with recording() as recorded:
-        recorded.server.change_limits(recorded.server.limits, 10)
-        recorded.server.unsent.max_bytes = 1000
+        recorded.server.max_connections, recorded.server.unsent.max_bytes = 10, 1000
         connections = [(recorded.connection, recorded.transport)]
         for _ in range(4):
             transport = RecordingTransport()
