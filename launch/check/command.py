@@ -33,7 +33,7 @@ from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_c
 from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import read_texts
 from vecd.launch.check import model as check_model
-from vecd.launch.check.report import Problem, Report, new_report, render, render_all, to_json
+from vecd.launch.check.report import Problem, Report, new_report, render
 from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
@@ -65,7 +65,7 @@ _COMMAND = Command(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    all: bool = flag(False, "check every configured model, with a table at the end")
+    all: bool = flag(False, "check every configured model")
     fleet: bool = flag(False, "compare running servers (vecd check --fleet --help)")
     quick: bool = flag(False, "do not measure speed")
     json: bool = flag(False, "print the report as one JSON object")
@@ -126,13 +126,14 @@ def _check(entries: Sequence[ModelEntry], options: CheckOptions) -> int:
             reports[name] = report = new_report(version(), *problems)
         if not options.json:
             _print(f"# {name}\n\n{render(report)}\n" if options.all else render(report))
-    failed = any(report["problems"] for report in reports.values())
-    described = {name: to_json(report) for name, report in reports.items()}
+    failed = [name for name, report in reports.items() if report["problems"]]
+    described = {name: {"is_servable": name not in failed, **report} for name, report in reports.items()}
     if options.json:
         whole = {"is_servable": not failed, "models": described} if options.all else next(iter(described.values()))
         _print(orjson.dumps(whole).decode())
     elif options.all:
-        _print(render_all(reports))
+        which = f"{len(failed)} of {len(reports)} models cannot be served: {', '.join(failed)}"
+        _print(which if failed else "All models can be served.")
     return EXIT_COULD_NOT_START if failed else EXIT_OK
 
 

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,7 +22,6 @@ from vecd.client.aio import AsyncClient
 from vecd.client.bench.texts import Lengths, draw_texts
 from vecd.client.exchanges import Piece, ServerError, VecdError
 from vecd.client.sockets import TlsMismatch, name_failure
-from vecd.launch.memory import as_table
 
 TEXTS = tuple(draw_texts(20, Lengths(12, 0.5), seed=0))
 """What every node is sent."""
@@ -254,7 +252,6 @@ def _cosine(a: Floats, b: Floats) -> float:
 # --- the command ------------------------------------------------------------------------------------------------
 
 EXIT_DIFFERENT, EXIT_UNREACHABLE = 1, EXIT_BAD_CONFIGURATION
-_HEADINGS = ("node", "version", "identity", "dtype", "max tokens", "result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +298,9 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(nodes, differences), ensure_ascii=False))
     else:
-        print("\n".join(_render(nodes, differences)))
+        lines = [*(f"{node.url}: {node.error}" for node in nodes if node.error), *map(str, differences)]
+        alike = f"All {len(nodes)} nodes may be mixed: they have one identity and the same settings."
+        print("\n".join(lines or [alike]))
     if any(node.error for node in nodes):
         return EXIT_UNREACHABLE
     return EXIT_DIFFERENT if differences else EXIT_OK
@@ -322,25 +321,3 @@ def _as_json(nodes: Sequence[Node], differences: Sequence[Difference]) -> JsonOb
             for node in nodes
         ],
     }
-
-
-def _render(nodes: Sequence[Node], differences: Sequence[Difference]) -> list[str]:
-    lines = []
-    for model in dict.fromkeys(chain.from_iterable(node.models for node in nodes)):
-        rows = [_HEADINGS, *(_row(node, model, differences) for node in nodes)]
-        lines += [model, *(f"  {line}" for line in as_table(rows)), ""]
-    lines += [f"{node.url}: {node.error}" for node in nodes if node.error]
-    lines += map(str, differences)
-    if not differences and not any(node.error for node in nodes):
-        lines.append(f"All {len(nodes)} nodes may be mixed: they have one identity and the same settings.")
-    return lines
-
-
-def _row(node: Node, model: str, differences: Sequence[Difference]) -> tuple[str, ...]:
-    if model not in node.models:
-        return (node.url, node.version, "", "", "", "cannot be asked" if node.error else "not served")
-    facts = node.models[model].facts
-    found = [each.what for each in differences if each.url == node.url and each.model in ("", model)]
-    result = "cannot be asked" if node.error else f"differs: {', '.join(found)}" if found else "same"
-    digest = facts["identity"].partition(";")[0]
-    return (node.url, node.version, digest, str(facts["dtype"]), str(facts["max_tokens"]), result)
