@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
-from vecd.launch.config.identity import Digests, is_unchanged, read_identity
+from vecd.launch.config.identity import Digests, read_identity
 from vecd.launch.config.plan import Plan
 from vecd.launch.files import FileAccess, FilesHang
 from vecd.launch.workers import WorkerPool
@@ -40,7 +41,6 @@ class Identities:
         self._files = files
         self._on_changed = on_changed
         self._waiting: list[_Reading] = []
-        self._known: dict[int, Digests] = {}
         self._reads_all = False
         self._changed = asyncio.Event()
 
@@ -61,15 +61,6 @@ class Identities:
         """Withdraw the identity of a model whose files have changed since they were read for it: a worker may have read
         others. One that is not known yet is hurried and waited for, so that it does not come between the answers of one
         client."""
-        if (digests := self._known.get(worker_pool.generation)) is not None:
-            plan, why = worker_pool.plan, _CHANGED
-            try:
-                is_ours = await self._files.call(plan.card.folder, lambda: is_unchanged(plan, digests))
-            except FilesHang as error:
-                is_ours, why = False, f"{error}; a reload finds it"
-            if not is_ours:
-                self._set(worker_pool, None, why)
-            return
         for reading in self._waiting:
             reading.is_urgent |= reading.worker_pool is worker_pool
         self._changed.set()
@@ -78,6 +69,15 @@ class Identities:
                 while worker_pool.identity is None:
                     self._changed.clear()
                     await self._changed.wait()
+        if worker_pool.identity is None or not worker_pool.identity.digest:
+            return
+        plan, why = worker_pool.plan, _CHANGED
+        try:
+            has_changed = await self._files.call(plan.card.folder, plan.model_has_changed)
+        except FilesHang as error:
+            has_changed, why = True, f"{error}; a reload finds it"
+        if has_changed:
+            self._set(worker_pool, None, why)
 
     async def run(self) -> None:
         """Read, until cancelled."""
@@ -91,16 +91,9 @@ class Identities:
                 await self._changed.wait()
 
     async def _read(self, reading: _Reading) -> None:
-        worker_pool, plan = reading.worker_pool, reading.plan
-
-        def read() -> Digests | None:
-            if (digests := read_identity(plan)) is None:
-                return None
-            self._known[worker_pool.generation] = digests
-            return digests if is_unchanged(plan, digests) else None  # later changes are left to `confirm`
-
+        read, problem = partial(read_identity, reading.plan), _CHANGED
         try:
-            digests, problem = await self._files.call(_FILES, read, timeout_s=_READ_TIMEOUT_S), _CHANGED
+            digests = await self._files.call(_FILES, read, timeout_s=_READ_TIMEOUT_S)
         except Exception as error:  # whatever it is: requests must not wait for what does not come
             digests, problem = None, one_line(error)
             if reading.num_failed < len(PAUSES_S):
@@ -110,13 +103,12 @@ class Identities:
                 os.close(reading.fd)
         else:
             os.close(reading.fd)
-        self._set(worker_pool, digests, problem)
+        self._set(reading.worker_pool, digests, problem)
 
     def _set(self, worker_pool: WorkerPool, digests: Digests | None, problem: str) -> None:
         generation = worker_pool.generation
         if digests is None:
             worker_pool.log.warning("the model's identity is not known: %s", problem)
-            self._known.pop(generation, None)
             worker_pool.identity = ModelIdentity(generation, "", problem=problem)
         else:
             worker_pool.identity = ModelIdentity(generation, digests.model, digests.by_alias)
