@@ -31,7 +31,7 @@ def main(kind: str, *arguments: str) -> int:
             from vecd.workers.process.fork_server import serve_zygote as serve_forks
 
             return serve_forks(Channel.from_fd(int(control_fd)))
-        case "fetch" | "convert" | "unpickle" | "pairs", *order, parent_pid, answer_fd:
+        case "fetch" | "convert" | "unpickle", *order, parent_pid, answer_fd:
             return _answer(parent_pid, answer_fd, partial(_ANSWERS[kind], *order))
         case "select", answer_fd:
             from vecd.workers.process.selection_process import serve as select
@@ -41,10 +41,10 @@ def main(kind: str, *arguments: str) -> int:
             from vecd.workers.check.run import serve as check
 
             return check(sys.stdin, int(answer_fd))
-        case "check_tokens", answer_fd:
-            from vecd.launch.check.tokens import serve as check_tokens
+        case "tokenize", answer_fd:
+            from vecd.launch.config.tokens import serve as tokenize
 
-            return check_tokens(sys.stdin, int(answer_fd))
+            return tokenize(sys.stdin, int(answer_fd))
     raise ValueError(f"no kind of child: {kind}, with {len(arguments)} arguments")
 
 
@@ -81,15 +81,7 @@ def _unpickle(pickles: str, _: Path) -> None:
     convert(json.loads(pickles))
 
 
-def _pairs(card: str, max_tokens: str, answer: Path) -> None:
-    from vecd.launch.config.plan import write_sequences
-
-    write_sequences(card, max_tokens, answer)
-
-
-_ANSWERS: dict[str, Callable[..., None]] = {
-    "fetch": _fetch, "convert": _convert, "unpickle": _unpickle, "pairs": _pairs,
-}  # fmt: skip
+_ANSWERS: dict[str, Callable[..., None]] = {"fetch": _fetch, "convert": _convert, "unpickle": _unpickle}
 
 
 if __name__ == "__main__":

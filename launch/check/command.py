@@ -10,8 +10,7 @@ import logging
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -29,21 +28,21 @@ from vecd.base.failures import (
 )
 from vecd.base.files import JsonMapping, dump
 from vecd.base.flags import Command, FieldValues, flag, flags_in
-from vecd.base.programs import NEEDS_TORCH, child_environment, has_torch, self_command
+from vecd.base.programs import NEEDS_TORCH, has_torch, self_command
 from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import read_texts
 from vecd.launch.check import model as check_model
 from vecd.launch.check.report import Problem, Report, new_report, render
-from vecd.launch.check.tokens import MAX_TEXTS, affordable, built_in_texts
+from vecd.launch.check.texts import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import load_settings
+from vecd.launch.config.tokens import run, tokenize
 from vecd.model.card import ModelError
 from vecd.shm.settings import Settings
 from vecd.workers.batch import ReportProgress
 from vecd.workers.check.order import Order
 from vecd.workers.machine import available_mb
-from vecd.workers.process.ordered_process import OrderedProcess
 
 log = logging.getLogger("vecd.check")
 
@@ -235,8 +234,7 @@ def _tokenize(
     """The texts to compare, and the fields of `Order` about their tokens. Adds warnings. Raises ModelError."""
     show("tokenizing")
     candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
-    order = {"card": dump(plan.gateway.card), "max_tokens": max_tokens, "texts": candidates}
-    found = dict(run("check_tokens", order, timeout_s, show))
+    found = tokenize(plan.gateway.card, max_tokens, candidates, timeout_s, show)
     sequences, num_truncated = found["sequences"], found["num_truncated"]
     count = affordable([len(ids) for ids in sequences], report["model"]["num_parameters"])
     if count < len(texts):
@@ -244,16 +242,6 @@ def _tokenize(
     if num_truncated and texts:
         report["warnings"].append(f"{num_truncated} of the texts are longer than {max_tokens} tokens, and were cut")
     return candidates[:count], {name: found[name][:count] for name in ("sequences", "borders", "kept")}
-
-
-def run(kind: str, order: Mapping[str, Any], timeout_s: float, report: ReportProgress) -> Iterator[tuple[str, Any]]:
-    """Yield what a child of `kind` (a function of `vecd.child`) finds; see `OrderedProcess.results`."""
-    command = self_command(kind)
-    with (
-        tempfile.TemporaryFile() as stderr,
-        OrderedProcess(command, order, environment=child_environment(), stderr=stderr) as process,
-    ):
-        yield from process.results(report, timeout_s)
 
 
 def disagreement(outputs: str, found: JsonMapping) -> Problem:

@@ -6,22 +6,18 @@ and convert its weights or tokenizer.
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import resource
-import subprocess
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, TypeAlias
+from typing import Any
 
 from vecd.base import logs
 from vecd.base.failures import EXIT_OK, ConfigurationError, StartFailure
-from vecd.base.files import dump, load
 from vecd.base.programs import NEEDS_TORCH, ask_child, has_torch, not_installed
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
@@ -37,6 +33,7 @@ from vecd.launch.config.models import (
 )
 from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
+from vecd.launch.config.tokens import ordered_pair
 from vecd.model.card import ModelCard, ModelError, read_card
 from vecd.model.files import files_of, source_of
 from vecd.model.tokenizer import with_tokenizer
@@ -74,50 +71,6 @@ def _text_of(files: Iterable[str]) -> str:
         with suppress(OSError, UnicodeDecodeError):
             text += (Path(package.origin).parent / "models" / "auto" / name).read_text(encoding="utf-8")
     return text
-
-
-# A query with an answer, and with a text about something else, as token ids: by them a reranker's order is checked.
-#
-# A model that gets its pairs through a template ranks without an error, and at random, if the template is not its own.
-# Where the scores are made, in the workers, there is no tokenizer, so the ids are made here. The check itself is in
-# `vecd.workers.select`, behind the selection of an engine, where a model can still be refused.
-
-OrderedPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-QUERY = "What is the capital of France?"
-ANSWER = "Paris is the capital and the largest city of France."
-OTHER = "To bake bread, mix flour, water, salt and yeast, and let the dough rest for an hour."
-_TIMEOUT_S = 120.0
-"""Reading the tokenizer of a large vocabulary takes seconds on a busy machine."""
-
-
-def ordered_pair(card: ModelCard, max_tokens: int) -> OrderedPair | None:
-    """None for a model without a template. Raises ModelError when it cannot be tokenized."""
-    if card.score is None or card.score.pair_template is None or "rerank" not in card.capabilities:
-        return None
-    try:
-        status, text = ask_child("pairs", json.dumps(dump(card)), str(max_tokens), timeout_s=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"{card.folder}: a pair is not tokenized within {_TIMEOUT_S:.0f} s") from None
-    if status != EXIT_OK:
-        raise ModelError(text or f"{card.folder}: a pair cannot be tokenized (exit code {status})")
-    better, worse = json.loads(text)
-    return tuple(better), tuple(worse)
-
-
-def write_sequences(card_json: str, max_tokens: str, answer: Path) -> None:
-    """Raises ModelError."""
-    from vecd.gateway.errors import ApiError
-    from vecd.gateway.request import Pair
-    from vecd.gateway.tokenization.tokenizer import Tokenizer
-
-    card = load(ModelCard, json.loads(card_json))
-    try:
-        inputs = Tokenizer(card, int(max_tokens), "model").tokenize_now([Pair(QUERY, ANSWER), Pair(QUERY, OTHER)])
-    except ApiError as error:
-        raise ModelError(f"{card.folder}: a pair cannot be tokenized: {error}") from error
-    assert inputs is not None, "so short a request is tokenized at once"
-    answer.write_text(json.dumps([array("i", item.token_ids).tolist() for item in inputs]))
 
 
 _LEAN_DTYPES = ("auto", "float32", "int8")

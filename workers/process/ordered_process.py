@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, Self, TextIO, TypeAlias
 
 from vecd.base.tasks import naming_limit
 from vecd.model.card import ModelError
-from vecd.workers.batch import ReportProgress
 from vecd.workers.process.kernel import (
     describe_status,
     die_with_parent,
@@ -68,14 +67,11 @@ class OrderedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-        self._responses.close()
-
-    def _end(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._responses.close()
 
-    def results(self, report: ReportProgress, timeout_s: float | None = None) -> Iterator[tuple[str, Any]]:
+    def results(self, report: Callable[[str], None], timeout_s: float | None = None) -> Iterator[tuple[str, Any]]:
         """Yield the name and the value of each result as it comes. Raises ModelError with the error of the work, or
         with a sentence about a process that died, or that wrote nothing for `timeout_s`."""
         stage, unread = "starting", b""
@@ -95,7 +91,6 @@ class OrderedProcess:
                     case {"error": error}:
                         raise ModelError(error)
                     case _:
-                        self._end()
                         return
         raise ModelError(f"no answer within {timeout_s:.0f} s from {self._title} that was busy with: {stage}")
 
@@ -108,7 +103,7 @@ class OrderedProcess:
 
 
 def carry_out(
-    work: Callable[[dict[str, Any], ReportProgress, OnFound], None], orders: TextIO, response_fd: int, name: str
+    work: Callable[[dict[str, Any], Callable[[str], None], OnFound], None], orders: TextIO, response_fd: int, name: str
 ) -> int:
     """A ModelError of the work becomes a response. Returns the exit code. Side effects on the process: it dies with its
     parent; `name`, memory priority, no core file."""

@@ -22,8 +22,8 @@ from tests.support.score_checkpoints import logits_of
 from tests.support.serving import cache_folder, running_server
 from vecd.gateway.request import Pair, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.launch.config.plan import ANSWER, OTHER, QUERY, ordered_pair
 from vecd.launch.config.templates import with_pair_template
+from vecd.launch.config.tokens import ANSWER, OTHER, QUERY, ordered_pair
 from vecd.model.card import ModelCard, read_card
 from vecd.shm.output import Output
 from vecd.workers.batch import Engine, PackedBatch

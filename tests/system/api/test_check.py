@@ -21,6 +21,7 @@ from tests.support.every_kind import folders
 from tests.support.serving import bundled_model, clean_environment, eventually
 from vecd.base.files import dump
 from vecd.launch.check import command as check
+from vecd.launch.config import tokens
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelError
@@ -60,7 +61,7 @@ def order(seconds: float, **changes: Any) -> dict[str, Any]:
 
 
 def found_by(kind: str, order: dict[str, Any], timeout_s: float = 60) -> dict[str, Any]:
-    return dict(check.run(kind, order, timeout_s, lambda stage: None))
+    return dict(tokens.run(kind, order, timeout_s, lambda stage: None))
 
 
 def test_speed_in_turns(environment: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_worker_that_is_killed(environment: Path) -> None:
     killer = threading.Thread(target=kill_worker)
     killer.start()
     with pytest.raises(ModelError, match="a worker was killed by SIGKILL"):
-        found.update(check.run("check", order(500), 60, lambda stage: None))
+        found.update(tokens.run("check", order(500), 60, lambda stage: None))
     killer.join()
     assert found.keys() == {"path"}
 
@@ -115,7 +116,7 @@ def test_a_process_that_does_not_answer_or_dies(
     do: str, says: str, environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = 'import os, sys, time; fd = int(sys.argv[1]); os.write(fd, b\'{"stage": "loading"}\\n\'); '
-    monkeypatch.setattr(check, "self_command", lambda kind: [sys.executable, "-c", code + do])
+    monkeypatch.setattr(tokens, "self_command", lambda kind: [sys.executable, "-c", code + do])
     others = psutil.Process().children()  # servers of other tests
     with pytest.raises(ModelError, match=says):
         found_by("check", {}, timeout_s=1)

@@ -1,58 +1,70 @@
-"""Texts for `vecd check`, and their token ids as the gateway makes them.
+"""The token ids of texts before there is a gateway, for the check of a reranker's order and for `vecd check`.
 
-Owns the built-in texts, how many texts a model can afford, what they are to a model of each kind, and the process that
-tokenizes them: the tokenizers library can end a process by a panic.
+Owns the process that makes them with the gateway's tokenizer: the tokenizers library can end a process by a panic, and
+the supervisor keeps none of its memory.
 """
 
 import asyncio
-import itertools
-import random
+import tempfile
 from array import array
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO, TypeAlias
 
-from vecd.base.files import load
-from vecd.client.bench.texts import Lengths, draw_text
+from vecd.base.files import JsonObject, dump, load
+from vecd.base.programs import child_environment, self_command
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import TokenHead
-from vecd.workers.batch import ReportProgress
 from vecd.workers.check.order import is_query, pairs_of
-from vecd.workers.process.ordered_process import OnFound, carry_out
+from vecd.workers.process.ordered_process import OnFound, OrderedProcess, carry_out
 
-MAX_TEXTS = 200
-_AFFORDABLE = 5e11
-"""Multiplications by weights for all texts together: about 10 s on a core."""
-_LEAST_TOKENS = 500
-_WORDS = (1, 8, 180, 3, 25, 400, 12, 50, 5, 100, 2, 35)
-_AWKWARD = (
-    "Ünïcödé, ﬁ ligatures and e\u0301 combining",
-    "你好，世界。这是一个测试。",
-    "🙂🙃 👩‍👩‍👧‍👦 🇪🇺",
-    "https://example.org/a?b=c&d=%20#e f(x) = x**2; // 3.14159e-10",
-    "   blanks \t and\n\nlines   ",
-    "word" * 60,
-)
+OrderedPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+# A query with an answer, and with a text about something else: by them a reranker's order is checked.
+#
+# A model that gets its pairs through a template ranks without an error, and at random, if the template is not its own.
+# The check itself is in `vecd.workers.select`, behind the selection of an engine, where a model can still be refused.
+QUERY = "What is the capital of France?"
+ANSWER = "Paris is the capital and the largest city of France."
+OTHER = "To bake bread, mix flour, water, salt and yeast, and let the dough rest for an hour."
+_TIMEOUT_S = 120.0
+"""Reading the tokenizer of a large vocabulary takes seconds on a busy machine."""
 
 
-def built_in_texts() -> list[str]:
-    """Texts of 1 to 400 words, some unusual ones, and a long one; the same at every call."""
-    rng = random.Random(0)
-    return [*(draw_text(Lengths(count), rng) for count in _WORDS * 3), *_AWKWARD, draw_text(Lengths(1500), rng)]
+def ordered_pair(card: ModelCard, max_tokens: int) -> OrderedPair | None:
+    """None for a model without a template. Raises ModelError when it cannot be tokenized."""
+    if card.score is None or card.score.pair_template is None or "rerank" not in card.capabilities:
+        return None
+    found = tokenize(card, max_tokens, [QUERY, ANSWER, OTHER], _TIMEOUT_S, lambda stage: None)
+    _, better, worse = map(tuple, found["sequences"])
+    return better, worse
 
 
-def affordable(lengths: Sequence[int], num_parameters: int) -> int:
-    """How many of the texts with these numbers of tokens, from the first on, a model of this size can afford."""
-    most = max(_LEAST_TOKENS, int(_AFFORDABLE / max(1, num_parameters)))
-    return max(1, sum(total <= most for total in itertools.accumulate(lengths[:MAX_TEXTS])))
+def tokenize(
+    card: ModelCard, max_tokens: int, texts: Sequence[str], timeout_s: float, report: Callable[[str], None]
+) -> JsonObject:
+    """What `serve` finds of texts, which are pairs with the first one to a reranker. Raises ModelError."""
+    return dict(run("tokenize", {"card": dump(card), "max_tokens": max_tokens, "texts": texts}, timeout_s, report))
+
+
+def run(
+    kind: str, order: Mapping[str, Any], timeout_s: float, report: Callable[[str], None]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what a child of `kind` (a function of `vecd.child`) finds; see `OrderedProcess.results`."""
+    command = self_command(kind)
+    with (
+        tempfile.TemporaryFile() as stderr,
+        OrderedProcess(command, order, environment=child_environment(), stderr=stderr) as process,
+    ):
+        yield from process.results(report, timeout_s)
 
 
 def serve(orders: TextIO, response_fd: int) -> int:
     """The process: tokenizes the order's "texts" with the tokenizer of "card", cut to "max_tokens". It finds
     "sequences", "borders" and "kept", which are as in `Order`, and "num_truncated". Returns the exit code."""
-    return carry_out(_tokenize, orders, response_fd, "vecd-check")
+    return carry_out(_tokenize, orders, response_fd, "vecd-tokenize")
 
 
-def _tokenize(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
+def _tokenize(order: JsonObject, _report: Callable[[str], None], on_found: OnFound) -> None:
     from vecd.gateway.errors import ApiError
     from vecd.gateway.request import Pair, Role, Tokenizing
     from vecd.gateway.tokenization.tokenizer import Tokenizer
