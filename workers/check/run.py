@@ -34,6 +34,7 @@ from vecd.workers.check.vectors import (
     our_rows,
     reference_model_vectors,
     refuse_not_finite,
+    rows_of_texts,
 )
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.load import load_engine
@@ -225,11 +226,10 @@ def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgr
     elif card.model_type == "model2vec":
         not_compared.append("not compared with sentence-transformers, which keeps unknown tokens; Model2Vec drops them")
         return
-    library = library_of(card)
-    name, output = library.name, library.output
+    name, output = library_of(card)
     try:
         name = f"{name} {importlib.metadata.version(name)}"
-        found = run(lambda: library.compute(card, order.max_tokens, order.texts), f"comparing with {name}")
+        found = run(lambda: rows_of_texts(card, order.max_tokens, order.texts), f"comparing with {name}")
         same = [i for i, one in enumerate(found) if one.token_ids in (None, order.sequences[i])]
         if len(same) < len(found):
             not_compared.append(_other_token_ids(name, order, [one.token_ids for one in found]))

@@ -155,56 +155,41 @@ class OfText(NamedTuple):
     """None where no model of transformers is given any."""
 
 
-Loaded: TypeAlias = tuple[Any, Callable[[int], Any]]
-"""A model, and what gives its rows of the text with an index, [rows, width of the output]."""
+def library_of(card: ModelCard) -> tuple[str, Output]:
+    """The package that reads texts for a model of this kind, and which of its outputs are compared."""
+    is_classifier = card.score is not None and "rerank" not in card.capabilities
+    output = Output.VECTORS if card.main_output is Output.HYBRID else card.main_output
+    return "transformers" if is_classifier else "sentence-transformers", output
 
 
-class Library(NamedTuple):
-    name: str
-    """Of the package."""
-    load: Callable[[ModelCard, int, Sequence[str]], Loaded]
-    """Takes the card, the limit on tokens, and the texts."""
-    output: Output
+def rows_of_texts(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
+    warnings.simplefilter("ignore")
+    from transformers import PreTrainedModel
 
-    def compute(self, card: ModelCard, max_tokens: int, texts: Sequence[str]) -> list[OfText]:
-        warnings.simplefilter("ignore")
-        from transformers import PreTrainedModel
+    name, output = library_of(card)
+    load = _label_scores if name == "transformers" else _pair_scores if output is Output.SCORES else _encoder
+    model, rows_of = load(card, max_tokens, texts)
+    model.float()  # StaticEmbedding ignores the type
+    width = output.width_of(card)
+    given: list[list[int]] = []
 
-        model, rows_of = self.load(card, max_tokens, texts)
-        model.float()  # StaticEmbedding ignores the type
-        width = self.output.width_of(card)
-        given: list[list[int]] = []
+    def record(_module: torch.nn.Module, args: Any) -> None:
+        given.append(args[0].flatten().tolist())
 
-        def record(_module: torch.nn.Module, args: Any) -> None:
-            given.append(args[0].flatten().tolist())
-
-        transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        if transformer is not None:
-            # The table of words, because sentence-transformers calls no hook of the model's own.
-            transformer.get_input_embeddings().register_forward_pre_hook(record)
-        found = []
-        for index in range(len(texts)):
-            given.clear()
-            rows = np.asarray(rows_of(index), dtype=np.float32)
-            if rows.shape[1] != width:
-                raise ModelError(f"its vectors have {rows.shape[1]} dimensions, vecd's {width}")
-            if self.output.spans_rows:
-                rows = np.pad(rows, ((0, 0), (0, span_of(card) * card.row_dim - width))).reshape(-1, card.row_dim)
-            found.append(OfText(rows, given[0] if given else None))
-        return found
-
-
-def library_of(card: ModelCard) -> Library:
-    match card.main_output:
-        case Output.VECTORS | Output.HYBRID:
-            return Library("sentence-transformers", dense_vectors, Output.VECTORS)
-        case Output.SPARSE:
-            return Library("sentence-transformers", sparse_weights, Output.SPARSE)
-        case Output.TOKEN_VECTORS:
-            return Library("sentence-transformers", token_vectors, Output.TOKEN_VECTORS)
-        case Output.SCORES if "rerank" in card.capabilities:
-            return Library("sentence-transformers", pair_scores, Output.SCORES)
-    return Library("transformers", label_scores, card.main_output)
+    transformer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if transformer is not None:
+        # The table of words, because sentence-transformers calls no hook of the model's own.
+        transformer.get_input_embeddings().register_forward_pre_hook(record)
+    found = []
+    for index in range(len(texts)):
+        given.clear()
+        rows = np.atleast_2d(np.asarray(rows_of(index), dtype=np.float32))
+        if rows.shape[1] != width:
+            raise ModelError(f"its vectors have {rows.shape[1]} dimensions, vecd's {width}")
+        if output.spans_rows:
+            rows = np.pad(rows, ((0, 0), (0, span_of(card) * card.row_dim - width))).reshape(-1, card.row_dim)
+        found.append(OfText(rows, given[0] if given else None))
+    return found
 
 
 def our_rows(rows: Rows, card: ModelCard, batch: PackedBatch, kept: Sequence[list[int]]) -> tuple[Rows, list[int]]:
@@ -219,34 +204,42 @@ def our_rows(rows: Rows, card: ModelCard, batch: PackedBatch, kept: Sequence[lis
     return rows if card.main_output.spans_rows else rows[:, : card.main_output.width_of(card)], num_rows
 
 
-def dense_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    from sentence_transformers import SentenceTransformer
+# A model, and what gives the rows of the text with an index.
 
-    model = SentenceTransformer(card.folder, **_OF_A_MODEL)
-    if hasattr(model[0], "auto_model"):  # StaticEmbedding takes texts of any length
+_ENCODERS = {
+    Output.VECTORS: ("SentenceTransformer", "encode", "encode"),
+    Output.SPARSE: ("SparseEncoder", "encode_document", "encode_document"),
+    Output.TOKEN_VECTORS: ("MultiVectorEncoder", "encode_document", "encode_query"),
+}
+"""The class, and its methods for documents and for queries."""
+
+
+def _encoder(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> tuple[Any, Callable[[int], Any]]:
+    import sentence_transformers
+
+    _, output = library_of(card)
+    name, *methods = _ENCODERS[output]
+    model = getattr(sentence_transformers, name)(card.folder, **_OF_A_MODEL)
+    # StaticEmbedding takes texts of any length, and a multi-vector model has limits of its own.
+    if output is Output.SPARSE or (output is Output.VECTORS and hasattr(model[0], "auto_model")):
         model.max_seq_length = max_tokens
 
-    def vectors(index: int) -> Any:
-        return model.encode([texts[index]], convert_to_numpy=True, show_progress_bar=False)
+    def rows(index: int) -> Any:
+        made = getattr(model, methods[is_query(index)])([texts[index]], show_progress_bar=False)[0]
+        return made.to_dense() if output is Output.SPARSE else made
 
-    return model, vectors
+    return model, rows
 
 
-def pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
+def _pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> tuple[Any, Callable[[int], Any]]:
     from sentence_transformers import CrossEncoder
 
     model = CrossEncoder(card.folder, max_length=max_tokens, **_OF_A_MODEL)
-    pairs = pairs_of(texts)
-
-    def scores(index: int) -> Any:
-        identity = torch.nn.Identity()
-        made = model.predict([pairs[index]], activation_fn=identity, convert_to_numpy=True, show_progress_bar=False)
-        return np.asarray(made).reshape(1, -1)
-
-    return model, scores
+    pairs, identity = pairs_of(texts), torch.nn.Identity()
+    return model, lambda index: model.predict([pairs[index]], activation_fn=identity, show_progress_bar=False)
 
 
-def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
+def _label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> tuple[Any, Callable[[int], Any]]:
     import transformers
 
     auto: Any = transformers.AutoModelForTokenClassification
@@ -261,30 +254,3 @@ def label_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Load
             return model(**features).logits.reshape(-1, model.config.num_labels).numpy()
 
     return model, logits
-
-
-def sparse_weights(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    from sentence_transformers import SparseEncoder
-
-    model = SparseEncoder(card.folder, **_OF_A_MODEL)
-    model.max_seq_length = max_tokens
-
-    def weights(index: int) -> Any:
-        found: Any = model.encode_document(
-            [texts[index]], convert_to_tensor=True, convert_to_sparse_tensor=False, show_progress_bar=False
-        )
-        return found.cpu().numpy()
-
-    return model, weights
-
-
-def token_vectors(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> Loaded:
-    from sentence_transformers import MultiVectorEncoder
-
-    model = MultiVectorEncoder(card.folder, **_OF_A_MODEL)
-
-    def vectors(index: int) -> Any:
-        encode: Any = model.encode_query if is_query(index) else model.encode_document
-        return encode([texts[index]], convert_to_numpy=True, show_progress_bar=False)[0]
-
-    return model, vectors
