@@ -7,7 +7,7 @@ Everything is checked before anything is sent. Measures nothing.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,11 @@ class BenchOptions(RequestShape, TlsOptions):
         for name, needed in _DEPENDENT:
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{flag_name(name)} means something only with {flag_name(needed)}")
+        if self.texts_file is not None:
+            try:
+                object.__setattr__(self, "texts", read_texts(self.texts_file))
+            except ValueError as error:
+                raise ValueError(f"--texts: {error}") from error
         _ = self.loads  # rendered now: a text or a header that cannot be sent is found before the first run
         self._check_files()
 
@@ -159,13 +164,14 @@ class BenchOptions(RequestShape, TlsOptions):
         bulk = None
         if self.bulk_clients is not None:
             # Like the measured requests, but for texts, priority, and the deadline, of which bulk has none.
-            shape = replace(
-                self._shape,
-                texts=None,
+            shape = RequestShape(
+                path=self.path,
                 texts_per_request=self.bulk_texts or _DEFAULT_BULK_TEXTS,
                 lengths=self.bulk_words or Lengths(_DEFAULT_BULK_WORDS),
+                encoding_format=self.encoding_format,
+                model=self.model,
+                api_key=self.api_key,
                 priority=self.bulk_priority,
-                timeout_ms=None,
                 seed=self.seed + 1,
             )
             bulk = load(shape=shape, requests=self._render(shape, self.bulk_clients), clients=self.bulk_clients)
@@ -173,8 +179,8 @@ class BenchOptions(RequestShape, TlsOptions):
         num_at_a_time = max_connections if self.rate is not None else max(self.clients or _DEFAULT_CLIENTS)
         measured = partial(
             load,
-            shape=self._shape,
-            requests=self._render(self._shape, num_at_a_time),
+            shape=self,
+            requests=self._render(self, num_at_a_time),
             max_connections=max_connections,
             num_requests=self.requests,
             goodput_ms=self.goodput_ms,
@@ -187,16 +193,6 @@ class BenchOptions(RequestShape, TlsOptions):
     @cached_property
     def _target(self) -> Target:
         return self.read_target(self.url)
-
-    @cached_property
-    def _shape(self) -> RequestShape:
-        shape = {each.name: getattr(self, each.name) for each in fields(RequestShape)}
-        if self.texts_file is not None:
-            try:
-                shape["texts"] = read_texts(self.texts_file)
-            except ValueError as error:
-                raise ValueError(f"--texts: {error}") from error
-        return RequestShape(**shape)
 
     def _render(self, shape: RequestShape, num_at_a_time: int) -> list[bytes]:
         """`num_at_a_time`: the most requests of that shape that are in progress at the same time. They differ where
