@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from vecd.base.target import Target
 from vecd.client import calls
-from vecd.client.exchanges import OTHER_MODEL, ClientBase, ClientCall, Pause, Piece, Send, Steps
+from vecd.client.exchanges import OTHER_MODEL, ClientBase, ClientCall, Piece, Send, Steps
 from vecd.client.http import ServerResponse
 from vecd.client.sockets import AsyncConnection, connect, find_mismatch
 
@@ -60,10 +60,10 @@ class AsyncClient(ClientBase):
     async def answer(self, piece: Piece, call: ClientCall | None = None) -> Any:
         """Send `piece` until it has its answer, and return that. Raises VecdError."""
         for step in (call or ClientCall(self)).attempts(piece):
-            if isinstance(step, Pause):
-                await asyncio.sleep(step.seconds)
-            else:
+            if isinstance(step, Send):
                 await self.send(step)
+            else:
+                await asyncio.sleep(step)
         return piece.answer
 
     async def send(self, step: Send) -> None:

@@ -15,7 +15,7 @@ from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vecd.client import calls
-from vecd.client.exchanges import ClientBase, ClientCall, Pause, Piece, Send, ServerNotStarted, Steps, VecdError
+from vecd.client.exchanges import ClientBase, ClientCall, Piece, Send, ServerNotStarted, Steps, VecdError
 from vecd.client.http import ServerResponse
 from vecd.client.local_server import LocalServer, NotStarted
 from vecd.client.sockets import BlockingConnection
@@ -118,8 +118,8 @@ class _BlockingCall:
         for step in self._call.attempts(piece):
             if self._is_ended.is_set():
                 raise _Ended
-            if isinstance(step, Pause):
-                self._is_ended.wait(step.seconds)
+            if not isinstance(step, Send):
+                self._is_ended.wait(step)
                 continue
             try:
                 step.outcome = self._send(step)

@@ -2,7 +2,7 @@
 
 Owns the reaction to every kind of failure, for `vecd.Client`, `vecd embed` and `vecd check --fleet`. Computing vectors
 changes nothing on a server, so a request can be repeated whenever it is not known to have been answered. The clients do
-what the generator `ClientCall.attempts` yields, a `Send` or a `Pause`, and note in a `Send` what came of it.
+what the generator `ClientCall.attempts` yields, a `Send` or a pause, and note in a `Send` what came of it.
 
 Repeats end when for `retry_for` seconds no request of the call has succeeded, and at the call's deadline.
 """
@@ -355,10 +355,6 @@ class Send:
     """The response, or what went wrong, of any kind. Set by the client."""
 
 
-class Pause(NamedTuple):
-    seconds: float
-
-
 class ClientCall:
     """What the requests of one call have in common."""
 
@@ -379,8 +375,8 @@ class ClientCall:
         self._identity_lock = Lock()
         """The first answers of a call may come at the same time, in several threads."""
 
-    def attempts(self, piece: Piece) -> Iterator[Send | Pause]:
-        """Returns when `piece` has its answer. Raises VecdError."""
+    def attempts(self, piece: Piece) -> Iterator[Send | float]:
+        """What to send, and seconds to pause; returns when `piece` has its answer. Raises VecdError."""
         client = self._client
         failing_since, num_repeats, num_failures = math.inf, 0, 0
         while True:
@@ -414,7 +410,7 @@ class ClientCall:
             left_s = max(failing_since, self._served_at) + client.retry_for - now
             if num_failures >= _MAX_FAILURES or left_s <= 0 or (told_s and pause_s > left_s):
                 raise error
-            yield Pause(min(pause_s, left_s, self._deadline - now))
+            yield min(pause_s, left_s, self._deadline - now)
 
     def _send(self, piece: Piece) -> Send:
         left_s = self._deadline - self._clock()

@@ -286,7 +286,7 @@ class EmbeddingService:
                 self._trouble = _why(outcome)
                 if is_once:
                     raise VecdError(self._trouble)
-                await asyncio.sleep(step.seconds)
+                await asyncio.sleep(step)
         except IdentityMismatch:
             self._note_other(outcome.identity if isinstance(outcome, ServerResponse) else None)
             raise

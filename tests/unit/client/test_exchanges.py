@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import vecd
 from vecd.client import exchanges
 from vecd.client.blocking import Client
-from vecd.client.exchanges import ClientCall, Pause, Piece, RequestLimits, Send, cut
+from vecd.client.exchanges import ClientCall, Piece, RequestLimits, Send, cut
 from vecd.client.http import BadResponse, ConnectionClosed, ResponseReader
 from vecd.client.sockets import TlsMismatch
 
@@ -36,9 +36,9 @@ class Played:
         piece = piece or Piece("/v1/embeddings", b"{}")
         rest = list(outcomes)
         for step in self.call.attempts(piece):
-            if isinstance(step, Pause):
-                self.pauses.append(round(step.seconds, 6))
-                self.now += step.seconds
+            if not isinstance(step, Send):
+                self.pauses.append(round(step, 6))
+                self.now += step
                 continue
             self.requests.append(step.request)
             self.now += takes_s
