@@ -172,9 +172,11 @@ class Supervisor:
         `system`: for tests. `memory`: None if there is no budget. Raises StartFailure when there is no memory, no
         descriptor or no temporary folder."""
         self._system = system or System()
-        self._memory = self._newest_memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
+        self._memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
         self._zygote = Zygote() if system is None else None
         """A test's fork servers start no process."""
+        self._server_nbytes = self._memory.server_nbytes
+        """As for the newest plans."""
         self._gateway_pool: GatewayPool
         on_identity = lambda: self._gateway_pool.reconcile()  # noqa: E731, PLW0108  (there is none yet)
         self._identities = Identities(self._system.files, on_identity) if system is None else None
@@ -190,7 +192,7 @@ class Supervisor:
         self.reload_socket = ReloadSocket(self.request_reload, lambda: listeners.url)
         try:
             self._first = [
-                self.make_worker_pool(index + 1, plan, is_only_model=len(plans) == 1)
+                self.make_worker_pool(index + 1, plan)
                 for index, plan in enumerate(map(self._with_inherited, _with_room(plans)))
             ]
             first = self._first[0].plan
@@ -260,27 +262,29 @@ class Supervisor:
             self._exit_code = EXIT_INTERRUPTED
         self.stop()
 
-    def request_reload(self) -> None:
-        """Reload soon, as at SIGHUP."""
+    def request_reload(self) -> "asyncio.Future[list[str]] | None":
+        """Reload soon, as at SIGHUP. Returns why it was refused, [] if it was not; None if the server is ending."""
         if self._stopping.is_set():
-            return
+            return None
         if self._has_been_ready:
-            self.reloader.request()
-        else:
-            self.reloader.refuse("the server is still starting")
+            return self.reloader.request()
+        refused = asyncio.get_running_loop().create_future()
+        refused.set_result([problem := "the server is still starting"])
+        log.warning("not reloaded: %s", problem)
+        return refused
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(task := self._group.create_task(work))
         return task
 
-    def make_worker_pool(self, generation: int, plan: Plan, *, is_only_model: bool) -> WorkerPool:
+    def make_worker_pool(self, generation: int, plan: Plan) -> WorkerPool:
         system = self._system
         if plan.card.assumption:
             log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
-        if self._zygote is not None and not is_only_model:
+        if self._zygote is not None and not plan.is_only_model:
             system = replace(system, fork_server=partial(ForkServer, make_process=self._zygote.fork))
-        pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system, is_only_model=is_only_model)
+        pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system)
         if self._identities is not None:
             try:
                 # Beside the load: the first response of a warm start has it.
@@ -296,7 +300,7 @@ class Supervisor:
 
     def make_plans(self, models: Sequence[ModelEntry]) -> list[Plan]:
         plans = make_plans(models)
-        self._newest_memory = make_book(plans)
+        self._server_nbytes = make_book(plans).server_nbytes
         return list(map(self._with_inherited, plans))
 
     def _with_inherited(self, plan: Plan) -> Plan:
@@ -384,20 +388,15 @@ class Supervisor:
 
     # --- events of reloads, and of the keys' file ------------------------------------------
 
-    def on_reload_requested(self) -> None:
-        self.reload_socket.requested()
-
     def on_reload_started(self) -> None:
         self._notifier.reloading("Reloading; requests are served by the present configuration")
 
-    def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
+    def on_reload_finished(self, problems: list[str]) -> None:
         if not problems:
-            self._memory.adopt(self._newest_memory)
-        if self._has_been_ready:
-            self._notifier.ready(self._status())
-            if self._zygote is not None and len(self.reloader.active) == 1:
-                self.start_task(self._zygote.stop())  # and its imports are not kept for what may never come
-        self.reload_socket.done(num_requested, problems)
+            self._memory.server_nbytes = self._server_nbytes
+        self._notifier.ready(self._status())
+        if self._zygote is not None and len(self.reloader.active) == 1:
+            self.start_task(self._zygote.stop())  # and its imports are not kept for what may never come
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:
         if keys != self._gateway_pool.keys:

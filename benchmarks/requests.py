@@ -145,8 +145,7 @@ def worker_pids(server: Server, model: str) -> set[int]:
 
 
 def fork_server_pids(server: Server) -> set[int]:
-    """Of the children of the supervisor that are fork servers now. A worker has that name, too, for a moment: it is a
-    child of a fork server."""
+    """Of the children of the supervisor that are fork servers now."""
     return set(pids_named(server, "vecd-forkserver", parent=server.session))
 
 

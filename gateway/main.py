@@ -42,11 +42,11 @@ from vecd.shm.control import (
     CoresGranted,
     Drain,
     GatewayListen,
-    GatewayReady,
     GatewayStart,
     Heartbeat,
     Message,
     Progress,
+    Ready,
     file_id,
     remove_if_ours,
 )
@@ -317,7 +317,7 @@ class Gateway:
         if admin is not None:
             await self._server.start(admin, is_admin=True, keeps_listening=config.keeps_admin_listening)
         self._tick_in(_BUSY_TICK_S)
-        self._control.send(GatewayReady())
+        self._control.send(Ready())
         self._drain_order: asyncio.Future[Drain] = loop.create_future()
         self._control.start(self._on_message)
         order = await self._drain_order

@@ -1,7 +1,7 @@
 """The supervisor's children as processes: how they are started, waited for, and killed.
 
-Owns pidfds, our ends of the control channels, and the fork server. `vecd.launch.workers` and `vecd.launch.gateways`
-decide when to restart; they reach the operating system through `System`.
+Owns pidfds, our ends of the control channels, the fork servers and the zygote. `vecd.launch.workers` and
+`vecd.launch.gateways` decide when to restart; they reach the operating system through `System`.
 """
 
 import asyncio
@@ -10,11 +10,10 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from vecd.base.failures import BadSetting, ChildDied, StartFailure
 from vecd.base.files import dump
@@ -26,14 +25,12 @@ from vecd.launch.sockets import make_zmq_endpoint
 from vecd.shm.control import (
     Channel,
     ChildFailed,
-    ForkFailed,
-    ForkServerForked,
+    Forked,
     ForkServerStart,
     ForkWorker,
     Message,
     Progress,
-    WorkerExited,
-    WorkerForked,
+    Ready,
 )
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
@@ -43,7 +40,6 @@ log = logging.getLogger("vecd.supervisor")
 
 _FORK_TIMEOUT_S = 10.0
 _ABORT_S = 0.5
-_REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
 
 _waited_for: set[int] = set()
@@ -57,16 +53,16 @@ class Process:
     pid: int
     pidfd: int
     channel: Channel
-    reap: Callable[[], Awaitable[int | None]]
-    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, once the process has ended; None when it cannot
-    be known."""
+    reap: Callable[[], int | None]
+    """Returns the exit status, as `os.waitstatus_to_exitcode` gives it, of a process that has ended; None when it
+    cannot be known."""
     status: int | None = None
     was_stopped: bool = False
     """By a signal (SIGSTOP) or a debugger, when it was aborted for its silence."""
 
     async def ended(self) -> str:
         await self.died()
-        self.status = await self.reap()
+        self.status = self.reap()
         return describe_status(self.status)
 
     @property
@@ -85,7 +81,7 @@ class Process:
         received = self.channel.receive(0)
         return None if received is None else received[0]
 
-    async def await_ready(self, timeout_s: float, on_stage: Callable[[str], None] = lambda stage: None) -> Message:
+    async def await_ready(self, timeout_s: float, on_stage: Callable[[str], None] = lambda stage: None) -> Ready:
         """Wait until a process that was just started is ready; returns the message that says so.
 
         `on_stage` is called with each stage of its start. Raises StartFailure when it reports that it cannot start,
@@ -104,6 +100,7 @@ class Process:
                 raise ChildDied(f"{await self.ended()} while {stage}")
             case ChildFailed():
                 raise (BadSetting if message.is_configuration else StartFailure)(message.message)
+        assert isinstance(message, Ready), message
         return message
 
     def kill(self) -> None:
@@ -171,18 +168,15 @@ def spawn(name: str, command: str) -> Process:
         finally:
             theirs.close()
 
-    async def reap() -> int:
-        return popen.wait()
-
-    return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, reap)
+    return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, popen.wait)
 
 
-async def _reap_adopted(pidfd: int) -> int | None:
-    """The exit status of a dead process that was adopted; None if it cannot be known."""
+def _reap_adopted(pidfd: int) -> int | None:
+    """The exit status of a dead process that was adopted; None if `reap_orphans` came before."""
     try:
-        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)  # noqa: ASYNC222  (does not wait)
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return None  # it is not ours: its fork server lives, and hangs
+        return None
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
@@ -202,12 +196,66 @@ async def reap_everything() -> None:
             await asyncio.sleep(_REAP_INTERVAL_S)
 
 
-_Forked: TypeAlias = "tuple[int, int, asyncio.Future[int]]"
-"""Pid, pidfd and exit status of a worker."""
+async def _fork(parent: Process, name: str, order: Message, fds: Sequence[int], timeout_s: float) -> Process:
+    """Have `parent` fork a process, which becomes a child of this one: this one must adopt orphans. `fds`: its own but
+    for its control channel. Raises ChildDied with the reason why there is none, and OSError if the parent does not
+    answer."""
+    try:
+        ours, theirs = Channel.pair()
+    except OSError as error:
+        raise ChildDied(str(error)) from error
+    try:
+        with closing(theirs):
+            parent.channel.send(order, [theirs.fileno(), *fds])
+        # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
+        async with asyncio.timeout(timeout_s):
+            await readable(ours.fileno())
+        match ours.receive(0):
+            case Forked() as forked, [pidfd]:
+                return Process(name, forked.pid, pidfd, ours, partial(_reap_adopted, pidfd))
+            case Forked(error=why), []:
+                raise ChildDied(f"the {parent.name} cannot fork: {why}")
+        raise ChildDied(f"the {parent.name} died")
+    except BaseException:
+        ours.close()
+        raise
 
 
-class ForkServer:
-    """The process that workers are forked from. Started when first needed, and again should it die."""
+class _Forker:
+    """A process that others are forked from. Started when it is first needed, and again should it die."""
+
+    _what_follows = ""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._forking = asyncio.Lock()
+        """Held for one fork at a time: orders for hundreds of processes would fill the channel, and the deadline of one
+        does not run while another's modules are imported."""
+
+    def pids(self) -> list[int]:
+        return [self._process.pid] if self._process is not None else []
+
+    def _use(self, process: Process) -> Process:
+        self._process = process
+        self._watching = asyncio.create_task(self._watch(process))
+        return process
+
+    async def _watch(self, process: Process) -> None:
+        how = await process.ended()
+        if self._process is process:
+            log.error("the %s %s%s", process.name, how, self._what_follows)
+            self._process = None
+        process.close()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+
+
+class ForkServer(_Forker):
+    """The process that workers are forked from, which die with it."""
 
     def __init__(
         self,
@@ -218,60 +266,32 @@ class ForkServer:
     ) -> None:
         """`on_stage` is called with each stage of loading. `make_process` is given the order that the process is then
         sent, and the seconds that this may take; it raises OSError or ChildDied. None: this process starts it."""
+        super().__init__()
         self._order = start
         self._start_timeout_s = start_timeout_s
         self._on_stage = on_stage
         self._make_process = make_process
         self._has_been_ready = False
-        self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None
-        self._forked: dict[Incarnation, asyncio.Future[_Forked]] = {}
-        self._exited: dict[int, asyncio.Future[int]] = {}
-        self._reader: asyncio.Task[None] | None = None
-        self._ordering = asyncio.Lock()
-        """One fork at a time: orders for hundreds of workers and their replies would fill both directions of the
-        channel."""
+        self._workers: list[Process] = []
 
     async def fork(
         self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fds: Sequence[int]
     ) -> Process:
-        """Fork a worker. Raises ChildDied when the fork server dies or does not answer, OSError without descriptors."""
+        """Fork a worker. Raises ChildDied when the fork server dies or does not answer, or without descriptors."""
         await self._ensure_running()
-        async with self._ordering:
+        async with self._forking:
             if (process := self._process) is None:
-                raise ChildDied("the fork server is gone")
-            loop = asyncio.get_running_loop()
-            ours, theirs = Channel.pair()
-            forked = self._forked[incarnation] = loop.create_future()
-            message = ForkWorker(incarnation.worker, incarnation.life, dump(config))
+                raise ChildDied("the fork server died")
+            order = ForkWorker(incarnation.worker, incarnation.life, dump(config))
             try:
-                process.channel.send(message, [theirs.fileno(), arena_fd, *address_fds])
-                # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
-                async with asyncio.timeout(_FORK_TIMEOUT_S):
-                    pid, pidfd, exited = await forked
-            except BaseException as error:
-                ours.close()
-                if forked.done() and not forked.cancelled() and forked.exception() is None:
-                    os.close(forked.result()[1])
-                if isinstance(error, TimeoutError | OSError):
-                    log.error("the fork server does not fork and is killed: %s", error or "no answer")
-                    await self._end()
-                    raise ChildDied("the fork server does not answer") from error
-                raise
-            finally:
-                theirs.close()
-                del self._forked[incarnation]
-
-        async def reap() -> int | None:
-            with suppress(TimeoutError, ChildDied):
-                async with asyncio.timeout(_REAP_TIMEOUT_S):
-                    return await asyncio.shield(exited)
-            return await _reap_adopted(pidfd)
-
-        return Process(str(incarnation), pid, pidfd, ours, reap)
-
-    def pids(self) -> list[int]:
-        return [self._process.pid] if self._process is not None else []
+                worker = await _fork(process, str(incarnation), order, [arena_fd, *address_fds], _FORK_TIMEOUT_S)
+            except OSError as error:
+                log.error("the fork server does not fork and is killed: %s", error or "no answer")
+                await self._end()
+                raise ChildDied("the fork server does not answer") from error
+        self._workers = [*(each for each in self._workers if each.pidfd >= 0), worker]
+        return worker
 
     async def stop(self) -> None:
         """Kill the process, started or not; its workers die with it. Not to be called during a `fork`. The next `fork`
@@ -284,22 +304,20 @@ class ForkServer:
         self._has_been_ready = False
 
     async def _end(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
-        if self._process is not None:
-            await self._reap(self._process)
+        self._kill()
+        if self._watching is not None:
+            await asyncio.wait([self._watching])
 
-    async def _ensure_running(self) -> Channel:
+    async def _ensure_running(self) -> None:
         """All callers wait for the same start and share its failure: with a try for each worker, each would wait for
         those of the others."""
         if self._process is not None:
-            return self._process.channel
+            return
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start())
         starting = self._starting
         await asyncio.wait([starting])  # unlike awaiting it, leaves it alone when this caller is cancelled
-        return starting.result().channel
+        starting.result()
 
     async def _start(self) -> Process:
         try:
@@ -313,66 +331,46 @@ class ForkServer:
             process.channel.send(self._order)
             await process.await_ready(self._start_timeout_s, self._on_stage)
         except BaseException as error:
-            await self._reap(process)
+            process.kill()
+            await process.ended()
+            process.close()
             if isinstance(error, ChildDied):
                 raise ChildDied(f"the fork server {error}") from error
             if isinstance(error, OSError) or (isinstance(error, StartFailure) and self._has_been_ready):
                 raise ChildDied(f"the fork server cannot start: {error}") from error
             raise
         self._has_been_ready = True
-        self._process = process
-        self._reader = asyncio.create_task(self._read(process))
-        return process
+        return self._use(process)
 
-    async def _read(self, process: Process) -> None:
-        try:
-            while await self._receive(process):
-                pass
-            log.error("the fork server %s", await process.ended())
-        except Exception:
-            log.exception("a message of the fork server cannot be read, and it is killed")
-        await self._reap(process)
+    async def _watch(self, process: Process) -> None:
+        await super()._watch(process)
+        for worker in self._workers:
+            worker.kill()
 
-    async def _receive(self, process: Process) -> bool:
-        await readable(process.channel.fileno())
-        match process.channel.receive(0):
-            case None:
-                return False
-            case WorkerForked() as forked, [pidfd]:
-                self._exited[forked.pid] = exited_future = asyncio.get_running_loop().create_future()
-                if (future := self._waiting_for(forked)) is not None:
-                    future.set_result((forked.pid, pidfd, exited_future))
-                else:
-                    os.close(pidfd)  # its `fork` was given up; it ends with its control channel
-            case ForkFailed() as failed, []:
-                if (future := self._waiting_for(failed)) is not None:
-                    future.set_exception(ChildDied(f"the fork server cannot fork: {failed.reason}"))
-            case WorkerExited() as exited, []:
-                if (done := self._exited.pop(exited.pid, None)) is not None and not done.done():
-                    done.set_result(exited.status)
-            case message, fds:
-                log.error("%s is not for the supervisor", type(message).__name__)
-                for fd in fds:
-                    os.close(fd)
-        return True
 
-    def _waiting_for(self, reply: WorkerForked | ForkFailed) -> "asyncio.Future[_Forked] | None":
-        future = self._forked.get(Incarnation(reply.worker, reply.life))
-        return None if future is None or future.done() else future
+_DYING_TIMEOUT_S = 5.0
 
-    async def _reap(self, process: Process) -> None:
-        """Kill the process, and fail every `fork` and `reap` that waits for it."""
-        if self._process is process:
-            self._process = None
-        process.kill()
-        waiting: list[asyncio.Future[Any]] = [*self._forked.values(), *self._exited.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(ChildDied("the fork server is gone"))
-                future.exception()  # retrieved: no coroutine may be waiting
-        self._exited.clear()
-        await process.ended()
-        process.close()
+
+class Zygote(_Forker):
+    """The process that the fork servers of several models are forked from, which outlive it."""
+
+    _what_follows = "; there will be another one for the next fork server"
+
+    async def stop(self) -> None:
+        """Kill the process. Fork servers go on."""
+        self._kill()
+        if self._watching is not None:
+            await asyncio.wait([self._watching], timeout=_DYING_TIMEOUT_S)
+
+    async def fork(self, order: ForkServerStart, timeout_s: float) -> Process:
+        """Raises ChildDied when the zygote dies or is too slow, OSError when it cannot be started."""
+        async with self._forking:
+            process = self._process or self._use(spawn("zygote", "zygote"))
+            try:
+                return await _fork(process, "fork server", order, [], timeout_s)
+            except TimeoutError as error:
+                self._kill()
+                raise ChildDied(f"the zygote has not forked it after {timeout_s:g} s, and is killed") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,71 +383,3 @@ class System:
     reap_orphans: Callable[[], None] = reap_orphans
     reap_everything: Callable[[], Awaitable[None]] = reap_everything
     files: FileAccess = field(default_factory=FileAccess)
-
-
-# The supervisor's side of the zygote: the process that the fork servers of several models are forked from. They are
-# children of this process like any other, because the zygote leaves them to be adopted: its death ends none of them.
-
-_DYING_TIMEOUT_S = 5.0
-
-
-class Zygote:
-    """Started when a fork server is first needed, and again should it die. This process must adopt orphans."""
-
-    def __init__(self) -> None:
-        self._process: Process | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()
-        """Held for one fork server at a time: the deadline of one does not run while another's modules are imported."""
-
-    def pids(self) -> list[int]:
-        return [self._process.pid] if self._process is not None else []
-
-    async def stop(self) -> None:
-        """Kill the process. Fork servers go on."""
-        self._kill()
-        if self._watching is not None:
-            await asyncio.wait([self._watching], timeout=_DYING_TIMEOUT_S)
-
-    async def fork(self, order: ForkServerStart, timeout_s: float) -> Process:
-        """Raises ChildDied when the zygote dies or is too slow, OSError when it cannot be started or without
-        descriptors."""
-        async with self._lock:
-            ours, theirs = Channel.pair()
-            try:
-                try:
-                    self._ensure_running().channel.send(order, [theirs.fileno()])
-                finally:
-                    theirs.close()
-                async with asyncio.timeout(timeout_s):
-                    await readable(ours.fileno())
-                match ours.receive(0):
-                    case ForkServerForked() as forked, [pidfd]:
-                        return Process("fork server", forked.pid, pidfd, ours, partial(_reap_adopted, pidfd))
-                    case ForkServerForked(error=why), []:
-                        raise ChildDied(why)
-                raise ChildDied("the zygote died")
-            except BaseException as error:
-                ours.close()
-                if isinstance(error, TimeoutError):
-                    self._kill()
-                    raise ChildDied(f"the zygote has not forked it after {timeout_s:g} s, and is killed") from error
-                raise
-
-    def _ensure_running(self) -> Process:
-        if self._process is None:
-            self._process = spawn("zygote", "zygote")
-            self._watching = asyncio.create_task(self._watch(self._process))
-        return self._process
-
-    async def _watch(self, process: Process) -> None:
-        how = await process.ended()
-        if self._process is process:
-            log.error("the zygote %s; there will be another one for the next fork server", how)
-            self._process = None
-        process.close()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.kill()

@@ -72,15 +72,15 @@ class Footprint:
         return self.shared + self.per_worker * self.num_workers
 
 
-def predict(plan: Plan, *, is_only_model: bool = True) -> Footprint:
-    """What the processes of `plan` will need, as far as the model's files say it. Without other models there is no
-    zygote. Raises ModelError for weights that are missing or broken."""
+def predict(plan: Plan) -> Footprint:
+    """What the processes of `plan` will need, as far as the model's files say. Raises ModelError for weights that are
+    missing or broken."""
     config, num_workers = plan.workers[0], len(plan.workers)
     arena = config.arena
     rows = min(arena.rows_per_slot, MAX_BATCH_TOKENS)
     arena_nbytes = arena.num_all_slots * rows * arena.dim * _BYTES_PER_FLOAT
     alone, beside_others = _IMPORTS[_library(config)]
-    base = alone if is_only_model else beside_others
+    base = alone if plan.is_only_model else beside_others
     if config.is_dummy:
         return Footprint(_DUMMY_NBYTES, _WORKER_NBYTES + arena_nbytes, num_workers)
     if config.device != "cpu":
@@ -166,22 +166,17 @@ _MAX_NBYTES = 2**50
 
 
 class MemoryBook:
-    def __init__(self, budget: int | None, folder: Path, server_nbytes: int = 0, *, is_only_model: bool = True) -> None:
+    def __init__(self, budget: int | None, folder: Path, server_nbytes: int = 0) -> None:
         """`budget`: bytes for all processes of the server; None: no limit. `folder`: the cache directory.
-        `server_nbytes`: of processes that belong to no model."""
+        `server_nbytes`: of processes that belong to no model, which a reload may change."""
         self.budget = budget
         self.server_nbytes = server_nbytes
-        self._is_only_model = is_only_model
         self._folder = folder / "memory"
         self._known: dict[str, Footprint] = {}
 
     def expect(self, plan: Plan) -> Footprint:
         """As remembered, else as predicted. Reads the file system: not for an event loop."""
         return self.recall(plan) or self._predict(plan)
-
-    def adopt(self, newer: "MemoryBook") -> None:
-        """From now on the server has the models that `newer` was made for. The budget stays."""
-        self.server_nbytes, self._is_only_model = newer.server_nbytes, newer._is_only_model
 
     def recall(self, plan: Plan) -> Footprint | None:
         key = self._key(plan)
@@ -203,7 +198,7 @@ class MemoryBook:
 
     def _predict(self, plan: Plan) -> Footprint:
         try:
-            return predict(plan, is_only_model=self._is_only_model)
+            return predict(plan)
         except ModelError as error:  # the load reports it
             log.warning("the memory that %s needs is not known: %s", plan.gateway.model, error)
             return Footprint(2 * plan.card.weights_bytes, 0, len(plan.workers))
@@ -215,7 +210,7 @@ class MemoryBook:
             "version": metadata.version("vecd"),
             "files": sorted(plan.model_files),
             "requested": [config.engine, config.dtype, config.device.partition(":")[0], plan.settings.kind],
-            "workers": [len(plan.workers), config.num_threads, config.max_threads, self._is_only_model],
+            "workers": [len(plan.workers), config.num_threads, config.max_threads, plan.is_only_model],
             "batches": [plan.gateway.max_batch_tokens, plan.gateway.arena.nbytes],
             "processor": cpuinfo("model name") or platform.processor(),
         }
@@ -242,9 +237,7 @@ def make_book(plans: Sequence[Plan]) -> MemoryBook:
     memory whose size is not known. Side effect: closes the plans then."""
     settings = plans[0].settings
     try:
-        book = MemoryBook(
-            _budget_of(settings), settings.cache_folder, predict_server(plans), is_only_model=len(plans) == 1
-        )
+        book = MemoryBook(_budget_of(settings), settings.cache_folder, predict_server(plans))
         if problems := _why_too_much(plans, book):
             raise ConfigurationError(*problems, *_needs(plans, book))
     except BaseException:

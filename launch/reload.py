@@ -52,16 +52,14 @@ class ReloadingServer(Protocol):
 
     def make_plans(self, models: Sequence[ModelEntry]) -> list[Plan]: ...
 
-    def make_worker_pool(self, generation: int, plan: Plan, *, is_only_model: bool) -> WorkerPool: ...
+    def make_worker_pool(self, generation: int, plan: Plan) -> WorkerPool: ...
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]": ...
 
-    def on_reload_requested(self) -> None: ...
-
     def on_reload_started(self) -> None: ...
 
-    def on_reload_finished(self, num_requested: int, problems: list[str]) -> None:
-        """All of the first `num_requested` requests are done. `problems`: why nothing has changed; none if it has."""
+    def on_reload_finished(self, problems: list[str]) -> None:
+        """`problems`: why nothing has changed; none if it has."""
 
 
 class Reloader:
@@ -72,8 +70,8 @@ class Reloader:
         self._gateway_pool = gateway_pool
         self._residency = residency
         self._newest = max(self._worker_pools)
-        self._num_requested = 0
-        self._is_requested = False
+        self._requests: list[asyncio.Future[list[str]]] = []
+        """Those that the next reload will grant."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -85,18 +83,13 @@ class Reloader:
     def is_running(self) -> bool:
         return self._task is not None
 
-    def request(self) -> None:
-        """Reload soon. A request during a reload begins another one at its end."""
-        self._request()
-        self._is_requested = True
+    def request(self) -> "asyncio.Future[list[str]]":
+        """Reload soon. A request during a reload begins another one at its end. Returns why it was refused; [] if it
+        was not."""
+        self._requests.append(result := asyncio.get_running_loop().create_future())
         if self._task is None:
             self._task = self._server.start_task(self._run())
-
-    def refuse(self, problem: str) -> None:
-        """Count a request that cannot be granted."""
-        self._request()
-        log.warning("not reloaded: %s", problem)
-        self._server.on_reload_finished(self._num_requested, [problem])
+        return result
 
     def cancel(self) -> None:
         if self._task is not None:
@@ -111,21 +104,19 @@ class Reloader:
         new.failure = reason
         self._gateway_pool.changed.set()
 
-    def _request(self) -> None:
-        self._num_requested += 1
-        self._server.on_reload_requested()
-
     async def _run(self) -> None:
         try:
-            while self._is_requested:
-                self._is_requested = False
-                num_requested = self._num_requested
+            while self._requests:
+                requests, self._requests = self._requests, []
                 log.info("reloading")
                 self._server.on_reload_started()
                 self.problems = await self._reload()
                 for problem in self.problems:
                     log.error("not reloaded, nothing has changed: %s", problem)
-                self._server.on_reload_finished(num_requested, self.problems)
+                self._server.on_reload_finished(self.problems)
+                for request in requests:
+                    if not request.done():  # who waited may have gone
+                        request.set_result(self.problems)
         finally:
             self._task = None
 
@@ -164,7 +155,7 @@ class Reloader:
         try:
             plans = self._fitted(plans)
             for plan in plans:
-                pool = self._unchanged(plan, plans) or self._make_pool(plan, len(plans))
+                pool = self._unchanged(plan, plans) or self._make_pool(plan)
                 pools.append(pool)
         except BaseException:
             _close(plans[len(pools) :])
@@ -188,8 +179,8 @@ class Reloader:
                 return worker_pool
         return None
 
-    def _make_pool(self, plan: Plan, num_models: int) -> WorkerPool:
-        worker_pool = self._server.make_worker_pool(self._newest + 1, plan, is_only_model=num_models == 1)
+    def _make_pool(self, plan: Plan) -> WorkerPool:
+        worker_pool = self._server.make_worker_pool(self._newest + 1, plan)
         self._newest += 1
         self._worker_pools[worker_pool.generation] = worker_pool
         return worker_pool
@@ -274,7 +265,7 @@ class Reloader:
         for worker_pool in new:
             plan = worker_pool.plan
             if await self._files.call(plan.card.folder, plan.model_has_changed):
-                self._is_requested = True
+                self.request()
                 raise _Refused(f"{worker_pool.prefix}the model's files changed meanwhile; reloading again")
         return self._gateway_pool.keys if keys == self._gateway_pool.keys else keys
 

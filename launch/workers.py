@@ -22,7 +22,7 @@ from vecd.launch.config.plan import Plan
 from vecd.launch.files import FilesHang
 from vecd.model.files import source_of
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart, ModelIdentity, ModelIs, ModelState, WorkerReady
+from vecd.shm.control import ForkServerStart, ModelIdentity, ModelIs, ModelState, Ready
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import modules_to_preload
 
@@ -125,19 +125,15 @@ class WorkerPool:
         lives: dict[int, int],
         observer: WorkerObserver,
         system: System,
-        *,
-        is_only_model: bool = True,
     ) -> None:
         """`lives` counts each worker's incarnations, by index, over all generations: an incarnation never comes twice.
-        `is_only_model`: the server has no other model, and messages need not name this one.
-
         Raises OSError without descriptors for the endpoints.
         """
         self.generation = generation
         self.plan = plan
         self.model = plan.gateway.model
-        self.log = ModelLog(None if is_only_model else self.model)
-        self.prefix = "" if is_only_model else f"{self.model}: "
+        self.log = ModelLog(None if plan.is_only_model else self.model)
+        self.prefix = "" if plan.is_only_model else f"{self.model}: "
         """What messages about it to the operator begin with."""
         self.ready: dict[int, ReadyWorker] = {}
         self.broken: str | None = None
@@ -364,15 +360,14 @@ class WorkerPool:
         return reason, ready_for_s
 
     async def _reap_killed(self, worker: ReadyWorker) -> None:
-        """The fork server, which may go next, has to reap it. A process that a driver keeps from dying is not waited
-        for."""
+        """A process that a driver keeps from dying is not waited for."""
         try:
             async with asyncio.timeout(_DYING_TIMEOUT_S):
                 await worker.process.ended()
         except TimeoutError:
             self.log.error("%s does not die, and is left alone", worker.incarnation)
 
-    async def _await_ready(self, process: Process) -> WorkerReady:
+    async def _await_ready(self, process: Process) -> Ready:
         is_first = process.name == str(Incarnation(self._first_worker, 1))  # a line per stage, and none for restarts
         on_stage = self._on_load_stage if is_first else lambda stage: None
         try:
@@ -381,7 +376,6 @@ class WorkerPool:
             if not self._has_been_ready:
                 raise
             raise ChildDied(f"cannot start: {failure}") from failure
-        assert isinstance(ready, WorkerReady), ready
         if not self._has_been_ready:
             for warning in ready.warnings:
                 self._observer.on_warning(self, f"{self.prefix}{warning}")

@@ -9,14 +9,14 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
                                Prepare (+ ZeroMQ socket), Activate, Withdrawn, Discard, ModelBroken, NewKeys,
                                Progress, Quarantined, InputDeaths, InputsCleared, CoresGranted, ModelIs, ModelIdentity,
                                ModelFiles
-    gateway → supervisor       GatewayReady, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
+    gateway → supervisor       Ready, ChildFailed, Heartbeat, WorkerConnected, WorkerStuck, Prepared, Retired,
                                ReloadAsked, Quarantined, InputDeaths, InputsCleared, CoresWanted, CoresHeld,
                                ModelWanted, ModelDrained, ModelUsed, ModelAsked, KeepAlive
     supervisor → fork server   ForkServerStart, ForkWorker (+ control, arena, ZeroMQ addresses)
-    fork server → supervisor   ForkServerReady, WorkerForked (+ pidfd), ForkFailed, WorkerExited
+    fork server → supervisor   Progress, Ready, ChildFailed
     supervisor → zygote        ForkServerStart (+ control of a new fork server)
-    new fork server → supervisor   ForkServerForked (+ pidfd)
-    worker → supervisor        Progress, WorkerReady, ChildFailed
+    new fork server, worker → supervisor   Forked (+ pidfd)
+    worker → supervisor        Progress, Ready, ChildFailed
 
 Batches never travel here: that is `vecd.shm.wire`.
 """
@@ -304,10 +304,6 @@ class NewKeys(Message):
     keys: list[JsonObject]
 
 
-class GatewayReady(Message):
-    """From a gateway: it listens."""
-
-
 class Heartbeat(Message):
     """From a gateway, about once a second: its event loop turns."""
 
@@ -359,19 +355,12 @@ class ForkServerStart(Message):
     log_format: str = "text"
 
 
-class ForkServerForked(Message):
-    """From a fork server that a zygote has forked: it is the supervisor's child now. Descriptor: its pidfd. From the
-    zygote, without one: it cannot be forked."""
+class Forked(Message):
+    """From a fork server or a worker that has been forked: it is the supervisor's child now. Descriptor: its pidfd.
+    Without one, from the process that was to fork it: it cannot be forked."""
 
     pid: int
     error: str = ""
-
-
-class ForkServerReady(Message):
-    """From the fork server: everything is imported; workers may be forked."""
-
-    modules: list[str]
-    """What could be imported."""
 
 
 class ForkWorker(Message):
@@ -383,41 +372,19 @@ class ForkWorker(Message):
     config: JsonObject
 
 
-class WorkerForked(Message):
-    """From the fork server. Descriptor: a pidfd of the new process."""
-
-    worker: int
-    life: int
-    pid: int
-
-
-class ForkFailed(Message):
-    """From the fork server: a worker could not be forked."""
-
-    worker: int
-    life: int
-    reason: str
-
-
-class WorkerExited(Message):
-    """From the fork server: a worker was reaped."""
-
-    pid: int
-    status: int
-    """As `os.waitstatus_to_exitcode` gives it: an exit code, or minus the signal's number."""
-
-
 class Progress(Message):
     """From a worker or the fork server. Passed on to every gateway until the server is ready for the first time."""
 
     stage: str
 
 
-class WorkerReady(Message):
-    """From a worker: the model is loaded, compared and warm."""
+class Ready(Message):
+    """From a child: a gateway listens, a fork server has loaded everything, a worker's model is loaded, compared and
+    warm."""
 
-    facts: JsonObject
-    """JSON values, shown in `/info`: dtype, path, agreement figures, memory, LOAD_TOKENS_PER_S if it was measured."""
+    facts: JsonObject = field(default_factory=dict)
+    """Of a worker: JSON values, shown in `/info`: dtype, path, agreement figures, memory, LOAD_TOKENS_PER_S if it was
+    measured. Of a fork server: `modules`, which could be imported."""
     warnings: list[str] = field(default_factory=list)
 
 

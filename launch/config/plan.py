@@ -115,6 +115,8 @@ class Plan:
     """What was in the model's folder when its card was read."""
     other_files: frozenset[tuple[str, int, int, int]] = frozenset()
     """The same of the certificate, its key and the ranges."""
+    is_only_model: bool = True
+    """The server has no other model when the plan is made: no zygote, and messages need not name this one."""
 
     def model_has_changed(self) -> bool:
         """Whether the files are no longer those that the plan was made of. Not for an event loop."""
@@ -209,7 +211,8 @@ def make_plans(entries: Sequence[ModelEntry], report: Callable[[str], None] = lo
                 faults.append(f"{prefix}{error}")
             else:
                 first_worker = sum(before.gateway.num_workers for before in plans)
-                plans.append(plan.with_gateway(model_index=index, first_worker=first_worker))
+                plan = plan.with_gateway(model_index=index, first_worker=first_worker)
+                plans.append(replace(plan, is_only_model=is_only_model))
         kinds = [plan.card.capabilities for plan in plans]
         if settings.vector_cache and len(plans) == len(entries) and not any("dense" in each for each in kinds):
             why = f"this model is for {' and '.join(kinds[0])}" if is_only_model else "no model has such"

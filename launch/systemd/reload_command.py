@@ -42,13 +42,13 @@ server."""
 
 
 class ReloadSocket:
-    def __init__(self, request_reload: Callable[[], None], url: Callable[[], str]) -> None:
-        """`request_reload` calls `requested`, unless the server is ending. `url`: where the server listens; "" before
-        it does."""
+    def __init__(
+        self, request_reload: "Callable[[], asyncio.Future[list[str]] | None]", url: Callable[[], str]
+    ) -> None:
+        """`request_reload` returns why the reload was refused, [] if it was not; None if the server is ending. `url`:
+        where the server listens; "" before it does."""
         self._request_reload = request_reload
         self._url = url
-        self.num_requested = 0
-        self._waiting: list[tuple[int, asyncio.Future[list[str]]]] = []
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -60,15 +60,6 @@ class ReloadSocket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 log.error("no `vecd reload` of this server: %s has the socket @%s", _owner_of(address), address[1:])
-
-    def requested(self) -> None:
-        self.num_requested += 1
-
-    def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
-        for number, result in self._waiting:
-            if number <= num_requested and not result.done():
-                result.set_result(list(problems))
-        self._waiting = [(number, result) for number, result in self._waiting if number > num_requested]
 
     def close(self) -> None:
         if self._server is not None:
@@ -85,19 +76,11 @@ class ReloadSocket:
                 async with asyncio.timeout(_GREETING_TIMEOUT_S):
                     if await reader.readline() != _REQUEST:
                         return
-                if (problems := await self._reload()) is not None:
-                    writer.write(_line({"problems": problems}))
+                if (result := self._request_reload()) is not None:
+                    writer.write(_line({"problems": await result}))
                     await writer.drain()
         finally:
             writer.close()
-
-    async def _reload(self) -> list[str] | None:
-        """Why the reload was refused, [] if it was not, None if the server is ending."""
-        number = self.num_requested + 1
-        result: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((number, result))
-        self._request_reload()  # which may be refused, and done, at once
-        return await result if self.num_requested >= number else None
 
 
 class RunningServer(NamedTuple):

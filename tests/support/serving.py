@@ -111,7 +111,12 @@ class RunningServer:
         raise AssertionError(f"gateway {gateway} accepts nothing")
 
     def workers(self) -> list[psutil.Process]:
-        return self._child("vecd.child forkserver").children()
+        return [c for c in psutil.Process(self.pid).children() if c.name().startswith("vecd-worker")]
+
+    def fork_server(self) -> psutil.Process:
+        """Of a server of one model. Its command line is also that of the workers that it has forked."""
+        [found] = [c for c in psutil.Process(self.pid).children() if c.name() == "vecd-forkserver"]
+        return found
 
     def _child(self, command: str) -> psutil.Process:
         [child] = [c for c in psutil.Process(self.pid).children() if command in command_line(c)]

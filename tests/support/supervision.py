@@ -23,17 +23,16 @@ from vecd.shm.control import (
     Channel,
     Drain,
     ForkServerStart,
-    GatewayReady,
     GatewayStart,
     Message,
     ModelDrained,
     ModelIs,
     Prepare,
     Prepared,
+    Ready,
     Retired,
     Withdrawn,
     WorkerConnected,
-    WorkerReady,
     WorkerUp,
 )
 from vecd.shm.wire import Incarnation
@@ -94,7 +93,7 @@ class FakeChannel(Channel):
 class FakeProcess(Process):
     def __init__(self, name: str) -> None:
         self.name, self.pid, self.pidfd, self.status = name, next(_pids), -1, None
-        self.reap = _no_status
+        self.reap = lambda: None
         self.channel: FakeChannel = FakeChannel(self.on_sent)
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         """What it says to the supervisor."""
@@ -170,7 +169,7 @@ class FakeGateway(FakeProcess):
                 self._models[message.generation] = message.config["model"]
                 self.served = {message.config["model"]: message.generation}
                 if self.starts:
-                    self.inbox.put_nowait(GatewayReady())
+                    self.inbox.put_nowait(Ready())
             case WorkerUp() if self.connects:
                 self.inbox.put_nowait(WorkerConnected(message.worker, message.life))
             case Prepare():
@@ -305,15 +304,11 @@ class Fakes:
 
 
 def ready(worker: FakeProcess) -> None:
-    worker.inbox.put_nowait(WorkerReady({"path": "dummy", "dtype": "float32"}))
+    worker.inbox.put_nowait(Ready({"path": "dummy", "dtype": "float32"}))
 
 
 async def _nothing() -> None:
     pass
-
-
-async def _no_status() -> None:
-    return None
 
 
 class FakeNotifier(Notifier):

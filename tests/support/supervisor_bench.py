@@ -1,7 +1,7 @@
 """A supervisor whose children, files and time are fakes, from its start to its end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,18 +41,20 @@ class FakeReloadSocket(ReloadSocket):
 
     def __init__(self) -> None:
         super().__init__(lambda: None, lambda: "")
-        self.num_requested = self.num_done = 0
-        self.problems: list[str] = []
+        self.results: list[asyncio.Future[list[str]]] = []
+        """Of all reloads that were requested, in whatever way."""
         self.is_listening = False
+
+    @property
+    def num_done(self) -> int:
+        return sum(result.done() for result in self.results)
+
+    @property
+    def problems(self) -> list[str]:
+        return [result.result() for result in self.results if result.done()][-1]
 
     async def listen(self) -> None:
         self.is_listening = True
-
-    def requested(self) -> None:
-        self.num_requested += 1
-
-    def done(self, num_requested: int, problems: Sequence[str] = ()) -> None:
-        self.num_done, self.problems = num_requested, list(problems)
 
     def close(self) -> None:
         self.is_listening = False
@@ -67,6 +69,14 @@ class Bench:
         self.plans = make_plans(load_models(load_settings(arguments)))
         self.supervisor = Supervisor(self.plans, arguments, self.notifier, listeners, system=fakes.system)
         self.reloads = self.supervisor.reload_socket = FakeReloadSocket()
+        request_reload = self.supervisor.request_reload
+
+        def request() -> "asyncio.Future[list[str]] | None":
+            if (result := request_reload()) is not None:
+                self.reloads.results.append(result)
+            return result
+
+        self.supervisor.request_reload = request  # type: ignore[method-assign]
         self.task = asyncio.create_task(self.supervisor.run())
 
     @property

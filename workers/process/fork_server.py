@@ -1,6 +1,6 @@
 """The process that workers are forked from, and the one that such processes are forked from.
 
-Owns the forks, their pidfds and their reaping. Starts no thread, because a thread pool does not survive a fork.
+Owns the forks. Starts no thread, because a thread pool does not survive a fork.
 """
 
 import gc
@@ -8,14 +8,14 @@ import importlib
 import logging
 import os
 import select
-import selectors
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, TypeVar
 
 from vecd.base import logs
 from vecd.base.files import load
@@ -25,15 +25,12 @@ from vecd.model.card import ModelError
 from vecd.shm.control import (
     Channel,
     ChildFailed,
-    ForkFailed,
-    ForkServerForked,
-    ForkServerReady,
+    Forked,
     ForkServerStart,
     ForkWorker,
     Message,
     Progress,
-    WorkerExited,
-    WorkerForked,
+    Ready,
 )
 from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine, ReportProgress
@@ -58,7 +55,14 @@ from vecd.workers.weights import check_headers
 # multiprocessing's forkserver is not used: kill -9 leaves its listening socket in /tmp, and it imports the supervisor's
 # program again.
 
+#
+# What is forked outlives the zygote, and dies with the supervisor, which watches and reaps it as its own child: a
+# process in between forks it and ends, and the supervisor adopts orphans
+# (`vecd.workers.process.kernel.adopt_orphans`). The supervisor kills the workers of a fork server that has died.
+
 log = logging.getLogger("vecd.forkserver")
+
+Order = TypeVar("Order", bound=Message)
 
 
 def serve(channel: Channel) -> int:
@@ -106,9 +110,17 @@ def _start(channel: Channel) -> int:
     # A child's garbage collector skips frozen objects; its marks would copy every page.
     gc.collect()
     gc.freeze()
-    server = _ForkServer(channel, engine)
-    channel.send(ForkServerReady(modules))
-    return server.run()
+    channel.send(Ready({"modules": modules}))
+    parents = start.parent_pid, os.getpid()
+    for order, control, (arena_fd, *address_fds) in _orders(channel, ForkWorker, 3):
+        config, incarnation = load(WorkerConfig, order.config), Incarnation(order.worker, order.life)
+        _fork(
+            f"vecd-worker-{order.worker}",
+            channel,
+            control,
+            partial(worker.run, config, incarnation, control, arena_fd, address_fds, parents, engine),
+        )
+    return worker.EXIT_OK
 
 
 def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], Engine | None]:
@@ -149,84 +161,65 @@ def import_modules(modules: list[str]) -> list[str]:
     return imported
 
 
-class _ForkServer:
-    def __init__(self, channel: Channel, engine: Engine | None) -> None:
-        self._channel = channel
-        self._engine = engine
-        self._pids: dict[int, int] = {}
-        """Of the workers that have not been reaped, by pidfd."""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(channel.fileno(), selectors.EVENT_READ)
+def _orders(channel: Channel, kind: type[Order], min_fds: int) -> Iterator[tuple[Order, Channel, list[int]]]:
+    """What the supervisor orders, until it closes the channel or dies: with the control channel of the process that is
+    to be forked, and its other descriptors, all of which are closed afterwards."""
+    while (received := channel.receive()) is not None:
+        message, fds = received
+        if isinstance(message, kind) and len(fds) >= min_fds:
+            with closing(Channel.from_fd(fds.pop(0))) as control:
+                yield message, control, fds
+        else:
+            log.error("%s with %d descriptors is not for this process", type(message).__name__, len(fds))
+        for fd in fds:
+            os.close(fd)
 
-    def run(self) -> int:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fd in self._pids:
-                    self._reap(key.fd)
-                elif (received := self._channel.receive(0)) is None:
-                    return worker.EXIT_OK
-                else:
-                    self._handle(*received)
 
-    def _handle(self, message: Message, fds: list[int]) -> None:
-        try:
-            match message, fds:
-                case ForkWorker(), [_, _, _, *_]:
-                    self._fork(message, fds)
-                case _:
-                    log.error("%s with %d descriptors is not for a fork server", type(message).__name__, len(fds))
-        finally:
-            for fd in fds:
-                os.close(fd)
+def _fork(name: str, channel: Channel, control: Channel, live: Callable[[], int]) -> None:
+    """Fork the process `name`, which becomes a child of the supervisor, and whose life is `live`. `channel`: of this
+    process; `control`: of the new one, through which it says that it has begun."""
+    try:
+        assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
+        with naming_limit():
+            pid = os.fork()
+    except OSError as error:  # too many processes or open files, too little memory
+        _report_not_forked(control, str(error))
+        return
+    if pid != 0:
+        os.waitpid(pid, 0)  # it forks, and ends
+        return
+    _live_in_child(lambda: _fork_orphan(name, channel, control, live))
 
-    def _fork(self, order: ForkWorker, fds: list[int]) -> None:
-        parent_pid = os.getpid()
-        try:
-            assert num_threads() == 1, "a thread would be lost in the fork, with whatever lock it holds"
-            with naming_limit():
-                pid = os.fork()
-        except OSError as error:  # too many processes or open files, too little memory
-            self._report_fork_failed(order, error)
-            return
-        if pid == 0:
-            _live_in_child(lambda: self._run_worker(order, fds, parent_pid))
-        # Only this process reaps it: until then the pid is this child's.
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError as error:  # no descriptor left
-            os.kill(pid, signal.SIGKILL)  # it could not be watched
-            os.waitpid(pid, 0)
-            self._report_fork_failed(order, error)
-            return
-        self._pids[pidfd] = pid
-        self._selector.register(pidfd, selectors.EVENT_READ)
-        self._channel.send(WorkerForked(order.worker, order.life, pid), [pidfd])
 
-    def _report_fork_failed(self, order: ForkWorker, error: OSError) -> None:
-        log.error("worker %d cannot be forked: %s", order.worker, error)
-        self._channel.send(ForkFailed(order.worker, order.life, str(error)))
+def _fork_orphan(name: str, channel: Channel, control: Channel, live: Callable[[], int]) -> int:
+    """In the process in between: fork the one that is wanted, and end. Returns the exit code of the one and of the
+    other."""
+    set_process_name(name)
+    channel.close()
+    try:
+        between = os.pidfd_open(os.getpid())
+        with naming_limit():
+            pid = os.fork()
+    except OSError as error:
+        _report_not_forked(control, str(error))
+        return worker.EXIT_COULD_NOT_START
+    if pid != 0:
+        return worker.EXIT_OK
+    # The supervisor is the parent once the process in between is dead. One that asked to die with its parent before
+    # would die now.
+    select.select([between], [], [])
+    os.close(between)
+    own = os.pidfd_open(os.getpid())
+    with suppress(ConnectionError):  # the supervisor has given it up, and `live` ends at once
+        control.send(Forked(os.getpid()), [own])
+    os.close(own)
+    return live()
 
-    def _run_worker(self, order: ForkWorker, fds: list[int], parent_pid: int) -> int:
-        self._selector.close()
-        self._channel.close()
-        for pidfd in self._pids:
-            os.close(pidfd)
-        control_fd, arena_fd, *address_fds = fds
-        return worker.run(
-            load(WorkerConfig, order.config),
-            Incarnation(order.worker, order.life),
-            Channel.from_fd(control_fd),
-            arena_fd,
-            address_fds,
-            parent_pid=parent_pid,
-            engine=self._engine,
-        )
 
-    def _reap(self, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        pid, status = os.waitpid(self._pids.pop(pidfd), 0)
-        self._channel.send(WorkerExited(pid, os.waitstatus_to_exitcode(status)))
+def _report_not_forked(control: Channel, error: str) -> None:
+    log.error("a process cannot be forked: %s", error)
+    with suppress(OSError):  # the supervisor has given it up
+        control.send(Forked(0, error))
 
 
 def _live_in_child(live: Callable[[], int]) -> NoReturn:
@@ -250,12 +243,6 @@ def _live_in_child(live: Callable[[], int]) -> NoReturn:
 # It has imported what their engines need, and holds no weights: an import is paid for once, and the processes of all
 # models share the pages of the libraries. It imports a module when the first fork server needs it, so there is no torch
 # in it before a model needs torch. Like a fork server, it starts no thread.
-#
-# A fork server must outlive the zygote, and die with the supervisor. So it becomes the supervisor's own child: a
-# process in between forks it and ends, and the supervisor adopts orphans (`vecd.workers.process.kernel.adopt_orphans`).
-# From then on it is what it is without a zygote, for itself, for the kernel and for the supervisor.
-
-zygote_log = logging.getLogger("vecd.zygote")
 
 
 def serve_zygote(channel: Channel) -> int:
@@ -265,22 +252,15 @@ def serve_zygote(channel: Channel) -> int:
 
 
 def _run(channel: Channel) -> int:
-    while (received := channel.receive()) is not None:
-        match received:
-            case ForkServerStart() as order, [control_fd]:
-                logs.change(order.log_level, order.log_format)
-                if not die_with_parent(order.parent_pid):
-                    break
-                with closing(Channel.from_fd(control_fd)) as control:
-                    _import_for(order)
-                    if not is_single_threaded():
-                        _report_not_forked(control, "its imports started threads, which a fork would lose")
-                        return worker.EXIT_COULD_NOT_START  # the next zygote may not need them
-                    _fork(control, channel)
-            case message, fds:
-                zygote_log.error("%s with %d descriptors is not for a zygote", type(message).__name__, len(fds))
-                for fd in fds:
-                    os.close(fd)
+    for order, control, _ in _orders(channel, ForkServerStart, 1):
+        logs.change(order.log_level, order.log_format)
+        if not die_with_parent(order.parent_pid):
+            break
+        _import_for(order)
+        if not is_single_threaded():
+            _report_not_forked(control, "its imports started threads, which a fork would lose")
+            return worker.EXIT_COULD_NOT_START  # the next zygote may not need them
+        _fork("vecd-forkserver", channel, control, partial(serve, control))
     return worker.EXIT_OK
 
 
@@ -291,53 +271,8 @@ def _import_for(order: ForkServerStart) -> None:
         try:
             path = expected_path(load(WorkerConfig, {**order.config, "num_threads": 1}))
         except Exception as error:  # of this model alone, whose fork server is going to meet it, and report it
-            zygote_log.info(
-                "the engine of a model is not known before it is loaded: %s: %s", type(error).__name__, error
-            )
+            log.info("the engine of a model is not known before it is loaded: %s: %s", type(error).__name__, error)
     import_modules([ENGINES_WITHOUT_TORCH[path]] if path in ENGINES_WITHOUT_TORCH else order.modules)
     # A child's garbage collector skips frozen objects; its marks would copy every page.
     gc.collect()
     gc.freeze()
-
-
-def _fork(control: Channel, channel: Channel) -> None:
-    """Fork a fork server, which becomes a child of the supervisor. `channel` is the zygote's."""
-    try:
-        with naming_limit():
-            pid = os.fork()
-    except OSError as error:  # too many processes, too little memory
-        _report_not_forked(control, str(error))
-        return
-    if pid != 0:
-        os.waitpid(pid, 0)  # it forks, and ends
-        return
-    _live_in_child(lambda: _fork_orphan(control, channel))
-
-
-def _fork_orphan(control: Channel, channel: Channel) -> int:
-    """In the process in between: fork the fork server, and end. Returns the exit code of the one and of the other."""
-    channel.close()
-    try:
-        between = os.pidfd_open(os.getpid())
-        with naming_limit():
-            pid = os.fork()
-    except OSError as error:
-        _report_not_forked(control, str(error))
-        return worker.EXIT_COULD_NOT_START
-    if pid != 0:
-        return worker.EXIT_OK
-    # The supervisor is the parent once the process in between is dead. A fork server that asked to die with its parent
-    # before would die now.
-    select.select([between], [], [])
-    os.close(between)
-    own = os.pidfd_open(os.getpid())
-    with suppress(ConnectionError):  # the supervisor has given it up, and `serve` ends at once
-        control.send(ForkServerForked(os.getpid()), [own])
-    os.close(own)
-    return serve(control)
-
-
-def _report_not_forked(control: Channel, error: str) -> None:
-    zygote_log.error("a fork server cannot be forked: %s", error)
-    with suppress(OSError):  # the supervisor has given it up
-        control.send(ForkServerForked(0, error))

@@ -1,6 +1,6 @@
 """A worker process from its start to its end: set up the process, map the arena, load the engine, report ready, serve.
 
-Owns the process: its name, its signals, its exit code.
+Owns the process: its signals, its exit code.
 """
 
 import gc
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from vecd.base import logs
 from vecd.base.tasks import ZMQ_THREADS, NoTasks, require_threads
 from vecd.model.card import ModelError
-from vecd.shm.control import Channel, ChildFailed, Progress, WorkerReady
+from vecd.shm.control import Channel, ChildFailed, Progress, Ready
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine
@@ -22,7 +22,6 @@ from vecd.workers.process.kernel import (
     die_with_parent,
     outlive_sent_faults,
     private_memory_mb,
-    set_process_name,
     trace_crashes,
     volunteer_for_oom_kill,
 )
@@ -39,27 +38,25 @@ def run(
     channel: Channel,
     arena_fd: int,
     address_fds: Sequence[int],
-    *,
-    parent_pid: int,
+    parents: tuple[int, int],
     engine: Engine | None,
 ) -> int:
     """Run as `incarnation` until the supervisor ends; returns the exit code. Owns `channel`, the worker's end of its
     control connection, `arena_fd`, and `address_fds`, the O_PATH descriptors of the gateways' ZeroMQ sockets.
-    `parent_pid` is the fork server's, whose death during the fork would not be noticed otherwise. `engine`: None if the
-    worker loads its own.
+    `parents`: the pids of the supervisor, whose death during the fork would not be noticed otherwise, and of the fork
+    server. `engine`: None if the worker loads its own.
 
-    Side effects on the whole process: name, signal handling, logging, memory priority, torch's threads.
+    Side effects on the whole process: signal handling, logging, memory priority, torch's threads.
     """
     try:
-        if not die_with_parent(parent_pid):
+        if not die_with_parent(parents[0]):
             return EXIT_OK
-        set_process_name(f"vecd-worker-{incarnation.worker}")
         leave_signals_to_supervisor()
         volunteer_for_oom_kill()
         outlive_sent_faults()
         trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
         logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
-        return _live(config, incarnation, channel, arena_fd, address_fds, engine)
+        return _live(config, incarnation, channel, arena_fd, address_fds, parents[1], engine)
     except ConnectionError:
         return EXIT_OK  # the supervisor has closed the control channel
     except EngineLost as error:
@@ -83,6 +80,7 @@ def _live(
     channel: Channel,
     arena_fd: int,
     address_fds: Sequence[int],
+    fork_server_pid: int,
     engine: Engine | None,
 ) -> int:
     slots = map_arena(arena_fd, config.arena, writable=True)
@@ -107,12 +105,12 @@ def _live(
     facts = {
         **engine.facts,
         "pid": os.getpid(),
-        "parent_pid": os.getppid(),
+        "parent_pid": fork_server_pid,
         "threads": config.num_threads,
         "thread_choices": list(choices),
         "private_memory_mb": private_memory_mb(),
     }
     with connected(address_fds, incarnation) as sockets:
-        channel.send(WorkerReady(facts, engine.warnings))
+        channel.send(Ready(facts, engine.warnings))
         Loop(sockets, channel, engine, slots, config.arena, config.card).run()
     return EXIT_OK

@@ -56,13 +56,12 @@ async def test_the_next_try_is_another_start(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_hundreds_of_workers_are_ordered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fork server replies to each order before it reads the next one, with a message that fills the channel more
-    than an order does: were all orders sent at once, both sides would wait for room."""
-    reply = "channel.send(WorkerForked(order.worker, order.life, os.getpid()), [os.pidfd_open(os.getpid())])"
+    """Were all orders sent at once, the channel would fill."""
+    reply = "Channel.from_fd(fds.pop(0)).send(Forked(os.getpid()), [os.pidfd_open(os.getpid())])"
     code = (
-        "channel.send(ForkServerReady([]))\n"
+        "channel.send(Ready())\n"
         "while (received := channel.receive()) is not None:\n"
-        f"    order, fds = received; list(map(os.close, fds)); {reply}"
+        f"    order, fds = received; {reply}; list(map(os.close, fds))"
     )
     server, _ = fork_server(monkeypatch, "exec(" + repr(code) + ")")
     arena_fd = os.memfd_create("arena")

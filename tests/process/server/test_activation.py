@@ -171,8 +171,7 @@ class Service:
     @property
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        [server] = [child for child in children if "vecd.child forkserver" in command_line(child)]
-        return server.children()
+        return [child for child in children if child.name().startswith("vecd-worker")]
 
 
 @pytest.fixture(scope="module")

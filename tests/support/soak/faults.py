@@ -41,16 +41,19 @@ def gateways(server: Server) -> list[psutil.Process]:
 
 
 def fork_servers(server: Server) -> list[psutil.Process]:
-    return _named(server, "forkserver")
+    return [child for child in _named(server, "forkserver") if not _is_worker(child)]
 
 
 def workers(server: Server) -> list[psutil.Process]:
     """Those that run, of every generation."""
-    found = []
-    for parent in fork_servers(server):
-        with suppress(*_GONE):
-            found += [child for child in parent.children() if is_alive(child)]
-    return found
+    return [child for child in _named(server, "") if _is_worker(child)]
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """It has the command line of the process that it was forked from."""
+    with suppress(*_GONE):
+        return process.name().startswith("vecd-worker")
+    return False
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:

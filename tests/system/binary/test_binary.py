@@ -78,7 +78,7 @@ def test_a_killed_worker_is_replaced(binary: Server) -> None:
 
 def test_a_killed_fork_server_is_replaced(binary: Server) -> None:
     [worker] = binary.workers()
-    psutil.Process(worker.ppid()).kill()
+    binary.fork_server().kill()
     eventually(lambda: not worker.is_running())
     binary.embed(TEXTS)
 

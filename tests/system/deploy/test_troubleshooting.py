@@ -387,7 +387,7 @@ def workers_that_do_not_load_and_then_die(folder: Path) -> Provoked:
         [fork_server] = fork_servers(server)
         fork_server.suspend()
         kill_workers(server)
-        yield Row(503, "worker … died"), health(server, "died")
+        yield Row(503, "worker … was killed"), health(server, "was killed")
         fork_server.resume()
         wait_until_ready(server)
         seen = Seen(200, "")

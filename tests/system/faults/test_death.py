@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from numpy.typing import NDArray
 
@@ -152,7 +151,7 @@ def test_a_killed_worker_costs_no_request_of_any_gateway(server, corpus):
 
 def test_a_killed_fork_server_is_replaced(server, corpus):
     texts, expected = corpus
-    fork_server = psutil.Process(server.workers()[0].ppid())
+    fork_server = server.fork_server()
     fork_server.kill()
     [vector] = server.embed(texts[2])
     assert np.abs(np.array(vector) - expected[2]).max() < 1e-5

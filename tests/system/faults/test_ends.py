@@ -43,11 +43,11 @@ def is_ready(server: Server) -> bool:
 
 def test_while_no_worker_lives_health_says_so_and_requests_wait_until_their_deadline(server):
     [worker] = server.workers()
-    fork_server = psutil.Process(worker.ppid())
+    fork_server = server.fork_server()
     fork_server.suspend()  # no new worker can be forked
     worker.kill()
     eventually(lambda: not is_ready(server))
-    assert "worker 0 (life 1) died" in httpx.get(f"{server.url}/health").json()["reason"]
+    assert "worker 0 (life 1) was killed by SIGKILL" in httpx.get(f"{server.url}/health").json()["reason"]
     assert httpx.get(f"{server.url}/live").status_code == 200
     url, body = f"{server.url}/v1/embeddings", {"input": "patient"}
     with ThreadPoolExecutor(1) as threads:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -281,7 +280,7 @@ def test_files_changed_without_a_word_make_no_mixture(minilm_folder, tmp_path, c
     shutil.copytree(minilm_folder, folder)
     with exact_server(str(folder), "--workers", "1") as server:
         flip_signs(folder)
-        psutil.Process(server.workers()[0].ppid()).kill()
+        server.fork_server().kill()
         eventually(lambda: "reloaded: " in server.stderr, 90)
         assert "changed; reloading" in server.stderr
         assert np.abs(np.array(server.embed(texts)) + expected).max() < 1e-5

@@ -16,11 +16,11 @@ from vecd.shm.control import (
     Channel,
     Discard,
     Drain,
-    GatewayReady,
     Heartbeat,
     Message,
     NewKeys,
     Prepared,
+    Ready,
     Retired,
     WorkerUp,
 )
@@ -192,11 +192,11 @@ async def test_a_report_to_a_supervisor_that_is_gone_is_dropped(channel: FakeCha
 
 
 async def test_a_heartbeat_every_second_until_the_end(channel: FakeChannel, control: Control):
-    control.send(GatewayReady())
+    control.send(Ready())
     control.start(lambda message, fds: None)
-    assert channel.sent == [GatewayReady(), Heartbeat()]
+    assert channel.sent == [Ready(), Heartbeat()]
     await asyncio.sleep(3.5)
-    assert channel.sent == [GatewayReady(), *[Heartbeat()] * 4]
+    assert channel.sent == [Ready(), *[Heartbeat()] * 4]
     channel.reads = False
     await asyncio.sleep(2)
     channel.reads = True

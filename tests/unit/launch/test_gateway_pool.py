@@ -21,7 +21,6 @@ from vecd.shm.control import (
     CoresWanted,
     Discard,
     Drain,
-    GatewayReady,
     GatewayStart,
     Heartbeat,
     Message,
@@ -32,6 +31,7 @@ from vecd.shm.control import (
     Prepare,
     Prepared,
     Progress,
+    Ready,
     WorkerDown,
     WorkerUp,
 )
@@ -302,7 +302,7 @@ async def test_a_gateway_that_reports_why_it_cannot_start(bench) -> None:
     """The first one ends the server; one of a server that has served does not."""
 
     async with bench(starts=False) as made:
-        made.fakes.gateways[0].inbox.put_nowait(GatewayReady())
+        made.fakes.gateways[0].inbox.put_nowait(Ready())
         await settle(1)
         made.fakes.gateways[0].end(-9)
         await settle()
@@ -383,6 +383,6 @@ async def test_a_gateway_that_gets_ready_during_a_drain_drains(bench) -> None:
         made.pool.drain(Drain(30, 0))
         [gateway] = made.fakes.gateways
         assert not gateway.sent(Drain)
-        gateway.inbox.put_nowait(GatewayReady())
+        gateway.inbox.put_nowait(Ready())
         await settle()
         assert gateway.sent(Drain) == [Drain(30, 0)]

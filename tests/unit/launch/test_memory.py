@@ -67,7 +67,7 @@ def test_shorter_types_need_less(plan_of: Callable[..., Plan]) -> None:
 
 def test_a_zygote_has_the_imports_of_several_models(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of()
-    alone, beside_others = predict(plan), predict(plan, is_only_model=False)
+    alone, beside_others = predict(plan), predict(replace(plan, is_only_model=False))
     assert alone.shared - beside_others.shared > 30 * MB
     server_of_one, server_of_two = predict_server([plan]), predict_server([plan, plan])
     assert 80 * MB < server_of_one < 110 * MB, "83 to 86 MB were measured"
@@ -139,10 +139,10 @@ def test_it_holds_for_one_configuration_and_one_set_of_files(planned: Planned, t
         planned("--workers", "2", "--dtype", "float32"),
         planned("--workers", "2", "--max-batch-tokens", "100"),
         replace(plan, model_files=frozenset({("/model.safetensors", 1, 2, 3)})),
+        replace(plan, is_only_model=False),
     ]
     for other in others:
         assert MemoryBook(None, tmp_path).recall(other) is None
-    assert MemoryBook(None, tmp_path, is_only_model=False).recall(plan) is None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def of_models(
     planned: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[Plan]]:
     """Makes plans of models, each of 1 GB, in a server that needs 0.1 GB for itself."""
-    monkeypatch.setattr("vecd.launch.memory.predict", lambda plan, *, is_only_model: Footprint(GB - 2, 1, 2))
+    monkeypatch.setattr("vecd.launch.memory.predict", lambda plan: Footprint(GB - 2, 1, 2))
     monkeypatch.setattr(memory, "predict_server", lambda plans: GB // 10)
 
     def plans(limit: str, **flags: str) -> list[Plan]:
@@ -230,7 +230,7 @@ def test_what_must_be_there_together_must_fit(
 
 def test_the_operator_learns_who_needs_what(of_models: Callable[..., list[Plan]]) -> None:
     first, second, third = of_models("1.5GB", small="", large="--pinned", other="--load demand --workers 3")
-    MemoryBook(None, third.settings.cache_folder, is_only_model=False).remember(third, Footprint(GB - 2, 1, 2))
+    MemoryBook(None, third.settings.cache_folder).remember(third, Footprint(GB - 2, 1, 2))
     with pytest.raises(ConfigurationError) as refused:
         make_book([first, second, third])
     assert refused.value.problems == [

@@ -12,7 +12,7 @@ from tests.support.supervision import VIRTUAL_TIME, FakeProcess, Fakes, num_desc
 from vecd.base.failures import ChildDied, StartFailure
 from vecd.launch.config.plan import Plan
 from vecd.launch.workers import Backoff, WorkerPool
-from vecd.shm.control import ChildFailed, Progress, WorkerReady
+from vecd.shm.control import ChildFailed, Progress, Ready
 from vecd.shm.wire import Incarnation
 
 
@@ -39,10 +39,10 @@ class Observer:
 
 
 class Bench:
-    def __init__(self, plan: Plan, fakes: Fakes, *, is_only_model: bool) -> None:
+    def __init__(self, plan: Plan, fakes: Fakes) -> None:
         self.fakes, self.observer, self.lives = fakes, Observer(), {1: 3}
         observer = cast(Any, self.observer)
-        self.pool = WorkerPool(1, plan, 2, self.lives, observer, fakes.system, is_only_model=is_only_model)
+        self.pool = WorkerPool(1, plan, 2, self.lives, observer, fakes.system)
         self.task = asyncio.create_task(self.pool.supervise())
 
     @property
@@ -53,15 +53,13 @@ class Bench:
 @pytest.fixture
 def bench(planned: Callable[..., Plan]) -> Callable[..., Any]:
     @asynccontextmanager
-    async def made(
-        on_fork: Callable[[FakeProcess], None] = ready, *, is_only_model: bool = True, **changes: Any
-    ) -> AsyncIterator[Bench]:
+    async def made(on_fork: Callable[[FakeProcess], None] = ready, **changes: Any) -> AsyncIterator[Bench]:
         plan = planned("--workers", "2", "--start-timeout", "100")
         plan = replace(plan, **changes)
         fakes = Fakes()
         fakes.on_fork = on_fork
         before = num_descriptors()
-        bench = Bench(plan, fakes, is_only_model=is_only_model)
+        bench = Bench(plan, fakes)
         try:
             await settle()
             yield bench
@@ -90,7 +88,7 @@ async def test_all_workers_get_ready_and_are_numbered_on(bench) -> None:
 async def test_stages_and_warnings_of_the_start_alone(bench) -> None:
     def slow(worker: FakeProcess) -> None:
         worker.inbox.put_nowait(Progress("loading"))
-        worker.inbox.put_nowait(WorkerReady({}, ["slow disk"]))
+        worker.inbox.put_nowait(Ready({}, ["slow disk"]))
 
     async with bench(slow) as made:
         assert made.observer.named("stage") == ["loading"], "of one worker"
@@ -341,7 +339,7 @@ async def test_a_model_on_a_mount_that_hangs_keeps_the_rest_going(bench) -> None
 async def test_one_of_several_models_has_workers_of_its_own_numbers_and_is_named(bench, planned, caplog) -> None:
     def slow(worker: FakeProcess) -> None:
         worker.inbox.put_nowait(Progress("loading"))
-        worker.inbox.put_nowait(WorkerReady({}, ["slow disk"]))
+        worker.inbox.put_nowait(Ready({}, ["slow disk"]))
 
     gateway = replace(planned().gateway, model="b", first_worker=4)
     async with bench(slow, is_only_model=False, gateway=gateway) as made:

@@ -17,12 +17,12 @@ from vecd.shm.control import (
     Activate,
     ChildFailed,
     Discard,
-    GatewayReady,
     GatewayStart,
     ModelBroken,
     Prepare,
     Prepared,
     Progress,
+    Ready,
     Retired,
     Withdrawn,
     WorkerDown,
@@ -93,7 +93,7 @@ async def test_a_server_is_ready_when_all_its_models_are_connected(bench, models
         made.fakes.workers[4].end(1)
         await settle(1)
         for gateway in made.fakes.gateways:
-            gateway.inbox.put_nowait(GatewayReady())
+            gateway.inbox.put_nowait(Ready())
         await settle(5)
         assert not made.notifier.said("READY"), "c has no worker"
         for worker in silent:
@@ -120,12 +120,12 @@ async def test_a_server_is_ready_when_all_its_models_are_connected(bench, models
 async def test_the_start_says_which_model_loads_what(bench) -> None:
     async with bench(starts=False) as made:
         [gateway] = made.fakes.gateways
-        gateway.inbox.put_nowait(GatewayReady())
+        gateway.inbox.put_nowait(Ready())
         made.fakes.on_fork = lambda worker: worker.inbox.put_nowait(Progress("reading"))
         again = Bench(made.folder, made.fakes, made.arguments)
         await settle()
         assert made.fakes.gateways[1].sent(GatewayStart)[0].start_stage == "workers are loading"
-        again.fakes.gateways[1].inbox.put_nowait(GatewayReady())
+        again.fakes.gateways[1].inbox.put_nowait(Ready())
         made.fakes.workers[6].inbox.put_nowait(Progress("warming up"))
         await settle()
         assert made.fakes.gateways[1].sent(Progress)[-1] == Progress("workers are loading: b: warming up")

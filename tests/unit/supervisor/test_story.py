@@ -204,7 +204,7 @@ async def test_a_reload_replaces_one_generation_by_another(bench) -> None:
         assert not any(worker.is_alive for worker in old)
         assert all(gateway.sent(Discard) == [Discard(1)] for gateway in made.fakes.gateways)
         assert [server.is_stopped for server in made.fakes.fork_servers] == [True, False]
-        assert (made.reloads.num_requested, made.reloads.num_done, made.reloads.problems) == (1, 1, [])
+        assert (len(made.reloads.results), made.reloads.num_done, made.reloads.problems) == (1, 1, [])
         assert made.notifier.said("READY") == ["READY=1", "READY=1"]
         assert made.status == "STATUS=Serving model at http://127.0.0.1:8000, 3 workers"
         lives = {worker.name for worker in made.fakes.workers}
@@ -325,13 +325,13 @@ async def test_requests_during_a_reload_are_done_by_one_more(bench) -> None:
         for _ in range(3):
             gateway.inbox.put_nowait(ReloadAsked())
         await settle()
-        assert (made.reloads.num_requested, made.reloads.num_done) == (4, 0)
+        assert (len(made.reloads.results), made.reloads.num_done) == (4, 0)
         made.fakes.on_fork = ready
         for worker in made.fakes.workers[2:]:
             ready(worker)
         await settle()
         assert made.generations == [3]
-        assert (made.reloads.num_requested, made.reloads.num_done, made.reloads.problems) == (4, 4, [])
+        assert (len(made.reloads.results), made.reloads.num_done, made.reloads.problems) == (4, 4, [])
 
 
 # --- drain and end ----------------------------------------------------------------------------------------------------

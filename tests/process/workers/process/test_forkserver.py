@@ -1,5 +1,6 @@
 """Real processes: a fork server, its workers, and every way in which one of them can end."""
 
+import ctypes
 import os
 import resource
 import select
@@ -19,7 +20,7 @@ import pytest
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
-from tests.process.workers.process.test_zygote import failing_once
+from tests.process.workers.process.test_zygote import PR_SET_CHILD_SUBREAPER, failing_once
 from tests.support.checkpoints import worker_config
 from tests.support.workers import BATCH, DIM, DUMMY, as_message
 from vecd.base.files import dump
@@ -30,22 +31,19 @@ from vecd.shm.control import (
     Channel,
     ChildFailed,
     Drain,
-    ForkFailed,
-    ForkServerReady,
+    Forked,
     ForkServerStart,
     ForkWorker,
     Message,
     Progress,
-    WorkerExited,
-    WorkerForked,
-    WorkerReady,
+    Ready,
 )
 from vecd.shm.views import Rows, map_arena
 from vecd.shm.wire import Done, Failed, FailureCode, Incarnation
 from vecd.workers.batch import PackedBatch
 from vecd.workers.config import WorkerConfig, modules_to_preload
 from vecd.workers.dummy import dummy_vectors
-from vecd.workers.process.kernel import FAULTS
+from vecd.workers.process.kernel import FAULTS, adopt_orphans
 from vecd.workers.process.selection_process import SelectionProcess
 
 DEADLINE_S = 60.0
@@ -85,11 +83,11 @@ class Worker:
     channel: Channel
     slots: list[Rows]
 
-    def until_ready(self) -> tuple[WorkerReady, list[str]]:
+    def until_ready(self) -> tuple[Ready, list[str]]:
         stages: list[str] = []
         while True:
             message, _ = receive(self.channel)
-            if isinstance(message, WorkerReady):
+            if isinstance(message, Ready):
                 return message, stages
             assert isinstance(message, Progress), message
             stages.append(message.stage)
@@ -99,6 +97,11 @@ class Worker:
 
     def has_ended(self) -> bool:
         return is_readable(self.pidfd)
+
+    def status(self) -> int:
+        """Once it has ended, as of `os.waitstatus_to_exitcode`."""
+        assert self.has_ended()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class ForkServer:
@@ -129,8 +132,8 @@ class ForkServer:
 
     def until_ready(self) -> list[str]:
         message = self.after_progress()
-        assert isinstance(message, ForkServerReady), message
-        return message.modules
+        assert isinstance(message, Ready), message
+        return message.facts["modules"]
 
     def after_progress(self) -> Message:
         while isinstance(message := receive(self.channel)[0], Progress):
@@ -153,18 +156,11 @@ class ForkServer:
         self, config: WorkerConfig, address_fd: int, worker: int = 0, life: int = 1, arena: ArenaSpec | None = None
     ) -> Worker:
         ours, slots = self.order(config, address_fd, worker, life, arena)
-        forked, (pidfd,) = receive(self.channel)
-        assert isinstance(forked, WorkerForked)
-        assert (forked.worker, forked.life) == (worker, life)
+        forked, (pidfd,) = receive(ours)
+        assert isinstance(forked, Forked)
         made = Worker(Incarnation(worker, life), forked.pid, pidfd, ours, slots)
         self.workers.append(made)
         return made
-
-    def exited(self) -> tuple[int, int]:
-        """(pid, status) of the next worker that was reaped."""
-        message, _ = receive(self.channel)
-        assert isinstance(message, WorkerExited), message
-        return message.pid, message.status
 
     def log(self) -> str:
         """What it and its workers have written, once all have ended."""
@@ -199,6 +195,14 @@ def forked_from(server: ForkServer) -> Iterator[ForkServer]:
         server.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def adopting() -> Iterator[None]:
+    """This process plays the supervisor, whose children the workers become."""
+    adopt_orphans()
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[ForkServer]:
     with forked_from(ForkServer([])) as made:
@@ -211,10 +215,10 @@ def server(lasting: ForkServer) -> Iterator[ForkServer]:
     """One for all tests that leave it alive. Of each test it loses the workers that are left."""
     yield lasting
     assert lasting.process.poll() is None
-    left = [worker for worker in lasting.workers if not is_readable(worker.pidfd, 0)]
-    for worker in left:
-        worker.kill()
-    assert {lasting.exited()[0] for _ in left} == {worker.pid for worker in left}
+    for worker in lasting.workers:
+        if not is_readable(worker.pidfd, 0):
+            worker.kill()
+            assert worker.has_ended()
 
 
 @pytest.fixture
@@ -265,9 +269,9 @@ def test_a_worker_becomes_ready_and_serves(server, endpoint, gateway):
 
 
 def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server, endpoint):
-    def sockets(pid: int, *, num_pidfds: int = 0) -> set[str]:
+    def sockets(pid: int) -> set[str]:
         links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-        assert sum("pidfd" in link for link in links) == num_pidfds
+        assert not any("pidfd" in link for link in links)
         return {link for link in links if link.startswith("socket:")}
 
     idle = sockets(server.process.pid)
@@ -276,35 +280,21 @@ def test_nothing_of_one_worker_is_left_in_the_fork_server_or_in_the_next(server,
     second.until_ready()
     assert not sockets(first.pid) & sockets(second.pid)
     assert not sockets(second.pid) & idle
-    assert sockets(server.process.pid, num_pidfds=2) == idle
-    first.kill()
-    server.exited()  # said after descriptors were closed
-    assert sockets(server.process.pid, num_pidfds=1) == idle
+    assert sockets(server.process.pid) == idle
 
 
 # --- every end --------------------------------------------------------------------------------------------------
 
 
-def test_killed_workers_are_reported_also_together_and_their_channels_end(server, endpoint):
+def test_killed_workers_are_children_of_this_process_and_their_channels_end(server, endpoint):
     workers = [server.fork(DUMMY, endpoint.address_fd, worker=index) for index in range(4)]
     for worker in workers:
         worker.until_ready()
     for worker in workers:
         worker.kill()
-    assert {server.exited() for _ in workers} == {(worker.pid, -signal.SIGKILL) for worker in workers}
-    assert all(worker.has_ended() for worker in workers)
+    assert [worker.status() for worker in workers] == [-signal.SIGKILL] * 4
     assert [worker.channel.receive(DEADLINE_S) for worker in workers] == [None] * 4
     server.fork(DUMMY, endpoint.address_fd, life=2).until_ready()
-
-
-def test_a_killed_fork_server_takes_its_workers_along(mortal, endpoint):
-    """At whatever stage they are in, and where they are stopped."""
-    ready, stopped, _ = (mortal.fork(DUMMY, endpoint.address_fd, worker=index) for index in range(3))
-    ready.until_ready()
-    stopped.until_ready()
-    stopped.kill(signal.SIGSTOP)
-    mortal.process.kill()
-    assert all(worker.has_ended() for worker in mortal.workers)
 
 
 def test_a_worker_outlives_faults_that_are_sent_and_says_where_it_is_when_it_is_told_to_abort(
@@ -317,7 +307,7 @@ def test_a_worker_outlives_faults_that_are_sent_and_says_where_it_is_when_it_is_
         worker.kill(number)
     assert not is_readable(worker.pidfd, 0.2)
     worker.kill(signal.SIGABRT)
-    assert mortal.exited() == (worker.pid, -signal.SIGABRT)
+    assert worker.status() == -signal.SIGABRT
     mortal.channel.close()
     mortal.process.wait(DEADLINE_S)
     log = mortal.log()
@@ -327,7 +317,7 @@ def test_a_worker_outlives_faults_that_are_sent_and_says_where_it_is_when_it_is_
 
 def test_a_bug_at_the_start_is_logged_and_exits_70(mortal, endpoint):
     worker = mortal.fork(DUMMY, endpoint.address_fd, arena=ArenaSpec(1, 1, 1))
-    assert mortal.exited() == (worker.pid, 70)
+    assert worker.status() == 70
     assert worker.channel.receive(DEADLINE_S) is None
     mortal.channel.close()
     mortal.process.wait(DEADLINE_S)
@@ -352,7 +342,7 @@ def test_a_stopped_worker_that_is_told_to_abort_is_still_to_be_killed(server, en
     assert not is_readable(worker.pidfd, 0.2)
     assert "Max core file size        1 " in Path(f"/proc/{worker.pid}/limits").read_text() or hard_limit() == 0
     worker.kill(signal.SIGKILL)
-    assert server.exited() == (worker.pid, -signal.SIGKILL)
+    assert worker.status() == -signal.SIGKILL
 
 
 # --- forks that fail --------------------------------------------------------------------------------------------
@@ -363,7 +353,7 @@ def test_a_fork_that_fails_is_told_and_the_next_is_tried(endpoint):
     with forked_from(ForkServer([], first=failing_once("fork", "EAGAIN"))) as server:
         server.until_ready()
         ours, _ = server.order(DUMMY, endpoint.address_fd, 3, 7)
-        assert receive(server.channel) == (ForkFailed(3, 7, str(NoTasks())), [])
+        assert receive(ours) == (Forked(0, str(NoTasks())), [])
         assert ours.receive(DEADLINE_S) is None, "nobody is left who has the other end"
         ours.close()
         server.fork(DUMMY, endpoint.address_fd, worker=3, life=8).until_ready()
@@ -373,12 +363,11 @@ def test_a_worker_that_nobody_could_watch_is_not_left_running(endpoint):
     with forked_from(ForkServer([], first=failing_once("pidfd_open", "EMFILE"))) as server:
         server.until_ready()
         ours, _ = server.order(DUMMY, endpoint.address_fd, 0, 1)
-        assert receive(server.channel) == (ForkFailed(0, 1, "[Errno 24] Too many open files"), [])
+        assert receive(ours) == (Forked(0, "[Errno 24] Too many open files"), [])
         assert ours.receive(DEADLINE_S) is None
         server_pid = server.process.pid
-        assert Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text() == "", "killed and reaped"
+        assert Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text() == ""
         ours.close()
-        server.fork(DUMMY, endpoint.address_fd, life=2).until_ready()
 
 
 def test_a_fork_server_out_of_descriptors_lives_on(server, endpoint):
@@ -389,9 +378,9 @@ def test_a_fork_server_out_of_descriptors_lives_on(server, endpoint):
     free = [fd for fd in range(max(open_fds) + 5) if fd not in open_fds]
     process.rlimit(psutil.RLIMIT_NOFILE, (free[3], hard))
     ours, _ = server.order(DUMMY, endpoint.address_fd, 0, 1)
-    failed, _ = receive(server.channel)
-    assert isinstance(failed, ForkFailed)
-    assert "Too many open files" in failed.reason
+    failed, _ = receive(ours)
+    assert isinstance(failed, Forked)
+    assert "Too many open files" in failed.error
     ours.close()
     process.rlimit(psutil.RLIMIT_NOFILE, before)
     server.fork(DUMMY, endpoint.address_fd, life=2).until_ready()
@@ -440,7 +429,7 @@ def test_the_real_model_through_the_slot(minilm_server, minilm_config, endpoint,
     np.testing.assert_allclose(worker.slots[0][: len(texts)], expected, atol=1e-5, rtol=0)
     assert private_dirty_mb(worker.pid) < 40, "laid-out weights of 42 MB are the fork server's"
     worker.kill()
-    assert minilm_server.exited() == (worker.pid, -signal.SIGKILL)
+    assert worker.status() == -signal.SIGKILL
 
 
 def private_dirty_mb(pid: int) -> float:
@@ -460,7 +449,7 @@ def test_two_threads_compute_after_a_fork_without_any(minilm_server, minilm_conf
         gateway.send(worker.who, as_message(PackedBatch(lengths, token_ids), number=number))
         assert isinstance(gateway.receive(worker.who), Done)
     worker.channel.close()
-    assert minilm_server.exited() == (worker.pid, 0)
+    assert worker.status() == 0
 
 
 def test_the_first_worker_alone_gets_a_session_for_leased_cores(minilm_server, minilm_config, endpoint, gateway):
@@ -491,7 +480,7 @@ def test_the_first_worker_alone_gets_a_session_for_leased_cores(minilm_server, m
     assert {threads_of(second, 2) for _ in range(3)} == {1}
     for worker in (first, second):
         worker.channel.close()
-        assert minilm_server.exited()[1] == 0
+        assert worker.status() == 0
     assert psutil.Process(minilm_server.process.pid).num_threads() == 1
 
 

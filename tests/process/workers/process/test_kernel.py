@@ -19,8 +19,8 @@ from vecd.workers.config import WorkerConfig
 card = ModelCard("", "", "bert", 4, 4, 4, 4, ("mean",), (), False, "")
 config = WorkerConfig(card=card, arena=ArenaSpec(1, 1, 4), engine="dummy", device="cpu", dtype="float32", num_threads=1)
 ours, theirs = Channel.pair()
-parent_pid = os.getppid() + int(sys.argv[1])
-code = worker.run(config, Incarnation(0, 1), theirs, -1, -1, parent_pid=parent_pid, engine=None)
+parents = os.getppid() + int(sys.argv[1]), 1
+code = worker.run(config, Incarnation(0, 1), theirs, -1, -1, parents, engine=None)
 os._exit(code)
 """
 

@@ -28,7 +28,7 @@ from vecd.base.files import dump
 from vecd.base.programs import self_command
 from vecd.launch.children import ForkServer, Process, Zygote, reap_orphans
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart, WorkerReady
+from vecd.shm.control import ForkServerStart, Ready
 from vecd.shm.views import Rows, map_arena
 from vecd.shm.wire import Done, Incarnation
 from vecd.workers.config import WorkerConfig, modules_to_preload
@@ -120,7 +120,7 @@ async def fork(server: ForkServer, endpoint: Any, index: int, config: WorkerConf
     process = await server.fork(who, config, arena_fd, [endpoint.address_fd])
     os.close(arena_fd)
     ready = await process.await_ready(DEADLINE_S)
-    assert isinstance(ready, WorkerReady)
+    assert isinstance(ready, Ready)
     return Worker(process, who, slots, ready.facts)
 
 
@@ -314,7 +314,9 @@ def failing_once(name: str, code: str, *, calls_before: int = 0) -> str:
 )
 async def test_a_fork_that_fails_is_reported(zygote, endpoint, module, failure):
     server = fork_server(zygote, module(failure))
-    with pytest.raises(ChildDied, match=r"^the fork server cannot be started: (no more threads|\[Errno 11\])"):
+    with pytest.raises(
+        ChildDied, match=r"^the fork server cannot be started: the zygote cannot fork: (no more threads|\[Errno 11\])"
+    ):
         await fork(server, endpoint, 0)
     await until(lambda: [_name(child) for child in relatives()] == ["vecd-zygote"])
 
@@ -347,7 +349,7 @@ async def test_an_import_that_hangs_costs_the_others_no_more_than_its_deadline(z
         ("import os; os._exit(5)", "the zygote died"),
         (
             "import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()",
-            "its imports started threads, which a fork would lose",
+            "the zygote cannot fork: its imports started threads, which a fork would lose",
         ),
     ],
     ids=["it ends", "it starts a thread"],
