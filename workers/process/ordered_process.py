@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, Self, TextIO, TypeAlias
 
+from vecd.base.failures import without_interrupts
 from vecd.base.tasks import naming_limit
 from vecd.model.card import ModelError
 from vecd.workers.process.kernel import (
@@ -42,12 +43,12 @@ class OrderedProcess:
     ) -> None:
         """Start `command` with the descriptor for its responses as last argument, and give it the order. `title` names
         it in errors. `environment` and `stderr`: None for this process's own. Errors repeat the last line in `stderr`.
-        Raises OSError."""
+        SIGINT stays blocked in it, as in every child. Raises OSError."""
         self._title, self._stderr = title, stderr
         reader, writer = os.pipe()
         self._responses = open(reader, "rb", buffering=0)  # noqa: SIM115  (closed by `__exit__`)
         try:
-            with naming_limit():
+            with naming_limit(), without_interrupts():
                 self._process = subprocess.Popen(
                     [*command, str(writer)],
                     pass_fds=[writer],
