@@ -35,8 +35,8 @@ from vecd.client.embed.service import RunModel
 
 # --- the journal ----------------------------------------------------------------------------------------------
 
-_VERSION, _VERSIONS_READ = 3, (2, 3)
-"""The second names the model by more than its identity."""
+_VERSION, _VERSIONS_READ = 4, (2, 3, 4)
+"""Version 2 names the model by more than its identity; 2 and 3 count tokens, and no bytes."""
 _FACTS = {"num_bytes": "size", "mtime_ns": "time of change", "head": "beginning"}
 
 
@@ -79,7 +79,7 @@ class Journal:
             fields = orjson.loads(path.read_bytes())
             if fields.pop("version") not in _VERSIONS_READ:
                 raise EmbedError(f"{path} is of another version of vecd: --restart begins anew")
-            fields["commit"].pop("num_tokens", None)  # of an older version
+            fields["commit"].pop("num_tokens", None)
             journal: Self = load(cls, fields)
             return journal
         except FileNotFoundError:

@@ -244,7 +244,9 @@ def test_headers_are_numpys(tmp_path: Path, shape: tuple[int, ...]) -> None:
         assert np.load(path).shape == shape
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"version": 2}', b'{"version": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"version": 2}', b'{"version": 4}', b'{"version": 5}', b"\xff"]
+)
 def test_journals_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "v.npy.journal").write_bytes(content)
     with pytest.raises(EmbedError, match="--restart"):
@@ -257,7 +259,9 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
     journal = Journal({"dtype": "float32"}, "skip", [{"path": "/a"}], {"dim": 4, "probe": [0.5]}, commit)
     journal.save(path)
     assert Journal.load(path) == journal
-    path.write_bytes(path.read_bytes().replace(b'"num_written"', b'"num_tokens": 9, "num_written"'))
+    older = path.read_bytes().replace(b'"num_written"', b'"num_tokens": 9, "num_written"')
+    path.write_bytes(older.replace(b'"version": 4', b'"version": 3').replace(b',\n      "num_bytes": 0', b""))
+    assert b"num_bytes" not in path.read_bytes()
     assert Journal.load(path) == journal, "as an older version has written it"
     assert Journal.load(tmp_path / "other") is None
 
