@@ -70,7 +70,7 @@ def answer(slot: NDArray[np.float32], case: Case, encoder: Encoder) -> int:
     for start in range(0, num_rows, _ROWS_PER_BATCH):
         for collector in collectors:
             collector.put(start, slot[start : start + _ROWS_PER_BATCH])
-    response = render_response(EMBEDDING, "m", "r", False, _embedded(collectors, num_rows))
+    response = render_response(EMBEDDING, False, _embedded(collectors, num_rows))
     return sum(map(len, encode_response(response, request_id="r", keep_alive=True)))
 
 
@@ -81,7 +81,7 @@ def encoder_of(dim: int, *, is_normalized: bool) -> Encoder:
 
 
 def _embedded(collectors: tuple[Any, ...], num_tokens: int) -> Embedded:
-    return Embedded(collectors, num_tokens)
+    return Embedded(collectors, num_tokens, model="m", request_id="r")
 
 
 def milliseconds(work: Callable[[], object]) -> float:

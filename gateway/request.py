@@ -278,6 +278,9 @@ class Embedded:
     """Of each input, shape [T], special tokens included, where the output has a row for each token."""
     offsets: list[NDArray[np.int32]] = field(default_factory=list)
     """`TokenizedInput.offsets` of each input, where the request wants them."""
+    model: str = ""
+    """The served model, whatever name was sent."""
+    request_id: str = ""
 
 
 # The timeline of one HTTP request: its endpoint, its size, and when each stage of it was reached. It has nothing that

@@ -92,16 +92,14 @@ def json_response(status: int, body: Any, headers: Headers | None = None) -> Res
     return Response(status, orjson.dumps(body), dict(headers or {}))
 
 
-def response_headers(embedded: Embedded) -> dict[str, str]:
-    """The headers for inputs that were cut, split or token ids; empty if all were texts and embedded whole."""
-    headers = {}
+def add_headers(headers: dict[str, str], embedded: Embedded) -> None:
+    """Add those for inputs that were cut, split or token ids; none if all were texts and embedded whole."""
     if embedded.num_truncated:
         headers["x-vecd-truncated"] = str(embedded.num_truncated)
     if embedded.num_chunked:
         headers["x-vecd-chunked"] = str(embedded.num_chunked)
     if embedded.sources != _TEXTS and (vocabularies := sorted(x.value for x in embedded.sources - _TEXTS)):
         headers["x-vecd-token-ids"] = ", ".join(vocabularies)
-    return headers
 
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
@@ -149,13 +147,11 @@ def object_with_list(
     yield b"," + orjson.dumps(after)[1:]
 
 
-def list_response(
-    prefix: str, kind: str, model: str, request_id: str, items: Iterable[Iterable[bytes]], embedded: Embedded
-) -> Response:
+def list_response(prefix: str, kind: str, items: Iterable[Iterable[bytes]], embedded: Embedded) -> Response:
     """OpenAI's shape of a list. `prefix`: of its id. `items`: of each input, in pieces."""
-    before = {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
-    body = object_with_list(before, "data", items, {"usage": usage(embedded)})
-    return Response(200, body, response_headers(embedded))
+    before = {"id": f"{prefix}-{embedded.request_id}", "object": kind, "created": int(time.time())}
+    before["model"] = embedded.model
+    return Response(200, object_with_list(before, "data", items, {"usage": usage(embedded)}))
 
 
 def list_schema(kind: Schema, item: Schema) -> Schema:
@@ -197,15 +193,15 @@ def report_json(report: InputReport) -> bytes:
     )
 
 
-def render_rows(matrix: Matrix, *, model: str, num_tokens: int) -> Response:
+def render_rows(matrix: Matrix, embedded: Embedded) -> Response:
     """A binary response, which borrows the matrix. A model's name that no header can hold is left out."""
     headers = {
-        "x-vecd-tokens": str(num_tokens),
+        "x-vecd-tokens": str(embedded.num_tokens),
         "x-vecd-dimensions": str(matrix.dim),
         "x-vecd-dtype": matrix.form.dtype.value,
     }
-    if _HEADER_SAFE.fullmatch(model):
-        headers["x-vecd-model"] = model
+    if _HEADER_SAFE.fullmatch(embedded.model):
+        headers["x-vecd-model"] = embedded.model
     pieces: Pieces = [matrix.view()]
     if matrix.form.encoding is Encoding.NPY:
         pieces.insert(0, matrix.npy_header())

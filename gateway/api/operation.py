@@ -26,12 +26,13 @@ class Call(NamedTuple):
     headers: Headers
     """Names in lower case."""
     model_info: ModelInfo
-    request_id: str = ""
 
 
 class ParsedEmbed(NamedTuple):
     request: EmbedRequest
     render: Callable[[Embedded], Response]
+    """Leaves out the headers that all responses have, and the dialect's own. Keeps no reference to the call, which has
+    all inputs."""
     is_large: bool = False
     """Rendering takes more than a few milliseconds, and is done in a thread, however few inputs there are."""
     field: str = ""
@@ -87,7 +88,7 @@ Work: TypeAlias = ParsedEmbed | ParsedTokenize | ParsedDecode | ParsedMessages |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of an API. At most one of the functions is given; each is pure, and raises BadRequest.
+    """One operation of an API. At most one of the functions is given; both are pure, and raise BadRequest.
 
     Without a function it documents a route that has a handler of its own.
     """
@@ -96,10 +97,7 @@ class Operation:
     response: Schema
     """The schema of the body of a 200, for the documentation. Empty if there is never a 200."""
     fields: Fields = field(default_factory=Fields)
-    embed: Callable[[Call], ParsedEmbed | ParsedMessages | ParsedStay | Response] | None = None
-    """Returns a Response if there is nothing to embed."""
-    reply: Callable[[Call], ParsedTokenize | ParsedDecode | ParsedMessages | Response] | None = None
-    """For a response that needs no vectors: only the tokenizer, or only the body and the model info."""
+    parse: Callable[[Call], Work] | None = None
     describe: Callable[[Sequence[ModelInfo], str], Response] | None = None
     """For a response that needs only the path and what is known of the model, or of several if it `describes_all`."""
     describes_all: bool = False
@@ -141,6 +139,8 @@ class Dialect:
     """Renders an error without the headers of its status, which are added afterwards."""
     error: Schema
     """The schema of the body of every error, for the documentation."""
+    headers: Callable[[Embedded, ModelInfo], dict[str, str]] | None = None
+    """Makes its own headers of a response with rows. None: it has none."""
     statuses: Mapping[int, str] = field(default_factory=dict)
     """Statuses of errors that only this dialect has, and what each means, for the documentation."""
     prefix: str = ""

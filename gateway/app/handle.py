@@ -6,17 +6,16 @@ Owns the choice among dialects that share a path, and the condition on the model
 import asyncio
 import re
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from vecd.base.files import JsonMapping
-from vecd.gateway.api.answer import Headers, parse_timeout_s
+from vecd.gateway.api.answer import Headers, add_headers, parse_timeout_s
 from vecd.gateway.api.body import INLINE_BYTES, parse_small
 from vecd.gateway.api.fields import REQUEST_ID
 from vecd.gateway.api.operation import (
-    Call,
     Dialect,
     Operation,
     ParsedDecode,
@@ -182,9 +181,9 @@ class OperationsHandler:
                 await check_before(demand, service, http)
             if type(work) is ParsedEmbed and len(work.request.inputs) <= _INLINE_ITEMS and not work.is_large:
                 embedded = await service.pipeline.embed(work.request, parsed.num_estimated, timeline, principal)
-                response = _render(work, embedded)
+                response = _render(parsed, embedded, http)
             else:
-                response = await respond(service, work, parsed.num_estimated, http, principal)
+                response = await respond(service, parsed, http, principal)
             if demand is not None:
                 check_after(demand, service, info.identity)
             return response
@@ -252,7 +251,7 @@ class OperationsHandler:
                 return info, {**body, field: own}
         return info, body if name is None else {**body, field: models.own_name(info, name)}
 
-    def _parse(self, service: Service, models: Models, http: HttpRequest, body: JsonMapping) -> "_Parsed":
+    def _parse(self, service: Service, models: Models, http: HttpRequest, body: JsonMapping) -> "Parsed":
         """Called in a thread if the body is large."""
         info, choice = service.info, http.choice
         if self._path_of_model is not None:  # Azure's clients send both, and it is the path that names the deployment
@@ -271,12 +270,11 @@ class OperationsHandler:
         try:
             if choice is not None or len(self.claims) > 1:
                 check_model(operation, info.card.capabilities, self._routes)
-            parse: Callable[[Call], Work] | None = operation.embed or operation.reply
-            assert parse is not None
-            call = read(operation.fields, body, http.headers, info, http.request_id)
-            work = parse(call)
+            assert operation.parse is not None
+            call = read(operation.fields, body, http.headers, info)
+            work = operation.parse(call)
             field = (isinstance(work, ParsedEmbed) and work.field) or call.wanted.word(INPUT)
-            return _Parsed(info, claim, work, _estimate(service, work), field)
+            return Parsed(info, claim, work, _estimate(service, work), field)
         except ApiError as error:
             error.dialect = claim.dialect.name
             add_others(error, operation, info, models.all, self._routes)
@@ -288,7 +286,7 @@ def claims_of(route: Route) -> tuple[Claim, ...]:
     return route.handler.claims if isinstance(route.handler, OperationsHandler) else ()
 
 
-class _Parsed(NamedTuple):
+class Parsed(NamedTuple):
     info: ModelInfo
     claim: Claim
     work: Work
@@ -297,25 +295,26 @@ class _Parsed(NamedTuple):
     field: str
     """The client's word for the inputs."""
 
+    def having(self, work: Work, service: Service) -> "Parsed":
+        return self._replace(work=work, num_estimated=_estimate(service, work))
 
-async def respond(
-    service: Service, work: Work, num_estimated: int, http: HttpRequest, principal: Principal
-) -> Response:
+
+async def respond(service: Service, parsed: Parsed, http: HttpRequest, principal: Principal) -> Response:
     pipeline = service.pipeline
-    match work:
+    match work := parsed.work:
         case Response():
             return work
         case ParsedEmbed():
             is_large = work.is_large or len(work.request.inputs) > _INLINE_ITEMS  # `embed` removes them
-            embedded = await pipeline.embed(work.request, num_estimated, http.timeline, principal)
+            embedded = await pipeline.embed(work.request, parsed.num_estimated, http.timeline, principal)
             if is_large:
-                return await service.tokenizer.threads.run(_render_steps(work, embedded), principal.tenant)
-            return _render(work, embedded)
+                return await service.tokenizer.threads.run(_render_steps(parsed, embedded, http), principal.tenant)
+            return _render(parsed, embedded, http)
         case ParsedStay():
-            return await _respond_to_stay(service, work, http, principal)
+            return await _respond_to_stay(service, parsed, work, http, principal)
         case ParsedMessages():
             further = work.proceed(await pipeline.render(work, _deadline(service, http), principal))
-            return await respond(service, further, _estimate(service, further), http, principal)
+            return await respond(service, parsed.having(further, service), http, principal)
         case ParsedTokenize():
             await pipeline.describe(work, _deadline(service, http), principal)
             return work.render()
@@ -329,15 +328,22 @@ def _estimate(service: Service, work: Work) -> int:
     return service.tokenizer.estimate_tokens(work.request.inputs, work.request.tokenizing)
 
 
-def _render(work: ParsedEmbed, embedded: Embedded) -> Response:
-    response = work.render(embedded)
-    if not isinstance(response.body, bytes | list):
+def _render(parsed: Parsed, embedded: Embedded, http: HttpRequest, *, is_whole: bool = True) -> Response:
+    """`is_whole`: False leaves a body in pieces that are still to be written."""
+    assert isinstance(parsed.work, ParsedEmbed)
+    info, headers = parsed.info, parsed.claim.dialect.headers
+    embedded.model, embedded.request_id = info.model, http.request_id
+    response = parsed.work.render(embedded)
+    if headers is not None:
+        response.headers.update(headers(embedded, info))
+    add_headers(response.headers, embedded)
+    if is_whole and not isinstance(response.body, bytes | list):
         response.body = list(response.body)
     return response
 
 
-def _render_steps(work: ParsedEmbed, embedded: Embedded) -> Generator[None, None, Response]:
-    response, pieces = work.render(embedded), Pieces()
+def _render_steps(parsed: Parsed, embedded: Embedded, http: HttpRequest) -> Generator[None, None, Response]:
+    response, pieces = _render(parsed, embedded, http, is_whole=False), Pieces()
     if not isinstance(response.body, bytes | list):
         for piece in response.body:
             pieces.append(piece)
@@ -346,9 +352,11 @@ def _render_steps(work: ParsedEmbed, embedded: Embedded) -> Generator[None, None
     return response
 
 
-async def _respond_to_stay(service: Service, work: ParsedStay, http: HttpRequest, principal: Principal) -> Response:
+async def _respond_to_stay(
+    service: Service, parsed: Parsed, work: ParsedStay, http: HttpRequest, principal: Principal
+) -> Response:
     if work.work is not None:
-        response = await respond(service, work.work, _estimate(service, work.work), http, principal)
+        response = await respond(service, parsed.having(work.work, service), http, principal)
     elif work.loads and service.residence.is_awaited:
         started_at = time.monotonic()
         await service.residence.until_ready(_deadline(service, http) - time.monotonic())

@@ -185,7 +185,7 @@ def _operation(
     if has_body:
         schemas = [_with_limits(operation, model_infos) for operation in operations]
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": _any_of(schemas)}}}
-    embeds = any(operation.embed is not None for operation in operations)
+    embeds = any(operation.needs for operation in operations)
     parameters = list(_OF_EMBEDDING) if embeds else [_CONDITION] if has_body else []
     if names:
         parameters.append(_header(HEADER, "The model, whatever the body names", {"enum": [*names]}))

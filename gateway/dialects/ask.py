@@ -701,12 +701,12 @@ USUAL = frozenset((MODEL.key, INPUT.key, ENCODING.key, USER.key, REQUEST_ID.key)
 # --- all together -----------------------------------------------------------------------------------------------
 
 
-def read(words: Fields, body: JsonMapping, headers: Headers, model_info: ModelInfo, request_id: str = "") -> Call:
+def read(words: Fields, body: JsonMapping, headers: Headers, model_info: ModelInfo) -> Call:
     """What a body and its headers want of a model, by whatever name it is seen. Raises BadRequest."""
     wanted = words.read(body)
     if model_info.defaults is not None:
         wanted = _wanted_by(model_info.defaults) | wanted
-    return Call(wanted, headers, model_info, request_id)
+    return Call(wanted, headers, model_info)
 
 
 @cache

@@ -227,13 +227,13 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
     def render(embedded: Embedded) -> Response:
         if is_of_infinity:
             ranking = ranked_labels(embedded, head, activation)
-            return _respond(call, "infinity", "classify", written(ranking), embedded)
+            return list_response("infinity", "classify", written(ranking), embedded)
         logits, scores = logits_of(embedded), scores_of(embedded, head, activation)
         data = (
             {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs.tolist(), "num_classes": probs.size}
             for index, (row, probs) in enumerate(zip(logits, scores, strict=True))
         )
-        return _respond(call, "classify", "list", written(data), embedded)
+        return list_response("classify", "list", written(data), embedded)
 
     request = resolve(call, inputs, Output.SCORES, are_ids_of_model=True)
     return ParsedEmbed(request, render, is_large(len(inputs), model_info))
@@ -246,14 +246,10 @@ def _parse_tokens(call: Call, inputs: list[Any], activation: str | None) -> Pars
     def respond(found: Iterable[Iterable[bytes]], embedded: Embedded) -> Response:
         head = b'{"index":%d,"object":"token-classification","entities":'
         data = (chain((head % index,), own, (b"}",)) for index, own in enumerate(found))
-        return _respond(call, "classify", "list", data, embedded)
+        return list_response("classify", "list", data, embedded)
 
     request = resolve(call, inputs, Output.TOKEN_SCORES)
     return parse_entities(request, call.model_info, call.wanted, activation, respond)
-
-
-def _respond(call: Call, prefix: str, kind: str, data: Iterable[Iterable[bytes]], embedded: Embedded) -> Response:
-    return list_response(prefix, kind, call.model_info.model, call.request_id, data, embedded)
 
 
 # --- zero-shot --------------------------------------------------------------------------------------------------
@@ -299,7 +295,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
         assert isinstance(collector, Matrix)
         cosines = collector.rows[:num_inputs].astype("f8") @ collector.rows[num_inputs:].astype("f8").T
         data = (_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature)))
-        return _respond(call, "classify", "list", data, embedded)
+        return list_response("classify", "list", data, embedded)
 
     request = resolve(call, texts, forms=(Form(Encoding.BYTES),), normalizes=True, purpose="classification")
     return ParsedEmbed(request, render, num_inputs * len(names) > MANY_SCORES)
@@ -321,7 +317,7 @@ _KINDS = {"enum": ["list", "classify"]}
 CLASSIFY = Operation(
     summary="Classify texts or token ids",
     fields=Fields(*_COMMON, USE_ACTIVATION, RAW_SCORES, AGGREGATION, IGNORED, *CONVERSATION_FIELDS),
-    embed=parse_classify,
+    parse=parse_classify,
     response=list_schema(
         _KINDS,
         any_of(
@@ -336,7 +332,7 @@ CLASSIFY = Operation(
 ZERO_SHOT = Operation(
     summary="Choose among labels by the cosines of dense vectors",
     fields=Fields(LABELS, TEMPERATURE, *_COMMON, ask.TASK),
-    embed=parse_zero_shot,
+    parse=parse_zero_shot,
     response=list_schema(
         _KINDS,
         record(

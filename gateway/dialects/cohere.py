@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import fragments_of, json_list, json_response, response_headers
+from vecd.gateway.api.answer import fragments_of, json_list, json_response
 from vecd.gateway.api.fields import (
     SEVERAL,
     STRING,
@@ -126,12 +126,11 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
     limit = request.tokenizing.max_tokens or model_info.config.max_tokens
     # Written here because a large body is parsed in a thread, while responses are rendered on the event loop, and so
     # that no reference to the texts is kept, nor to the call.
-    request_id = orjson.dumps(call.request_id)
     echoed = [b"%b%b" % (b"," if index else b"", orjson.dumps(text)) for index, text in enumerate(texts)]
 
     def render(embedded: Embedded) -> Response:
         """In pieces, so that megabytes are never copied."""
-        pieces: Pieces = [b'{"id":%b,"embeddings":' % request_id]
+        pieces: Pieces = [b'{"id":%b,"embeddings":' % orjson.dumps(embedded.request_id)]
         if is_bare:
             pieces += json_list(fragments_of(embedded))
         else:
@@ -143,7 +142,7 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
         kind = b"embeddings_floats" if is_bare else b"embeddings_by_type"
         meta = orjson.dumps(_meta(embedded, version, limit))
         pieces.append(b'],"meta":%b,"response_type":"%b"}' % (meta, kind))
-        return Response(200, pieces, response_headers(embedded))
+        return Response(200, pieces)
 
     return ParsedEmbed(request, render)
 
@@ -248,7 +247,7 @@ _V2_RESPONSE = _response("embeddings_by_type", _BY_TYPE)
 _V1_EMBED = Operation(
     summary="Embed texts",
     fields=FIELDS,
-    embed=partial(parse_embed, version=1),
+    parse=partial(parse_embed, version=1),
     needs=("dense",),
     response={"oneOf": [_response("embeddings_floats", _FLOATS), _V2_RESPONSE]},
 )
@@ -262,19 +261,19 @@ DIALECT = Dialect(
     name="cohere",
     title="Cohere",
     operations={
-        "POST /v2/embed": replace(_V1_EMBED, embed=partial(parse_embed, version=2), response=_V2_RESPONSE),
+        "POST /v2/embed": replace(_V1_EMBED, parse=partial(parse_embed, version=2), response=_V2_RESPONSE),
         "POST /v1/embed": _V1_EMBED,
         "POST /embed": replace(_V1_EMBED, claims=(TEXTS.name,)),
         "POST /v1/tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, MODEL),
-            reply=parse_tokenize,
+            parse=parse_tokenize,
             response=_TOKENIZED,
         ),
         "POST /v1/detokenize": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, MODEL),
-            reply=partial(parse_detokenize, key="text"),
+            parse=partial(parse_detokenize, key="text"),
             response=record(text=STRING),
         ),
         "POST /v1/check-api-key": Operation(

@@ -18,7 +18,7 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import fragments_of, json_list, json_response, response_headers
+from vecd.gateway.api.answer import fragments_of, json_list, json_response
 from vecd.gateway.api.fields import (
     COUNT,
     STRING,
@@ -108,9 +108,7 @@ def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
         return _stay(call, None, lambda load_ns: render([], load_ns, 0, load_ns))
 
     def render_embed(embedded: Embedded) -> Response:
-        response = render(fragments_of(embedded), round(embedded.durations.total_s * 1e9), embedded.num_tokens)
-        response.headers.update(response_headers(embedded))
-        return response
+        return render(fragments_of(embedded), round(embedded.durations.total_s * 1e9), embedded.num_tokens)
 
     return _stay(call, ParsedEmbed(request, render_embed))
 
@@ -126,7 +124,7 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedStay:
 
 def render_embedding(embedded: Embedded) -> Response:
     [fragment] = fragments_of(embedded)
-    return Response(200, [b'{"embedding":', fragment, b"}"], headers=response_headers(embedded))
+    return Response(200, [b'{"embedding":', fragment, b"}"])
 
 
 def _stay(
@@ -334,14 +332,14 @@ DIALECT = Dialect(
         "POST /api/embed": Operation(
             summary="Embed texts",
             fields=Fields(MODEL, INPUT, TRUNCATE, DIMENSIONS, *OPTIONS, KEEP_ALIVE),
-            embed=parse_embed,
+            parse=parse_embed,
             needs=("dense",),
             response=_EMBED_RESPONSE,
         ),
         "POST /api/embeddings": Operation(
             summary="Embed a text (older)",
             fields=Fields(MODEL, PROMPT, *OPTIONS, KEEP_ALIVE),
-            embed=parse_embeddings,
+            parse=parse_embeddings,
             needs=("dense",),
             response=record(embedding=fields.VECTOR),
         ),
@@ -366,12 +364,12 @@ DIALECT = Dialect(
             summary="Tell the server's version", describe=version, response=record(version=STRING)
         ),
         "POST /api/show": Operation(
-            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), reply=show, response=_SHOW_RESPONSE
+            summary="Describe the model", fields=Fields(MODEL, NAME, VERBOSE), parse=show, response=_SHOW_RESPONSE
         ),
         "POST /api/pull": Operation(
             summary="Make sure that the model is there",
             fields=Fields(MODEL, NAME, STREAM),
-            reply=pull,
+            parse=pull,
             response=record(status=STRING),
             binary_media_types=("application/x-ndjson",),
         ),

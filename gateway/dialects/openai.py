@@ -22,7 +22,6 @@ from vecd.gateway.api.answer import (
     parse_accept,
     render_rows,
     report_json,
-    response_headers,
     usage,
 )
 from vecd.gateway.api.fields import Fields, Schema, Wanted, agreed, any_of, described, list_of, nullable, record
@@ -73,8 +72,7 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
         if kinds != outputs.DENSE_ALONE:
             return outputs.parse_outputs(call, inputs, kinds)
         request = resolve(call, inputs, forms=forms_of(call))
-    has_metadata = encoding == METADATA
-    return ParsedEmbed(request, partial(render_response, EMBEDDING, model_info.model, call.request_id, has_metadata))
+    return ParsedEmbed(request, _RENDER_BYTES if encoding == METADATA else _RENDER)
 
 
 def parse_multi_vector(call: Call) -> ParsedEmbed | ParsedMessages:
@@ -95,22 +93,24 @@ class Item(NamedTuple):
 EMBEDDING = Item(b"embedding", b"embedding")
 
 
-def render_response(item: Item, model: str, request_id: str, has_metadata: bool, embedded: Embedded) -> Response:
+def render_response(item: Item, has_metadata: bool, embedded: Embedded) -> Response:
     """Holds the collected rows without a copy. `has_metadata`: bytes are described in vLLM's header, too."""
     [collector] = embedded.collectors
     if isinstance(collector, Matrix):
-        response = render_rows(collector, model=model, num_tokens=embedded.num_tokens)
+        response = render_rows(collector, embedded)
         if has_metadata:
-            response.headers["metadata"] = _metadata(collector, model, request_id, embedded)
-        response.headers.update(response_headers(embedded))
+            response.headers["metadata"] = _metadata(collector, embedded)
         return response
     assert isinstance(collector, JsonRows)
-    names = (request_id.encode(), int(time.time()), orjson.dumps(model))
+    names = (embedded.request_id.encode(), int(time.time()), orjson.dumps(embedded.model))
     head = b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names
     pieces = _render_items(head, collector.fragments, item, embedded.reports)
     num_tokens = embedded.num_tokens
     pieces.append(b'}],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
-    return Response(200, pieces, response_headers(embedded))
+    return Response(200, pieces)
+
+
+_RENDER, _RENDER_BYTES = (partial(render_response, EMBEDDING, has_metadata) for has_metadata in (False, True))
 
 
 def _render_items(head: bytes, fragments: Pieces, item: Item, reports: Sequence[InputReport]) -> Pieces:
@@ -134,10 +134,12 @@ _LEAST_SPAN_BYTES = 64
 """The least size of an input's entry. Saves writing entries of thousands of inputs, only to find them too long."""
 
 
-def _metadata(matrix: Matrix, model: str, request_id: str, embedded: Embedded) -> str:
+def _metadata(matrix: Matrix, embedded: Embedded) -> str:
     """The JSON of vLLM's header `metadata`. `data`, with an entry for each input, is left out if it is too long for a
     header: rows are in the order of the inputs, and all have the same length."""
-    described: JsonObject = {"id": f"embd-{request_id}", "created": int(time.time()), "model": model}
+    described: JsonObject = {
+        "id": f"embd-{embedded.request_id}", "created": int(time.time()), "model": embedded.model,
+    }  # fmt: skip
     if len(matrix.rows) <= _MAX_METADATA_BYTES // _LEAST_SPAN_BYTES:
         header = _in_ascii({**described, "data": list(_spans(matrix)), "usage": usage(embedded)})
         if len(header) <= _MAX_METADATA_BYTES:
@@ -275,14 +277,14 @@ ERROR_SCHEMA = record(
 EMBEDDINGS = Operation(
     summary="Embed texts or token ids",
     fields=FIELDS,
-    embed=parse_embeddings,
+    parse=parse_embeddings,
     response=outputs.chunks_schema(outputs.response_schema(response_schema("embedding", "embedding", VECTOR))),
     needs=outputs.NEEDS,
     asks_for=outputs.asks_for,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _MULTI_VECTOR = replace(
-    EMBEDDINGS, summary="Embed each token of texts", embed=parse_multi_vector, needs=("multi-vector",)
+    EMBEDDINGS, summary="Embed each token of texts", parse=parse_multi_vector, needs=("multi-vector",)
 )
 _MODELS = Operation(
     summary="List the model, by all its names",

@@ -9,7 +9,7 @@ clients read them.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, combinations, pairwise
@@ -56,7 +56,6 @@ from vecd.gateway.request import (
     Embedded,
     Encoding,
     Form,
-    InputReport,
     Inputs,
     LateChunking,
     Overflow,
@@ -160,7 +159,7 @@ def parse_outputs(call: Call, inputs: TextsOrIds, kinds: Kinds) -> ParsedEmbed:
         as_map=wanted.get(FORMAT) == "map",
         has_tokens=wanted.get(RETURN_TOKENS) is True,
     )
-    num_inputs, normalizes, request_id = len(inputs), request.normalize, call.request_id
+    num_inputs, normalizes = len(inputs), request.normalize
 
     def writers(embedded: Embedded) -> Iterator[_Writer]:
         [collector] = embedded.collectors
@@ -186,7 +185,7 @@ def parse_outputs(call: Call, inputs: TextsOrIds, kinds: Kinds) -> ParsedEmbed:
             item_pieces(b"embedding", index, [(key, write(index)) for key, write in each], embedded)
             for index in range(num_inputs)
         )
-        return list_response("embd", "list", model_info.model, request_id, items, embedded)
+        return list_response("embd", "list", items, embedded)
 
     return ParsedEmbed(request, render, _MULTI_VECTOR in kinds or are_many_weights(inputs))
 
@@ -383,7 +382,7 @@ def parse_late(call: Call, inputs: TextsOrIds, kinds: Kinds, *, is_one: bool) ->
             f"'{_NAME}': 'overflow' must be 'error' or 'truncate' with it, is '{overflow.value}'", param=_NAME
         )
     request = request._replace(tokenizing=request.tokenizing._replace(wants_offsets=True), late=chunking)
-    render = partial(_render_chunks, len(texts), model_info.model, call.request_id, are_inputs=chunking.are_inputs)
+    render = partial(_render_chunks, len(texts), are_inputs=chunking.are_inputs)
     return ParsedEmbed(request, render, is_large=True)
 
 
@@ -441,17 +440,13 @@ def _check_ranges(ranges: list[Any], name: str) -> list[tuple[int, int]]:
     return checked
 
 
-def _render_chunks(num_inputs: int, model: str, request_id: str, embedded: Embedded, *, are_inputs: bool) -> Response:
-    [collector] = embedded.collectors
+def _render_chunks(num_inputs: int, embedded: Embedded, *, are_inputs: bool) -> Response:
+    return list_response("embd", "list", _chunk_items(num_inputs, embedded, are_inputs=are_inputs), embedded)
+
+
+def _chunk_items(num_inputs: int, embedded: Embedded, *, are_inputs: bool) -> Iterator[Iterable[bytes]]:
+    [collector], reports, number = embedded.collectors, embedded.reports, 0
     assert isinstance(collector, LateChunkRows)
-    items = _chunk_items(num_inputs, collector, embedded.reports, are_inputs=are_inputs)
-    return list_response("embd", "list", model, request_id, items, embedded)
-
-
-def _chunk_items(
-    num_inputs: int, collector: LateChunkRows, reports: Sequence[InputReport], *, are_inputs: bool
-) -> Iterator[Iterable[bytes]]:
-    number = 0
     for index in range(num_inputs):
         chunks = collector.chunks[index]
         report = b',"report":%b' % report_json(reports[index]) if reports else b""

@@ -38,7 +38,6 @@ from vecd.gateway.api.answer import (
     list_response,
     list_schema,
     object_with_list,
-    response_headers,
     usage,
     written,
 )
@@ -318,15 +317,14 @@ def _ranks(model_info: ModelInfo) -> bool:
 
 def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
     """`is_voyage`: the results are `data`, whatever fields the body has."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted = call.wanted
     documents = read_documents(call, wanted.require(DOCUMENTS), rank_fields=wanted.get(RANK_FIELDS) or _TEXT_FIELD)
     is_of_weaviate = wanted.has(PROPERTY.name)
     returns_documents = wanted.get(RETURN_DOCUMENTS) is True or is_of_weaviate
     num, words_of_voyage = wanted.get(TOP_N), (TOP_K.name, TRUNCATION.name)
     is_voyage = is_voyage or (not wanted.has(TOP_N.name) and wanted.has(words_of_voyage[num is None]))
     query, texts = wanted.require(QUERY), tuple(documents) if returns_documents else ()
-    # No renderer keeps a reference to the call, which has all documents.
-    request_id, num_units = call.request_id, -(-len(documents) // _DOCUMENTS_IN_A_UNIT)
+    num_units = -(-len(documents) // _DOCUMENTS_IN_A_UNIT)
 
     def render(embedded: Embedded, relevance: Relevance) -> Response:
         results: list[JsonObject] = []
@@ -335,16 +333,15 @@ def parse_rerank(call: Call, *, is_voyage: bool = False) -> ParsedEmbed:
             if texts:
                 result["document"] = texts[index] if is_voyage else {"text": texts[index]}
             results.append(result)
-        before = {"id": request_id, "object": "list" if is_voyage else "rerank", "model": model_info.model}
+        before = {"id": embedded.request_id, "object": "list" if is_voyage else "rerank", "model": embedded.model}
         after = {"usage": usage(embedded), "meta": {"billed_units": {"search_units": num_units}}}
-        body = object_with_list(before, "data" if is_voyage else "results", written(results), after)
-        return Response(200, body, response_headers(embedded))
+        return Response(200, object_with_list(before, "data" if is_voyage else "results", written(results), after))
 
     def render_weaviate(embedded: Embedded, relevance: Relevance) -> Response:
         """In the order of the request: Weaviate sorts by the score."""
         pairs = zip(texts, relevance.scores, strict=True)
         scores = [{"document": document, "score": score} for document, score in pairs]
-        return json_response(200, {"query": query, "scores": scores}, response_headers(embedded))
+        return json_response(200, {"query": query, "scores": scores})
 
     how = render_weaviate if is_of_weaviate else render
     return parse(call, [query], documents, how, repeated=texts)
@@ -362,7 +359,7 @@ def parse_ranking(call: Call) -> ParsedEmbed:
 
 def render_rankings(embedded: Embedded, relevance: Relevance) -> Response:
     rankings = [{"index": index, "logit": logit} for index, logit in relevance.ranked(None)]
-    return json_response(200, {"rankings": rankings, "usage": usage(embedded)}, response_headers(embedded))
+    return json_response(200, {"rankings": rankings, "usage": usage(embedded)})
 
 
 # --- scores -----------------------------------------------------------------------------------------------------
@@ -382,7 +379,7 @@ _SCORED: tuple[Field[Any], ...] = (
 
 def parse_score(call: Call) -> ParsedEmbed:
     """Scores have the model's own activation, as with vLLM."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, score = call.wanted, call.model_info.card.score
     given = [(wanted.word(attribute), wanted.get(attribute)) for attribute in (QUERIES, DOCUMENTS)]
     (first, queries), (second, documents) = given
     if queries is None or documents is None:
@@ -397,20 +394,19 @@ def parse_score(call: Call) -> ParsedEmbed:
         raise BadRequest(
             f"'{first}' and '{second}' must be 1:1, 1:N or N:N texts, are {len(queries)}:{len(documents)}", param=second
         )
-    render = partial(render_score, model=model_info.model, request_id=call.request_id)
-    activation = "identity" if model_info.card.score is None else model_info.card.score.activation
-    return parse(call, queries, documents, render, activation=activation)
+    activation = "identity" if score is None else score.activation
+    return parse(call, queries, documents, render_score, activation=activation)
 
 
-def render_score(embedded: Embedded, relevance: Relevance, *, model: str, request_id: str) -> Response:
+def render_score(embedded: Embedded, relevance: Relevance) -> Response:
     data = ({"index": index, "object": "score", "score": score} for index, score in enumerate(relevance.scores))
-    return list_response("score", "list", model, request_id, written(data), embedded)
+    return list_response("score", "list", written(data), embedded)
 
 
 SCORE = Operation(
     summary="Score how well documents answer queries",
     fields=Fields(*_SCORED, RAW_SCORES, USE_ACTIVATION, *COMMON),
-    embed=parse_score,
+    parse=parse_score,
     response=list_schema({"const": "list"}, record(index=fields.COUNT, object={"const": "score"}, score=fields.NUMBER)),
     needs=NEEDS,
 )
@@ -448,7 +444,7 @@ def parse_invocation(call: Call) -> ParsedEmbed:
 
 
 def render_scores(embedded: Embedded, relevance: Relevance) -> Response:
-    return json_response(200, {"scores": relevance.scores}, response_headers(embedded))
+    return json_response(200, {"scores": relevance.scores})
 
 
 # --- the dialect ------------------------------------------------------------------------------------------------
@@ -479,7 +475,7 @@ _OF_WEAVIATE = record(query=STRING, scores=list_of(record(document=STRING, score
 _RERANK = Operation(
     summary="Rank documents by how well they answer a query",
     fields=Fields(*_FIELDS),
-    embed=parse_rerank,
+    parse=parse_rerank,
     response=any_of(_RERANKED, _OF_WEAVIATE),
     claims=(DOCUMENTS.name,),
     needs=NEEDS,
@@ -493,21 +489,21 @@ DIALECT = Dialect(
         "POST /voyage/v1/rerank": replace(
             _RERANK,
             summary="Rank documents, for clients of Voyage that are recognized by no field",
-            embed=partial(parse_rerank, is_voyage=True),
+            parse=partial(parse_rerank, is_voyage=True),
             response=_RERANKED,
             claims=(),
         ),
         "POST /v1/ranking": Operation(
             summary="Rank passages by how well they answer a query",
             fields=Fields(PASSAGES, QUERY, MODEL, *TOKENIZING_FIELDS),
-            embed=parse_ranking,
+            parse=parse_ranking,
             response=record(rankings=list_of(record(index=fields.COUNT, logit=fields.NUMBER)), usage=fields.USAGE),
             needs=NEEDS,
         ),
         "POST /invocations": Operation(
             summary="Rank documents, or score pairs of texts, where SageMaker looks for it",
             fields=Fields(*(replace(field, is_required=False) for field in (TEXT_PAIRS, *_SCORED, *_FIELDS))),
-            embed=parse_invocation,
+            parse=parse_invocation,
             response=any_of(record(scores=list_of(_SCORE)), SCORE.response, _RERANKED, _OF_WEAVIATE),
             claims=(TEXT_PAIRS.name, DOCUMENTS.name, QUERY.name, "queries", "data_1", "text_1"),
             needs=NEEDS,

@@ -27,7 +27,6 @@ from vecd.gateway.api.answer import (
     json_response,
     list_of_pieces,
     render_rows,
-    response_headers,
     written,
 )
 from vecd.gateway.api.fields import (
@@ -131,7 +130,6 @@ def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
         "x-tokenization-time": str(int(stages.tokenize_s * 1e3)),
         "x-queue-time": str(int(stages.queue_s * 1e3)),
         "x-inference-time": str(int(stages.compute_s * 1e3)),
-        **response_headers(embedded),
     }
 
 
@@ -228,7 +226,7 @@ ALL_OPTIONS = Fields(*OPTION_FIELDS, *PREDICT_OPTIONS, *_SPARSE_OPTIONS)
 def parse_embed(call: Call) -> ParsedEmbed:
     forms = (Form(encoding_of(call)),)
     request = resolve(call, inputs_of(call), forms=forms, normalizes=True, are_ids_of_model=True)
-    return ParsedEmbed(request, partial(render_vectors, model_info=call.model_info))
+    return ParsedEmbed(request, render_vectors)
 
 
 def parse_by_kind(call: Call, *, is_for_hub: bool = False) -> ParsedEmbed:
@@ -258,18 +256,15 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
             can=lambda info: info.is_dense and Output.TOKENS in info.outputs,
         )
     request = resolve(call, inputs_of(call), Output.TOKENS, normalizes=False, are_ids_of_model=True)
-    return ParsedEmbed(request, partial(render_vectors, model_info=model_info))
+    return ParsedEmbed(request, render_vectors)
 
 
-def render_vectors(embedded: Embedded, *, model_info: ModelInfo) -> Response:
+def render_vectors(embedded: Embedded) -> Response:
     """A JSON list that holds the collected rows without a copy, or a binary response."""
     [collector] = embedded.collectors
     if isinstance(collector, Matrix):
-        response = render_rows(collector, model=model_info.model, num_tokens=embedded.num_tokens)
-    else:
-        response = Response(200, json_list(fragments_of(embedded)))
-    response.headers.update(headers_of(embedded, model_info))
-    return response
+        return render_rows(collector, embedded)
+    return Response(200, json_list(fragments_of(embedded)))
 
 
 # --- labels -----------------------------------------------------------------------------------------------------
@@ -347,8 +342,7 @@ def parse_predict(call: Call, *, is_for_hub: bool = False) -> ParsedEmbed:
 
     def respond(labels: Iterator[Iterable[bytes]], embedded: Embedded) -> Response:
         """`labels`: the JSON of each sequence's, in pieces."""
-        body = iter(next(labels)) if is_single else list_of_pieces(labels)
-        return Response(200, body, headers_of(embedded, model_info))
+        return Response(200, iter(next(labels)) if is_single else list_of_pieces(labels))
 
     output = Output.TOKEN_SCORES if are_of_tokens else Output.SCORES
     request = resolve(call, inputs, output, are_ids_of_model=True)
@@ -365,37 +359,32 @@ def parse_predict(call: Call, *, is_for_hub: bool = False) -> ParsedEmbed:
 
 
 def parse_embed_sparse(call: Call) -> ParsedEmbed:
-    model_info = call.model_info
-    request = resolve(call, inputs_of(call), outputs.sparse_output(model_info), are_ids_of_model=True)
+    request = resolve(call, inputs_of(call), outputs.sparse_output(call.model_info), are_ids_of_model=True)
+    return ParsedEmbed(request, render_sparse, outputs.are_many_weights(request.inputs))
 
-    def render(embedded: Embedded) -> Response:
-        vectors = map(outputs.indexed_pieces, outputs.sparse_vectors(embedded))
-        return Response(200, list_of_pieces(vectors), headers_of(embedded, model_info))
 
-    return ParsedEmbed(request, render, outputs.are_many_weights(request.inputs))
+def render_sparse(embedded: Embedded) -> Response:
+    return Response(200, list_of_pieces(map(outputs.indexed_pieces, outputs.sparse_vectors(embedded))))
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
 
 
 def parse_similarity(call: Call) -> ParsedEmbed:
-    model_info = call.model_info
-    texts = _compared(call.wanted.require(COMPARED), model_info)
+    texts = _compared(call.wanted.require(COMPARED), call.model_info)
     if call.wanted.get(ENCODING) not in (None, "float"):
         name = call.wanted.word(ENCODING)
         raise BadRequest(f"'{name}' must be 'float': cosines are JSON", param=name)
     request = resolve(call, texts, forms=(Form(Encoding.BYTES),), are_ids_of_model=True)
-    request = request._replace(output=Output.VECTORS, normalize=True)
+    return ParsedEmbed(request._replace(output=Output.VECTORS, normalize=True), render_cosines)
 
-    def render(embedded: Embedded) -> Response:
-        """Cosines: the vectors are of length 1."""
-        [collector] = embedded.collectors
-        assert isinstance(collector, Matrix)
-        cosines = collector.rows[1:] @ collector.rows[0]
-        body = orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY)
-        return Response(200, body, headers_of(embedded, model_info))
 
-    return ParsedEmbed(request, render)
+def render_cosines(embedded: Embedded) -> Response:
+    """The vectors are of length 1."""
+    [collector] = embedded.collectors
+    assert isinstance(collector, Matrix)
+    cosines = collector.rows[1:] @ collector.rows[0]
+    return Response(200, orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _compared(value: Any, model_info: ModelInfo) -> list[str]:
@@ -433,7 +422,7 @@ def parse_rerank(call: Call) -> ParsedEmbed:
     _check_not_empty(texts, wanted.word(RANKED))
     texts = read_documents(call, texts, wanted.word(RANKED))
     repeated = tuple(texts) if wanted.get(RETURN_TEXT) is True else ()
-    render = partial(render_ranks, texts=repeated, num=wanted.get(TOP_N), model_info=call.model_info)
+    render = partial(render_ranks, texts=repeated, num=wanted.get(TOP_N))
     return rerank.parse(call, [wanted.require(QUERY)], texts, render, repeated=repeated)
 
 
@@ -449,33 +438,29 @@ def _takes_pairs(model_info: ModelInfo) -> bool:
 
 def parse_pairs(call: Call) -> ParsedEmbed:
     """A list of pairs, as OpenSearch's blueprint for cross-encoders sends them: their scores, in their order."""
-    model_info, pairs = call.model_info, call.wanted.get(INPUT)
+    pairs = call.wanted.get(INPUT)
     if isinstance(pairs, list) and pairs and isinstance(pairs[0], dict | list):
-        pairs, _ = read_sequences(pairs, INPUTS.name, model_info)
+        pairs, _ = read_sequences(pairs, INPUTS.name, call.model_info)
         if isinstance(pairs[0], Pair):
             queries, texts = map(list, zip(*pairs, strict=True))
-            render = partial(_render_scores, model_info=model_info)
-            return rerank.parse(call, queries, texts, render, field=INPUTS.name)
+            return rerank.parse(call, queries, texts, _render_scores, field=INPUTS.name)
     raise WrongModel(
         "The model served here ranks texts: send a 'query' and 'texts', or pairs of texts as 'inputs'",
         can=lambda info: not _takes_pairs(info),
     )
 
 
-def _render_scores(embedded: Embedded, relevance: Relevance, *, model_info: ModelInfo) -> Response:
-    body = orjson.dumps([{"score": score} for score in relevance.scores])
-    return Response(200, body, headers_of(embedded, model_info))
+def _render_scores(embedded: Embedded, relevance: Relevance) -> Response:
+    return json_response(200, [{"score": score} for score in relevance.scores])
 
 
-def render_ranks(
-    embedded: Embedded, relevance: Relevance, *, texts: tuple[str, ...], num: int | None, model_info: ModelInfo
-) -> Response:
+def render_ranks(embedded: Embedded, relevance: Relevance, *, texts: tuple[str, ...], num: int | None) -> Response:
     """`texts`: those that the response repeats; none if it repeats none."""
-    ranks = [
-        orjson.dumps({"index": index, "score": score, **({"text": texts[index]} if texts else {})})
+    ranks = (
+        {"index": index, "score": score, **({"text": texts[index]} if texts else {})}
         for index, score in relevance.ranked(num)
-    ]
-    return Response(200, json_list(ranks), headers_of(embedded, model_info))
+    )
+    return Response(200, list_of_pieces(written(ranks)))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
@@ -585,7 +570,7 @@ _EMBED = Operation(
     summary="Embed texts or token ids",
     needs=("dense",),
     fields=_with_parameters(INPUTS, *OPTION_FIELDS, options=OPTION_FIELDS),
-    embed=parse_embed,
+    parse=parse_embed,
     response=_VECTORS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
@@ -597,7 +582,7 @@ _SPARSE = list_of(record(index=fields.COUNT, value=NUMBER))
 _PREDICT = Operation(
     summary="Classify texts, pairs of texts, or their tokens",
     fields=_with_parameters(PREDICTED, *PREDICT_OPTIONS, options=(*PREDICT_OPTIONS, CANDIDATE_LABELS)),
-    embed=parse_predict,
+    parse=parse_predict,
     response=LABELS_OF_INPUTS,
     needs=classify.NEEDS,
 )
@@ -610,7 +595,7 @@ _DEFAULT = replace(
     _EMBED,
     summary="Embed, compare, classify or rank texts, by what the model is for",
     fields=_with_parameters(*_DEFAULT_FIELDS, options=_ALL_PARAMETERS),
-    embed=parse_default,
+    parse=parse_default,
     response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
     needs=tuple(dict.fromkeys((*_KINDS, *rerank.NEEDS))),
     claims=(INPUTS.name, QUERY.name),
@@ -625,7 +610,7 @@ _EMBED_BY_MODEL = replace(
     _EMBED,
     summary="Embed or classify texts, where clients of Hugging Face look for it",
     fields=_with_parameters(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, options=_ALL_PARAMETERS),
-    embed=partial(parse_by_kind, is_for_hub=True),
+    parse=partial(parse_by_kind, is_for_hub=True),
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
 )
@@ -643,34 +628,34 @@ DIALECT = Dialect(
         "POST /embed_all": Operation(
             summary="Embed every token of texts, special tokens included",
             fields=_with_parameters(INPUTS, *TOKENIZING_FIELDS, options=TOKENIZING_FIELDS),
-            embed=parse_embed_all,
+            parse=parse_embed_all,
             needs=("dense",),
             response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
             fields=_with_parameters(COMPARED, *_COMPARE_OPTIONS, options=_COMPARE_OPTIONS),
-            embed=parse_similarity,
+            parse=parse_similarity,
             needs=("dense",),
             response=VECTOR,
         ),
         "POST /tokenize": Operation(
             summary="The tokens of texts",
             fields=Fields(TEXTS, ADD_SPECIAL_TOKENS, PROMPT_NAME),
-            reply=parse_tokenize,
+            parse=parse_tokenize,
             response=list_of(list_of(_TOKEN)),
             claims=(INPUTS.name,),
         ),
         "POST /decode": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, SKIP_SPECIAL_TOKENS),
-            reply=parse_decode,
+            parse=parse_decode,
             response=list_of(STRING),
         ),
         "POST /rerank": Operation(
             summary="Rank texts by how well they answer a query",
             fields=Fields(RANKED, QUERY, *_RANKING_OPTIONS),
-            embed=parse_rerank,
+            parse=parse_rerank,
             response=_RANKS,
             needs=rerank.NEEDS,
         ),
@@ -678,11 +663,12 @@ DIALECT = Dialect(
         "POST /embed_sparse": Operation(
             summary="Make sparse vectors of texts or token ids",
             fields=_with_parameters(INPUTS, *_SPARSE_OPTIONS, options=_SPARSE_OPTIONS),
-            embed=parse_embed_sparse,
+            parse=parse_embed_sparse,
             response=list_of(_SPARSE),
             needs=("sparse",),
         ),
     },
+    headers=headers_of,
     render_error=render_error,
     error=record(error=STRING, error_type={"enum": _ERROR_TYPES}),
     statuses={

@@ -94,10 +94,9 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
         _check_rows(task, wanted, model_info)
     request = ask.resolve(call, inputs, task, forms=forms, has_chunks=task is Output.SCORES, are_ids_of_model=True)
     if task not in _AS_ARRAYS:
-        has_metadata = wanted.get(ask.ENCODING) == ask.METADATA
-        render = partial(render_response, _POOLING, model_info.model, call.request_id, has_metadata)
+        render = partial(render_response, _POOLING, wanted.get(ask.ENCODING) == ask.METADATA)
         return ParsedEmbed(request, render)
-    arrays = partial(render_arrays, ask.activation_of(wanted), request, model_info, call.request_id)
+    arrays = partial(render_arrays, ask.activation_of(wanted), request, model_info)
     return ParsedEmbed(request, arrays, is_large=True)
 
 
@@ -130,9 +129,7 @@ def _own_task(requested: Output, model_info: ModelInfo) -> Output | None:
 _POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)
 
 
-def render_arrays(
-    activation: str | None, request: EmbedRequest, model_info: ModelInfo, request_id: str, embedded: Embedded
-) -> Response:
+def render_arrays(activation: str | None, request: EmbedRequest, model_info: ModelInfo, embedded: Embedded) -> Response:
     """Of rows that were collected as arrays: scores, scores of tokens, vectors of tokens."""
     [collector] = embedded.collectors
     [form] = request.forms
@@ -155,7 +152,7 @@ def render_arrays(
         item_pieces(_POOLING.object, index, [(_POOLING.vector, fragment)], embedded)
         for index, fragment in enumerate(fragments)
     )
-    return list_response("embd", "list", model_info.model, request_id, items, embedded)
+    return list_response("embd", "list", items, embedded)
 
 
 def _score_json(scores: Scores, form: Form) -> bytes:
@@ -288,7 +285,7 @@ DIALECT = Dialect(
         "POST /pooling": Operation(
             summary="Embed or classify texts or token ids, as a whole or token by token",
             fields=Fields(INPUT, *ask.COMMON, POOLING_TASK, EMBEDDING_MODE, _NO_MULTIVECTOR, _NO_LATE_CHUNKING),
-            embed=parse_pooling,
+            parse=parse_pooling,
             needs=("dense", "classify", "token-classify", "multi-vector"),
             response=response_schema("pooling", "data", any_of(*VECTOR["anyOf"], list_of(fields.VECTOR))),
             returns_tokens=True,
@@ -299,21 +296,21 @@ DIALECT = Dialect(
         "POST /tokenize": Operation(
             summary="Tokenize a text, without embedding it",
             fields=Fields(TEXT, MODEL, ADD_SPECIAL_TOKENS, RETURN_TOKEN_STRS, *ask.CONVERSATION_FIELDS),
-            reply=parse_tokenize,
+            parse=parse_tokenize,
             response=_TOKENIZED,
             claims=(TEXT.name,),
         ),
         "POST /detokenize": Operation(
             summary="The text of token ids",
             fields=Fields(IDS, MODEL),
-            reply=parse_detokenize,
+            parse=parse_detokenize,
             response=record(prompt=fields.STRING),
         ),
         "POST /invocations": replace(
             EMBEDDINGS,
             summary="Embed or classify texts or token ids, where SageMaker looks for it",
             fields=Fields(*EMBEDDINGS.fields, *CLASSIFY.fields, _TASK_OR_PURPOSE),
-            embed=parse_invocation,
+            parse=parse_invocation,
             response=any_of(EMBEDDINGS.response, CLASSIFY.response),
             claims=(INPUT.name,),
             needs=(*EMBEDDINGS.needs, *CLASSIFY.needs),

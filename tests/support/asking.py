@@ -65,9 +65,9 @@ def ask(
     in_pieces: bool = False,
 ) -> ParsedEmbed:
     """What a body asks for; `in_pieces`: as if it were a large one."""
-    assert operation.embed is not None
+    assert operation.parse is not None
     fields = read_in_pieces(operation, body) if in_pieces else body
-    asked = operation.embed(read(operation.fields, fields, headers or {}, model_info, REQUEST_ID))
+    asked = operation.parse(read(operation.fields, fields, headers or {}, model_info))
     assert isinstance(asked, ParsedEmbed)
     return asked
 
@@ -97,6 +97,7 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
 def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
     """The result with these collectors. `changes`: of the `Embedded`."""
     usual = {"num_tokens": 7, "sources": {Source.TEXT}, "num_chars": 5, "durations": DURATIONS}
+    usual |= {"model": PLAIN.model, "request_id": REQUEST_ID}
     return Embedded(collectors, **{**usual, **changes})
 
 

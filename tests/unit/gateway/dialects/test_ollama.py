@@ -26,8 +26,8 @@ def requested(body: dict[str, Any], path: str = "embed", headers: dict[str, str]
 
 def reply(path: str, body: dict[str, Any], model_info: ModelInfo = NAMED) -> Response:
     operation = DIALECT.operations[f"POST /api/{path}"]
-    assert operation.reply is not None
-    response = operation.reply(Call(operation.fields.read(body), {}, model_info))
+    assert operation.parse is not None
+    response = operation.parse(Call(operation.fields.read(body), {}, model_info))
     assert isinstance(response, Response)
     return response
 

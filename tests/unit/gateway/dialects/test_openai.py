@@ -12,10 +12,12 @@ import pytest
 
 from tests.support import asking
 from tests.support.asking import PLAIN, answer, ask, body_of, changed
+from vecd.gateway.api.answer import add_headers
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.openai import DIALECT, EMBEDDINGS
 from vecd.gateway.errors import ApiError, BadRequest
 from vecd.gateway.request import (
+    Embedded,
     EmbedRequest,
     Overflow,
     Response,
@@ -121,7 +123,7 @@ def rendered(
     model_info: ModelInfo = PLAIN, changes: Mapping[str, Any] | None = None, **fields: Any
 ) -> tuple[bytes, Response]:
     asked = ask(EMBEDDINGS, {"input": ["a", "b"], **fields}, model_info=model_info)
-    response = answer(asked, ROWS, **(changes or {}))
+    response = answer(asked, ROWS, model=model_info.model, **(changes or {}))
     return body_of(response), response
 
 
@@ -169,9 +171,14 @@ def test_a_description_that_no_proxy_takes_has_no_spans(num_inputs, has_spans):
 
 
 def test_headers_tell_what_was_not_embedded_as_it_came():
-    changes = {"num_chunked": 2, "sources": frozenset((Source.TEXT, Source.MODEL, Source.CL100K))}
-    assert rendered(changes=changes)[1].headers == {"x-vecd-chunked": "2", "x-vecd-token-ids": "cl100k, model"}
-    assert rendered(changes={"sources": frozenset((Source.MODEL,))})[1].headers == {"x-vecd-token-ids": "model"}
+    for embedded, expected in (
+        (Embedded(num_chunked=2, sources={*Source}), {"x-vecd-chunked": "2", "x-vecd-token-ids": "cl100k, model"}),
+        (Embedded(num_truncated=3, sources={Source.MODEL}), {"x-vecd-truncated": "3", "x-vecd-token-ids": "model"}),
+        (Embedded(sources={Source.TEXT}), {}),
+    ):
+        headers: dict[str, str] = {}
+        add_headers(headers, embedded)
+        assert headers == expected
 
 
 # --- models -----------------------------------------------------------------------------------------------------

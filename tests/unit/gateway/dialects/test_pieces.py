@@ -175,15 +175,16 @@ async def test_whoever_tokenizes_waits_for_one_step_of_large_responses():
         return Response(200, pieces())
 
     async def embed(*_: Any) -> Any:
-        return None
+        return embedded_of()
 
     def respond(name: str) -> "asyncio.Task[Response]":
         request: Any = SimpleNamespace(inputs=["a"])
         tokenizer, pipeline = SimpleNamespace(threads=threads), SimpleNamespace(embed=embed)
         service: Any = SimpleNamespace(pipeline=pipeline, tokenizer=tokenizer)
         work = ParsedEmbed(request, partial(render, name), is_large=True)
-        http: Any = SimpleNamespace(timeline=RequestTimeline())
-        return asyncio.ensure_future(handle.respond(service, work, 1, http, Principal("a")))
+        parsed = handle.Parsed(PLAIN, handle.Claim(tei.DIALECT, SPARSE), work, 1, "")
+        http: Any = SimpleNamespace(timeline=RequestTimeline(), request_id="r")
+        return asyncio.ensure_future(handle.respond(service, parsed, http, Principal("a")))
 
     responses = [respond("first"), respond("second")]
     try:

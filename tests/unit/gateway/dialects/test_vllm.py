@@ -77,15 +77,15 @@ def test_errors_have_vllms_types_and_numbers_as_codes(error, kind):
 
 
 def tokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedTokenize:
-    assert TOKENIZE.reply is not None
-    asked = TOKENIZE.reply(Call(TOKENIZE.fields.read(body), {}, model_info))
+    assert TOKENIZE.parse is not None
+    asked = TOKENIZE.parse(Call(TOKENIZE.fields.read(body), {}, model_info))
     assert isinstance(asked, ParsedTokenize)
     return asked
 
 
 def detokenize(body: dict[str, Any], model_info: ModelInfo = PLAIN) -> ParsedDecode:
-    assert DETOKENIZE.reply is not None
-    asked = DETOKENIZE.reply(Call(DETOKENIZE.fields.read(body), {}, model_info))
+    assert DETOKENIZE.parse is not None
+    asked = DETOKENIZE.parse(Call(DETOKENIZE.fields.read(body), {}, model_info))
     assert isinstance(asked, ParsedDecode)
     return asked
 
@@ -107,7 +107,7 @@ def test_all_ids_of_a_large_body_are_decoded():
 
 
 def messages_of(operation: Operation, body: dict[str, Any], model_info: ModelInfo = CHATTY) -> ParsedMessages:
-    parse = operation.embed or operation.reply
+    parse = operation.parse
     assert parse is not None
     asked = parse(Call(operation.fields.read(body), {}, model_info))
     assert isinstance(asked, ParsedMessages)

@@ -25,7 +25,7 @@ from vecd.gateway.encoding.forms import (
 from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix, encode_base64, encode_float, stored_dtype
 from vecd.gateway.encoding.result import PendingResult
 from vecd.gateway.errors import BadRequest
-from vecd.gateway.request import Collector, Dtype, EmbedRequest, Encoding, Form, Priority, TokenizedInput
+from vecd.gateway.request import Collector, Dtype, Embedded, EmbedRequest, Encoding, Form, Priority, TokenizedInput
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
@@ -99,7 +99,7 @@ def json_collectors(encoder: Encoder, request: EmbedRequest) -> list[JsonRows]:
 
 
 def body_of(matrix: Matrix) -> bytes:
-    body = render_rows(matrix, model="m", num_tokens=1).body
+    body = render_rows(matrix, Embedded(model="m", num_tokens=1)).body
     return body if isinstance(body, bytes) else b"".join(body)
 
 
@@ -380,6 +380,6 @@ def test_a_numpy_file_has_the_type_that_was_asked_for(dtype, little, big):
         array = np.load(BytesIO(body_of(matrix)), allow_pickle=False)
         assert array.dtype.str == expected
         assert np.array_equal(array, _EXPECTED[dtype](rows))
-        assert render_rows(matrix, model="m", num_tokens=3).headers == {
+        assert render_rows(matrix, Embedded(model="m", num_tokens=3)).headers == {
             "x-vecd-tokens": "3", "x-vecd-dimensions": "16", "x-vecd-dtype": dtype.value, "x-vecd-model": "m",
         }  # fmt: skip

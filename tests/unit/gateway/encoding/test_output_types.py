@@ -12,7 +12,7 @@ import pytest
 from vecd.gateway.api.answer import render_rows
 from vecd.gateway.encoding.forms import normalize
 from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix
-from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
 from vecd.shm.output import Output
@@ -56,7 +56,7 @@ def test_what_a_snippet_reads_is_the_vector(name, tmp_path, monkeypatch):
     else:
         collector.put(0, _ROWS)
     if isinstance(collector, Matrix):
-        pieces = render_rows(collector, model="m", num_tokens=1).body
+        pieces = render_rows(collector, Embedded(model="m", num_tokens=1)).body
         names["body"] = pieces if isinstance(pieces, bytes) else b"".join(pieces)
         expected = _ROWS
     else:
