@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import NamedTuple, Protocol, TypeAlias, Union
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,6 +252,9 @@ class Collector(Protocol):
         more of it are to come."""
 
 
+C = TypeVar("C", bound=Collector)
+
+
 class TokenCollector(Protocol):
     """Keeps the tokens of texts in the form of the response; made by dialects."""
 
@@ -281,6 +284,12 @@ class Embedded:
     model: str = ""
     """The served model, whatever name was sent."""
     request_id: str = ""
+
+    def collected(self, kind: type[C]) -> C:
+        """The only collector, of that kind."""
+        [collector] = self.collectors
+        assert isinstance(collector, kind)
+        return collector
 
 
 # The timeline of one HTTP request: its endpoint, its size, and when each stage of it was reached. It has nothing that

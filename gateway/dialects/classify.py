@@ -104,14 +104,7 @@ def is_large(num_inputs: int, model_info: ModelInfo) -> bool:
 
 def scores_of(embedded: Embedded, head: ScoreHead, activation: str | None) -> Scores:
     """float64 [N, k]. `activation`: one of SCORE_ACTIVATIONS; None: the model's own."""
-    return activated(logits_of(embedded), head, activation)
-
-
-def logits_of(embedded: Embedded) -> FloatRows:
-    """float32 [N, k]."""
-    [collector] = embedded.collectors
-    assert isinstance(collector, ScoreRows)
-    return collector.logits
+    return activated(embedded.collected(ScoreRows).logits, head, activation)
 
 
 def activated(logits: FloatRows, head: ScoreHead, activation: str | None) -> Scores:
@@ -122,16 +115,10 @@ def ranked_labels(
     embedded: Embedded, head: ScoreHead, activation: str | None, top_k: int | None = None
 ) -> Iterator[list[JsonObject]]:
     """For each text its `top_k` best labels, the best first; None: all."""
-    for logits, scores in zip(logits_of(embedded), scores_of(embedded, head, activation), strict=True):
+    of_each = zip(embedded.collected(ScoreRows).logits, scores_of(embedded, head, activation), strict=True)
+    for logits, scores in of_each:
         row = scores.tolist()
         yield [{"score": row[index], "label": head.labels[index]} for index in ranked(logits, top_k)]
-
-
-def matrices_of(embedded: Embedded) -> list[FloatRows]:
-    """float32 [rows of an input, width] for each."""
-    [collector] = embedded.collectors
-    assert isinstance(collector, TokenRows)
-    return collector.matrices
 
 
 def parse_entities(
@@ -150,7 +137,8 @@ def parse_entities(
     texts = [text for text in request.inputs if isinstance(text, str)]
 
     def find(embedded: Embedded) -> Iterator[Iterator[bytes]]:
-        of_each = zip(matrices_of(embedded), embedded.token_ids, embedded.offsets, texts, strict=True)
+        matrices = embedded.collected(TokenRows).matrices
+        of_each = zip(matrices, embedded.token_ids, embedded.offsets, texts, strict=True)
         for matrix, ids, offsets, text in of_each:
             steps = zip(
                 (activated(rows, head, activation) for rows in runs_of(matrix)),
@@ -228,7 +216,7 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
         if is_of_infinity:
             ranking = ranked_labels(embedded, head, activation)
             return list_response("infinity", "classify", written(ranking), embedded)
-        logits, scores = logits_of(embedded), scores_of(embedded, head, activation)
+        logits, scores = embedded.collected(ScoreRows).logits, scores_of(embedded, head, activation)
         data = (
             {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs.tolist(), "num_classes": probs.size}
             for index, (row, probs) in enumerate(zip(logits, scores, strict=True))
@@ -291,9 +279,8 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
     texts: list[str] = [*inputs, *names]
 
     def render(embedded: Embedded) -> Response:
-        [collector] = embedded.collectors
-        assert isinstance(collector, Matrix)
-        cosines = collector.rows[:num_inputs].astype("f8") @ collector.rows[num_inputs:].astype("f8").T
+        rows = embedded.collected(Matrix).rows.astype("f8")
+        cosines = rows[:num_inputs] @ rows[num_inputs:].T
         data = (_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature)))
         return list_response("classify", "list", data, embedded)
 

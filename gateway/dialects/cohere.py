@@ -34,7 +34,7 @@ from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, Pa
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import INPUT, INPUT_TYPE, MAX_TOKENS, MODEL, check_num, parse_texts
-from vecd.gateway.dialects.vllm import IDS, Tokens, parse_detokenize
+from vecd.gateway.dialects.vllm import IDS, TokenLists, id_of, parse_detokenize, text_of
 from vecd.gateway.encoding.fragments import Pieces
 from vecd.gateway.errors import ApiError, BadRequest
 from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Response
@@ -171,14 +171,14 @@ def parse_tokenize(call: Call) -> ParsedTokenize:
     """The tokens of a text alone, without special tokens and without a prompt."""
     text = fields.read_text(call.wanted.require(TEXT), TEXT.name)
     call.model_info.prompt_of_model_name(call.wanted.get(MODEL))  # raises ModelNotFound if names are strict
-    tokens = Tokens(wants_texts=True)
-    return ParsedTokenize([text], False, "", tokens, partial(render_tokenize, tokens))
+    tokens = TokenLists(id_of, text_of)
 
+    def render() -> Response:
+        [ids], [texts] = tokens.column(0), tokens.column(1)
+        meta = orjson.dumps({"api_version": {"version": "1"}})
+        return Response(200, b'{"tokens":%b,"token_strings":%b,"meta":%b}' % (ids, texts, meta))
 
-def render_tokenize(tokens: Tokens) -> Response:
-    body = b'{"tokens":[%b],"token_strings":[%b],"meta":%b}'
-    meta = orjson.dumps({"api_version": {"version": "1"}})
-    return Response(200, body % (b",".join(tokens.ids), b",".join(tokens.texts or ()), meta))
+    return ParsedTokenize([text], False, "", tokens, render)
 
 
 def check_api_key(model_infos: Sequence[ModelInfo], path: str) -> Response:

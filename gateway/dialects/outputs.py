@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, combinations, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import item_pieces, list_response, report_json
@@ -45,10 +45,9 @@ from vecd.gateway.dialects.ask import (
     forms_of,
     resolve,
 )
-from vecd.gateway.dialects.classify import matrices_of
 from vecd.gateway.encoding.forms import WHOLE, HybridRows, normalize
 from vecd.gateway.encoding.fragments import list_pieces, matrix_pieces, runs_of, vector_json
-from vecd.gateway.encoding.result import LateChunkRows
+from vecd.gateway.encoding.result import LateChunkRows, TokenRows
 from vecd.gateway.encoding.sparse import SparseRows, SparseVector
 from vecd.gateway.errors import BadRequest, WrongModel
 from vecd.gateway.request import (
@@ -166,9 +165,9 @@ def parse_outputs(call: Call, inputs: TextsOrIds, kinds: Kinds) -> ParsedEmbed:
         if isinstance(collector, HybridRows):
             vectors, matrices = collector.sparse.vectors, collector.tokens.matrices
         elif _SPARSE in kinds:
-            vectors, matrices = sparse_vectors(embedded), []
+            vectors, matrices = embedded.collected(SparseRows).vectors, []
         else:
-            vectors, matrices = [], matrices_of(embedded)
+            vectors, matrices = [], embedded.collected(TokenRows).matrices
         if _DENSE in kinds:
             assert isinstance(collector, HybridRows)
             dense, dense_steps = collector.dense, [normalize] if normalizes_dense else []
@@ -265,12 +264,6 @@ def are_many_weights(inputs: Inputs) -> bool:
     return len(inputs) > _MANY_VECTORS or sum(map(len, inputs)) > _MANY_CHARS
 
 
-def sparse_vectors(embedded: Embedded) -> list[SparseVector]:
-    [collector] = embedded.collectors
-    assert isinstance(collector, SparseRows)
-    return collector.vectors
-
-
 def indexed_pieces(vector: SparseVector) -> Iterator[bytes]:
     """The JSON of a list of objects, as text-embeddings-inference has it, some weights at a time."""
     runs = zip(runs_of(vector[0].tolist()), runs_of(vector[1]), strict=True)
@@ -299,16 +292,10 @@ _MAX_TOKENS, _RANGES = "max_tokens", "ranges"
 _MAX_CHAR = 2**31 - 1
 
 
-class _Requested(NamedTuple):
-    """The value of the field, apart from the inputs. With neither: the inputs are the chunks."""
-
-    max_tokens: int | None = None
-    ranges: list[Any] | None = None
-
-
-def _read_chunking(value: Any, name: str) -> _Requested | None:
+def _read_chunking(value: Any, name: str) -> LateChunking | None:
+    """Its `ranges` are as they were sent, because the inputs say whether they are one list or several."""
     if isinstance(value, bool):
-        return _Requested() if value else None
+        return LateChunking(are_inputs=True) if value else None
     if not isinstance(value, dict):
         raise BadRequest(f"'{name}' must be true, false or an object, is {given(value)}", param=name)
     known = {key: value[key] for key in (_MAX_TOKENS, _RANGES) if value.get(key) is not None}
@@ -318,14 +305,13 @@ def _read_chunking(value: Any, name: str) -> _Requested | None:
             f"{len(known)} of them known",
             param=name,
         )
-    requested = _Requested(**known)
-    if requested.ranges is not None:
-        fields.expect(list, requested.ranges, f"{name}.{_RANGES}", "a list", param=name)
-    most = requested.max_tokens
-    if most is not None and (type(most) is not int or most < 1):
+    if _RANGES in known:
+        fields.expect(list, known[_RANGES], f"{name}.{_RANGES}", "a list", param=name)
+    most = known.get(_MAX_TOKENS, 1)
+    if type(most) is not int or most < 1:
         shown = most if type(most) is int else json_type(most)
         raise BadRequest(f"'{name}.{_MAX_TOKENS}' must be a whole number of at least 1, is {shown}", param=name)
-    return requested
+    return LateChunking(**known)
 
 
 _RANGE: Schema = {**list_of(fields.COUNT, at_least=2), "maxItems": 2}
@@ -399,14 +385,13 @@ def _check_pooling(model_info: ModelInfo) -> None:
     )
 
 
-def _chunking(late: _Requested, texts: list[str], *, is_one: bool, most: int) -> LateChunking:
+def _chunking(late: LateChunking, texts: list[str], *, is_one: bool, most: int) -> LateChunking:
     """`most`: chunks that a request may name."""
-    if late.max_tokens is not None:
-        return LateChunking(max_tokens=late.max_tokens)
+    if late.are_inputs:
+        return late._replace(ranges=(list(pairwise(accumulate(map(len, texts), initial=0))),))
     if late.ranges is None:
-        ends = accumulate(map(len, texts), initial=0)
-        return LateChunking((list(pairwise(ends)),), are_inputs=True)
-    lists = [late.ranges] if is_one else late.ranges
+        return late
+    lists: Any = [late.ranges] if is_one else late.ranges
     name = f"{_NAME}.{_RANGES}"
     if len(lists) != len(texts):
         raise BadRequest(
@@ -445,8 +430,7 @@ def _render_chunks(num_inputs: int, embedded: Embedded, *, are_inputs: bool) -> 
 
 
 def _chunk_items(num_inputs: int, embedded: Embedded, *, are_inputs: bool) -> Iterator[Iterable[bytes]]:
-    [collector], reports, number = embedded.collectors, embedded.reports, 0
-    assert isinstance(collector, LateChunkRows)
+    collector, reports, number = embedded.collected(LateChunkRows), embedded.reports, 0
     for index in range(num_inputs):
         chunks = collector.chunks[index]
         report = b',"report":%b' % report_json(reports[index]) if reports else b""

@@ -14,11 +14,12 @@ there. Source of the shapes: its router's types, version 1.9. Differences from i
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import orjson
 
+from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import (
     BINARY_MEDIA_TYPES,
@@ -66,7 +67,9 @@ from vecd.gateway.dialects.ask import (
     resolve,
 )
 from vecd.gateway.dialects.rerank import QUERY, RAW_SCORES, TOP_N, Relevance, read_documents
-from vecd.gateway.encoding.fragments import Matrix, Pieces
+from vecd.gateway.dialects.vllm import TokenLists
+from vecd.gateway.encoding.fragments import Matrix
+from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.errors import (
     ApiError,
     BadRequest,
@@ -99,11 +102,11 @@ DIRECTION = replace(
 TOKENIZING_FIELDS: tuple[Field[Any], ...] = (TRUNCATE, DIRECTION, PROMPT_NAME)
 
 
-def _with_parameters(*own: Field[Any], options: Iterable[Field[Any]]) -> Fields:
+def _with_parameters(own: Iterable[Field[Any]], options: Iterable[Field[Any]], *refused: Field[None]) -> Fields:
     """Options may be in an object as well: clients use it with texts to compare, and for Hugging Face's endpoints with
-    every model."""
+    every model. `refused`: what is in there alone."""
     about = "the other fields may be in here as well, and mean the same"
-    return Fields(*own, *inside("parameters", about, *options))
+    return Fields(*own, *options, *inside("parameters", about, *options, *refused))
 
 
 def _check_not_empty(value: Any, name: str) -> None:
@@ -364,7 +367,7 @@ def parse_embed_sparse(call: Call) -> ParsedEmbed:
 
 
 def render_sparse(embedded: Embedded) -> Response:
-    return Response(200, list_of_pieces(map(outputs.indexed_pieces, outputs.sparse_vectors(embedded))))
+    return Response(200, list_of_pieces(map(outputs.indexed_pieces, embedded.collected(SparseRows).vectors)))
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
@@ -381,9 +384,8 @@ def parse_similarity(call: Call) -> ParsedEmbed:
 
 def render_cosines(embedded: Embedded) -> Response:
     """The vectors are of length 1."""
-    [collector] = embedded.collectors
-    assert isinstance(collector, Matrix)
-    cosines = collector.rows[1:] @ collector.rows[0]
+    rows = embedded.collected(Matrix).rows
+    cosines = rows[1:] @ rows[0]
     return Response(200, orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
@@ -474,45 +476,21 @@ def parse_tokenize(call: Call) -> ParsedTokenize:
     name = wanted.get(PROMPT_NAME)
     prompt = model_info.default_prompt if name is None else model_info.prompt_named(name, PROMPT_NAME.name)
     adds = wanted.get(ADD_SPECIAL_TOKENS) is not False
-    tokens = TokenLists(texts, prompt)
-    return ParsedTokenize(texts, adds, prompt, tokens, tokens.render)
+    data_of = cache(lambda index: (prompt + texts[index]).encode(errors="replace"))
 
-
-class TokenLists:
-    """The tokens of texts as JSON. A token is written as its part of the text, a special one as its name."""
-
-    def __init__(self, texts: list[str], prompt: str) -> None:
-        self._texts = texts
-        self._prompt = prompt
-        self._index = -1
-        self._data = b""
-        """The text that is being written, with its prompt, in UTF-8."""
-        self._before = b""
-        """The separator before the next tokens of the text."""
-        self._pieces: Pieces = [b"["]
-
-    def put(self, index: int, tokens: list[Token]) -> None:
-        if index != self._index:
-            self._pieces.append(b"],[" if index else b"[")
-            self._index = index
-            self._data = (self._prompt + self._texts[index]).encode(errors="replace")
-            self._before = b""
-        if tokens:
-            self._pieces += (self._before, orjson.dumps([self._describe(token) for token in tokens])[1:-1])
-            self._before = b","
-
-    def _describe(self, token: Token) -> dict[str, Any]:
+    def describe(index: int, token: Token) -> JsonObject:
+        """A token is written as its part of the text, a special one as its name."""
         is_part = token.start is not None
         return {
             "id": token.id,
-            "text": self._data[token.start : token.stop].decode(errors="replace") if is_part else token.text,
+            "text": data_of(index)[token.start : token.stop].decode(errors="replace") if is_part else token.text,
             "special": token.is_special,
             "start": token.start,
             "stop": token.stop,
         }
 
-    def render(self) -> Response:
-        return Response(200, [*self._pieces, b"]]"])
+    tokens = TokenLists(describe)
+    return ParsedTokenize(texts, adds, prompt, tokens, lambda: Response(200, json_list(tokens.column(0))))
 
 
 def parse_decode(call: Call) -> ParsedDecode:
@@ -569,32 +547,30 @@ _KINDS = ("dense", *classify.NEEDS, "sparse")
 _EMBED = Operation(
     summary="Embed texts or token ids",
     needs=("dense",),
-    fields=_with_parameters(INPUTS, *OPTION_FIELDS, options=OPTION_FIELDS),
+    fields=_with_parameters((INPUTS,), OPTION_FIELDS),
     parse=parse_embed,
     response=_VECTORS,
     binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
 )
 _RANKING_OPTIONS = (TOP_N, TRUNCATE, DIRECTION, RAW_SCORES, RETURN_TEXT)
-_COMPARE_OPTIONS = (*TOKENIZING_FIELDS, DIMENSIONS, ENCODING)
 _RANKS = list_of(record("text", index=fields.COUNT, score=NUMBER, text=STRING))
 _PAIR_SCORES = list_of(record(score=NUMBER))
 _SPARSE = list_of(record(index=fields.COUNT, value=NUMBER))
 _PREDICT = Operation(
     summary="Classify texts, pairs of texts, or their tokens",
-    fields=_with_parameters(PREDICTED, *PREDICT_OPTIONS, options=(*PREDICT_OPTIONS, CANDIDATE_LABELS)),
+    fields=_with_parameters((PREDICTED,), PREDICT_OPTIONS, CANDIDATE_LABELS),
     parse=parse_predict,
     response=LABELS_OF_INPUTS,
     needs=classify.NEEDS,
 )
 _DEFAULT_FIELDS = (
     *(replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)),
-    *(TOP_N, RETURN_TEXT, rerank.RETURN_DOCUMENTS, *ALL_OPTIONS),
+    *(TOP_N, RETURN_TEXT, rerank.RETURN_DOCUMENTS),
 )
-_ALL_PARAMETERS = (*ALL_OPTIONS, CANDIDATE_LABELS)
 _DEFAULT = replace(
     _EMBED,
     summary="Embed, compare, classify or rank texts, by what the model is for",
-    fields=_with_parameters(*_DEFAULT_FIELDS, options=_ALL_PARAMETERS),
+    fields=_with_parameters(_DEFAULT_FIELDS, ALL_OPTIONS, CANDIDATE_LABELS),
     parse=parse_default,
     response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
     needs=tuple(dict.fromkeys((*_KINDS, *rerank.NEEDS))),
@@ -602,14 +578,14 @@ _DEFAULT = replace(
 )
 _INVOCATION = replace(
     _DEFAULT,
-    fields=_with_parameters(*_DEFAULT_FIELDS, TEXT_INPUTS, options=_ALL_PARAMETERS),
+    fields=_with_parameters((*_DEFAULT_FIELDS, TEXT_INPUTS), ALL_OPTIONS, CANDIDATE_LABELS),
     claims=(INPUTS.name, TEXT_INPUTS.name, RANKED.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
     _EMBED,
     summary="Embed or classify texts, where clients of Hugging Face look for it",
-    fields=_with_parameters(_INPUTS_OF_HUB, MODEL, *ALL_OPTIONS, options=_ALL_PARAMETERS),
+    fields=_with_parameters((_INPUTS_OF_HUB, MODEL), ALL_OPTIONS, CANDIDATE_LABELS),
     parse=partial(parse_by_kind, is_for_hub=True),
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
@@ -627,14 +603,14 @@ DIALECT = Dialect(
         "POST /invocations": _INVOCATION,
         "POST /embed_all": Operation(
             summary="Embed every token of texts, special tokens included",
-            fields=_with_parameters(INPUTS, *TOKENIZING_FIELDS, options=TOKENIZING_FIELDS),
+            fields=_with_parameters((INPUTS,), TOKENIZING_FIELDS),
             parse=parse_embed_all,
             needs=("dense",),
             response=list_of(_VECTORS),
         ),
         "POST /similarity": Operation(
             summary="Compare a text with others, by cosine",
-            fields=_with_parameters(COMPARED, *_COMPARE_OPTIONS, options=_COMPARE_OPTIONS),
+            fields=_with_parameters((COMPARED,), (*TOKENIZING_FIELDS, DIMENSIONS, ENCODING)),
             parse=parse_similarity,
             needs=("dense",),
             response=VECTOR,
@@ -662,7 +638,7 @@ DIALECT = Dialect(
         "POST /predict": _PREDICT,
         "POST /embed_sparse": Operation(
             summary="Make sparse vectors of texts or token ids",
-            fields=_with_parameters(INPUTS, *_SPARSE_OPTIONS, options=_SPARSE_OPTIONS),
+            fields=_with_parameters((INPUTS,), _SPARSE_OPTIONS),
             parse=parse_embed_sparse,
             response=list_of(_SPARSE),
             needs=("sparse",),

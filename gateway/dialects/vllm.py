@@ -4,10 +4,11 @@ Its `/rerank`, and what ranks or scores at `/invocations`, belong to `vecd.gatew
 shapes: vLLM's published OpenAPI document.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import numpy as np
 import orjson
@@ -33,7 +34,7 @@ from vecd.gateway.dialects.openai import EMBEDDINGS, VECTOR, Item, parse_embeddi
 from vecd.gateway.encoding.forms import normalize
 from vecd.gateway.encoding.fragments import list_pieces, matrix_pieces, runs_of, vector_json
 from vecd.gateway.encoding.labels import Scores
-from vecd.gateway.encoding.result import ScoreRows
+from vecd.gateway.encoding.result import ScoreRows, TokenRows
 from vecd.gateway.errors import ApiError, BadRequest, WrongModel
 from vecd.gateway.request import Embedded, EmbedRequest, Form, Overflow, Response, Token
 from vecd.shm.output import Output
@@ -139,7 +140,7 @@ def render_arrays(activation: str | None, request: EmbedRequest, model_info: Mod
         fragments = zip(_score_json(row, form) for row in scores)
     elif model_info.card.score is not None:
         activate = partial(classify.activated, head=model_info.card.score, activation=activation)
-        matrices = classify.matrices_of(embedded)
+        matrices = embedded.collected(TokenRows).matrices
         if form == Form():
             fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in matrices)
         else:
@@ -147,7 +148,7 @@ def render_arrays(activation: str | None, request: EmbedRequest, model_info: Mod
             fragments = (matrix_pieces(matrix, form, steps) for matrix in matrices)
     else:
         steps = [normalize] if request.normalize else []
-        fragments = (matrix_pieces(matrix, form, steps) for matrix in classify.matrices_of(embedded))
+        fragments = (matrix_pieces(matrix, form, steps) for matrix in embedded.collected(TokenRows).matrices)
     items = (
         item_pieces(_POOLING.object, index, [(_POOLING.vector, fragment)], embedded)
         for index, fragment in enumerate(fragments)
@@ -211,33 +212,46 @@ def parse_tokenize(call: Call) -> ParsedTokenize | ParsedMessages:
 def _tokenize(call: Call, prompt: str) -> ParsedTokenize:
     """The call for the tokens of its one text."""
     wanted = call.wanted
-    tokens = Tokens(wants_texts=wanted.get(RETURN_TOKEN_STRS) is True)
-    render = partial(render_tokenize, tokens, max_tokens=call.model_info.config.max_tokens)
+    has_texts, max_tokens = wanted.get(RETURN_TOKEN_STRS) is True, call.model_info.config.max_tokens
+    tokens = TokenLists(id_of, text_of) if has_texts else TokenLists(id_of)
+
+    def render() -> Response:
+        [ids], [texts] = tokens.column(0), tokens.column(1) if has_texts else [b"null"]
+        body = b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}'
+        return Response(200, body % (tokens.num, max_tokens, ids, texts))
+
     adds_special_tokens = wanted.get(ADD_SPECIAL_TOKENS) is not False
     return ParsedTokenize(wanted.require(INPUT), adds_special_tokens, prompt, tokens, render)
 
 
-class Tokens:
-    """The tokens of one text: parts of JSON lists, each with commas inside."""
+class TokenLists:
+    """The tokens of texts as JSON, which is written as they come: for each text a list for each column."""
 
-    def __init__(self, *, wants_texts: bool) -> None:
+    def __init__(self, *columns: Callable[[int, Token], Any]) -> None:
+        """`columns`: make the element of the list of the number of a text and its token."""
         self.num = 0
-        self.ids: list[bytes] = []
-        self.texts: list[bytes] | None = [] if wants_texts else None
+        self._columns = columns
+        self._texts: list[list[list[bytes]]] = []
 
     def put(self, index: int, tokens: list[Token]) -> None:
-        if not tokens:
-            return
+        if index == len(self._texts):
+            self._texts.append([[] for _ in self._columns])
         self.num += len(tokens)
-        self.ids.append(orjson.dumps([token.id for token in tokens])[1:-1])
-        if self.texts is not None:
-            self.texts.append(orjson.dumps([token.text for token in tokens])[1:-1])
+        for parts, element in zip(self._texts[index], self._columns, strict=True):
+            if tokens:
+                parts.append(orjson.dumps([element(index, token) for token in tokens])[1:-1])
+
+    def column(self, number: int) -> list[bytes]:
+        """The list of each text."""
+        return [b"[%b]" % b",".join(columns[number]) for columns in self._texts]
 
 
-def render_tokenize(tokens: Tokens, *, max_tokens: int) -> Response:
-    texts = b"null" if tokens.texts is None else b"[%b]" % b",".join(tokens.texts)
-    body = b'{"count":%d,"max_model_len":%d,"tokens":[%b],"token_strs":%b}'
-    return Response(200, body % (tokens.num, max_tokens, b",".join(tokens.ids), texts))
+def id_of(index: int, token: Token) -> int:
+    return token.id
+
+
+def text_of(index: int, token: Token) -> str:
+    return token.text
 
 
 def parse_detokenize(call: Call, key: str = "prompt") -> ParsedDecode:
