@@ -14,7 +14,7 @@ from typing import TypeVar
 import orjson
 
 from vecd.base.files import JsonObject
-from vecd.gateway.api.large_json import Bounds, PieceReader, invalid_json, is_about_surrogate
+from vecd.gateway.api.large_json import Bounds, FieldNames, PieceReader, invalid_json, is_about_surrogate
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.errors import BadRequest
 from vecd.gateway.http.framing import Decompression
@@ -63,19 +63,15 @@ class Bodies:
     async def parse(
         self,
         body: bytes,
-        large_fields: frozenset[str],
+        names: FieldNames,
         parse_fields: Callable[[JsonObject], T],
         tenant: str = "",
-        small_fields: frozenset[str] = frozenset(),
         coding: Coding | None = None,
-        bare_list: str = "",
     ) -> T:
         """The result of `parse_fields` for the fields of the JSON object in `body`. Of a large body it is called in a
         thread, lists of int32 in large fields come as `array("i")`, and strings and lists of numbers are cut.
 
-        `large_fields`: names of those that may hold megabytes: a string, a list of strings, of numbers or of lists of
-        numbers. `small_fields`: others that an error may name. `tenant`: the owner of the body, "" if there is none.
-        `bare_list`: the field that a list in place of the object is taken for; "" if such a body is an error.
+        `tenant`: the owner of the body, "" if there is none.
 
         Raises BadRequest for anything but a JSON object in that coding, PayloadTooLarge for one that is too long when
         decompressed, TooManyRequests when too many bytes wait to be parsed, of all bodies or of this tenant's, and
@@ -88,12 +84,12 @@ class Bodies:
             if inflating.is_complete:
                 body, inflating = inflating.take(), None
         if inflating is None and len(body) <= INLINE_BYTES:
-            return parse_fields(parse_small(body, bare_list, large_fields, small_fields))
+            return parse_fields(parse_small(body, names))
         with self.room.share(tenant) as share:
             share.take(len(body))
             if inflating is not None:
                 body = await self._inflate(inflating, len(body), share, tenant)
-            reader = PieceReader(body, large_fields, self._bounds, small_fields, bare_list)
+            reader = PieceReader(body, names, self._bounds)
             return await self._threads.run(_parse_steps(reader, parse_fields), tenant)
 
     async def _inflate(self, inflating: Decompression, num_sent_bytes: int, share: Share, tenant: str) -> bytes:
@@ -106,18 +102,18 @@ class Bodies:
         return inflating.take()
 
 
-def parse_small(body: bytes, bare_list: str, large_fields: frozenset[str], small_fields: frozenset[str]) -> JsonObject:
+def parse_small(body: bytes, names: FieldNames) -> JsonObject:
     """The JSON object in a body of at most `INLINE_BYTES`, not compressed; otherwise as `Bodies.parse`."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         if is_about_surrogate(error):  # the reader finds out in which field, and of which input
             bounds = Bounds(max_items=INLINE_BYTES, max_chars=INLINE_BYTES, max_ids=INLINE_BYTES)
-            deque(PieceReader(body, large_fields, bounds, small_fields, bare_list).read_object(), maxlen=0)
+            deque(PieceReader(body, names, bounds).read_object(), maxlen=0)
         # The message of the library has the fault and its place, and quotes nothing.
         raise invalid_json(str(error), body, 0, len(body)) from None
-    if bare_list and isinstance(fields, list):
-        return {bare_list: fields}
+    if names.bare_list and isinstance(fields, list):
+        return {names.bare_list: fields}
     if not isinstance(fields, dict):
         raise BadRequest("The body must be a JSON object")
     return fields

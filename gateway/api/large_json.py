@@ -5,7 +5,7 @@ import re
 from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
@@ -161,6 +161,16 @@ _MAX_DEPTH = 2
 """Lists, and lists in them, are cut; deeper ones are not."""
 
 
+class FieldNames(NamedTuple):
+    """The fields that a body may have. Errors name these; any other name may be a text that was sent."""
+
+    large: frozenset[str]
+    """Those that may hold megabytes: a string, a list of strings, of numbers or of lists of numbers, which are cut."""
+    small: frozenset[str] = frozenset()
+    bare_list: str = ""
+    """The one of `large` that a list in place of the object is taken for; "" if such a body is an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """How much of a large field is kept. Dropped values have been parsed, and cannot change a response."""
@@ -182,22 +192,10 @@ class Bounds:
 
 
 class PieceReader:
-    def __init__(
-        self,
-        document: bytes,
-        large_fields: frozenset[str],
-        bounds: Bounds,
-        small_fields: frozenset[str] = frozenset(),
-        bare_list: str = "",
-    ) -> None:
-        """`large_fields`: the top-level fields whose strings and lists are cut. Errors name them and `small_fields`;
-        any other name may be a text that was sent. `bare_list`: the one of `large_fields` that a list in place of the
-        object is taken for; "" if there is none."""
+    def __init__(self, document: bytes, names: FieldNames, bounds: Bounds) -> None:
         self._document = document
-        self._large_fields = large_fields
-        self._known_fields = large_fields | small_fields
+        self._names = names
         self._bounds = bounds
-        self._bare_list = bare_list
         self._at = 0
         self._run_bytes = bounds.window_bytes
         """The longest run of elements. Halved again and again where a run has a lone surrogate, until that stands in an
@@ -214,8 +212,8 @@ class PieceReader:
         first = yield from self._next()
         if first == b"{":
             yield from self._read_fields(fields)
-        elif first == b"[" and self._bare_list:
-            self._field = self._bare_list
+        elif first == b"[" and self._names.bare_list:
+            self._field = self._names.bare_list
             fields[self._field] = yield from self._read_large(depth=0)
         elif first in _OTHER_VALUES:
             raise BadRequest("The body must be a JSON object")
@@ -236,7 +234,7 @@ class PieceReader:
             self._at += 1
             yield from self._next()
             # Of fields of the same name the last counts, as with orjson.
-            is_large = self._field in self._large_fields
+            is_large = self._field in self._names.large
             fields[self._field] = (yield from self._read_large(depth=0)) if is_large else self._read_other(depth=0)
             self._index = None
             if self._at - paused_at >= self._bounds.window_bytes:
@@ -404,7 +402,7 @@ class PieceReader:
     @property
     def _name(self) -> str | None:
         """The field's, if it may be quoted."""
-        return self._field if self._field in self._known_fields else None
+        return self._field if self._field in self._names.large | self._names.small else None
 
     def _invalid(self, what: str, start: int | None = None, end: int | None = None) -> BadRequest:
         start = self._at if start is None else start

@@ -15,6 +15,7 @@ from vecd.base.files import JsonMapping
 from vecd.gateway.api.answer import Headers, add_headers, parse_timeout_s
 from vecd.gateway.api.body import INLINE_BYTES, parse_small
 from vecd.gateway.api.fields import REQUEST_ID
+from vecd.gateway.api.large_json import FieldNames
 from vecd.gateway.api.operation import (
     Dialect,
     Operation,
@@ -138,9 +139,12 @@ class OperationsHandler:
         self.claims = claims
         self._routes = routes or {}
         self._path_of_model = path if "*" in path else None
-        self._bare_list = next((claim.operation.bare_list for claim in claims if claim.operation.bare_list), "")
-        self._large = frozenset[str]().union(*(claim.operation.fields.large for claim in claims))
-        self._small = frozenset[str]().union(*(claim.operation.fields.small for claim in claims))
+        operations = [claim.operation for claim in claims]
+        self._names = FieldNames(
+            frozenset[str]().union(*(operation.fields.large for operation in operations)),
+            frozenset[str]().union(*(operation.fields.small for operation in operations)),
+            next((operation.bare_list for operation in operations if operation.bare_list), ""),
+        )
 
     async def __call__(self, service: Service, http: HttpRequest, principal: Principal) -> Response:
         first, choice = self.claims[0], http.choice
@@ -159,13 +163,10 @@ class OperationsHandler:
             if len(self.claims) == 1 and choice is None:
                 check_model(first.operation, service.info.card.capabilities, self._routes)
             if http.coding is None and len(http.body) <= INLINE_BYTES:
-                body = parse_small(http.body, self._bare_list, self._large, self._small)
-                parsed = self._parse(service, models, http, body)
+                parsed = self._parse(service, models, http, parse_small(http.body, self._names))
             else:
-                parsed = await service.bodies.parse(
-                    http.body, self._large, partial(self._parse, service, models, http), principal.tenant, self._small,
-                    http.coding, self._bare_list,
-                )  # fmt: skip
+                parse = partial(self._parse, service, models, http)
+                parsed = await service.bodies.parse(http.body, self._names, parse, principal.tenant, http.coding)
         except ApiError as error:
             if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
                 error.dialect = self.claim_of({error.param: True}, service.info.card.capabilities).dialect.name

@@ -249,17 +249,17 @@ def parse(
     documents: list[str],
     render: Callable[[Embedded, Relevance], Response],
     *,
-    is_raw: bool = False,
     activation: str = "sigmoid",
     repeated: Sequence[str] = (),
     field: str = "",
 ) -> ParsedEmbed:
-    """The call for the scores of `documents`, each for the query of its index, or all for the only one. `is_raw`:
-    scores are what the model computes, whatever the client says. `activation`: of scores that are not raw. `repeated`:
-    the texts that the response has, too. `field`: with the documents; "": that of the attribute. Raises WrongModel and
-    BadRequest."""
+    """The call for the scores of `documents`, each for the query of its index, or all for the only one. `activation`:
+    of scores, unless the client wants what the model computes. `repeated`: the texts that the response has, too.
+    `field`: with the documents; "": that of the attribute. Raises WrongModel and BadRequest."""
     wanted, model_info = call.wanted, call.model_info
-    is_raw, is_scored = is_raw or wanted.get(ACTIVATION) == RAW, _check(model_info)
+    is_scored = _check(model_info)
+    if wanted.get(ACTIVATION) == RAW:
+        activation = "identity"
     of_each = queries * len(documents) if len(queries) == 1 else queries
     request = ask.resolve(
         call,
@@ -281,7 +281,7 @@ def parse(
         [collector] = embedded.collectors
         if isinstance(collector, ScoreRows):
             logits = relevance_logits(collector.logits)
-            scores = relevance_of(logits, "identity" if is_raw else activation)
+            scores = relevance_of(logits, activation)
         else:
             assert isinstance(collector, MaxSimRows)
             logits = scores = collector.scores()
@@ -354,7 +354,7 @@ PASSAGES = replace(DOCUMENTS, name="passages", description="what is ranked: obje
 
 def parse_ranking(call: Call) -> ParsedEmbed:
     passages = read_documents(call, call.wanted.require(PASSAGES))
-    return parse(call, [call.wanted.require(QUERY)], passages, render_rankings, is_raw=True)
+    return parse(call, [call.wanted.require(QUERY)], passages, render_rankings, activation="identity")
 
 
 def render_rankings(embedded: Embedded, relevance: Relevance) -> Response:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.pipelines import planned_config
-from vecd.gateway.api.large_json import Bounds, PieceReader
+from vecd.gateway.api.large_json import Bounds, FieldNames, PieceReader
 from vecd.gateway.api.operation import Operation, ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import GatewayConfig
@@ -86,7 +86,7 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
     """The fields as they are read of a large body: ids as arrays, and no more of texts and ids than is looked at."""
     limits = Bounds(**{"max_items": 1000, "max_chars": 1000, "max_ids": 1000, "window_bytes": 16, **bounds})
     fields = operation.fields
-    steps = PieceReader(orjson.dumps(body), fields.large, limits, fields.small).read_object()
+    steps = PieceReader(orjson.dumps(body), FieldNames(fields.large, fields.small), limits).read_object()
     while True:
         try:
             next(steps)

@@ -16,7 +16,7 @@ from tests.support.asking import PLAIN
 from vecd.gateway.api import body as bodies_module
 from vecd.gateway.api import large_json
 from vecd.gateway.api.body import Bodies
-from vecd.gateway.api.large_json import Bounds
+from vecd.gateway.api.large_json import Bounds, FieldNames
 from vecd.gateway.api.operation import Call, ParsedEmbed, ParsedMessages
 from vecd.gateway.dialects.openai import FIELDS, parse_embeddings
 from vecd.gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests
@@ -24,7 +24,7 @@ from vecd.gateway.http.framing import zstd
 from vecd.gateway.request import Coding
 from vecd.gateway.tokenization.fair_pool import Threads
 
-LARGE = frozenset({"input"})
+LARGE = FieldNames(frozenset({"input"}), FIELDS.small)
 
 
 @asynccontextmanager
@@ -49,9 +49,7 @@ def parse(
 ) -> Any:
     async def main() -> Any:
         async with parsing(**limits) as bodies:
-            return await bodies.parse(
-                body, LARGE, parse_fields, small_fields=FIELDS.small, coding=coding, bare_list=bare_list
-            )
+            return await bodies.parse(body, LARGE._replace(bare_list=bare_list), parse_fields, coding=coding)
 
     return asyncio.run(main())
 

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vecd.gateway.api import large_json as json_pieces
-from vecd.gateway.api.large_json import Bounds, PieceReader
+from vecd.gateway.api.large_json import Bounds, FieldNames, PieceReader
 from vecd.gateway.errors import BadRequest
 
 UNBOUNDED = 10**9
-LARGE = frozenset({"input", "é"})
+NAMES = FieldNames(frozenset({"input", "é"}), frozenset({"other", "b"}))
 
 
 def bounds(**changed: int) -> Bounds:
@@ -32,7 +32,7 @@ def bounds(**changed: int) -> Bounds:
 
 
 def read(document: bytes, **changed: int) -> Any:
-    steps = PieceReader(document, LARGE, bounds(**changed), frozenset({"other", "b"})).read_object()
+    steps = PieceReader(document, NAMES, bounds(**changed)).read_object()
     while True:
         try:
             next(steps)
