@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import AutoModel
 
 from vecd.model.card import ModelCard, read_card
-from vecd.workers.weights import weight_files
 
 _FOLDER = Path(__file__).parents[1] / ".bench" / "exports"
 _INPUTS = ("token_ids", "mask")
@@ -126,9 +125,7 @@ def _fuse(folder: Path, config: Any) -> None:
 
 def _digest(card: ModelCard) -> str:
     """Of what an export depends on: which weights, by size and time, and which exporters."""
-    facts = [
-        [str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in weight_files(Path(card.weights_folder))
-    ]
+    facts = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in card.weight_files]
     versions = [version(package) for package in ("torch", "transformers", "onnxruntime")]
     return hashlib.sha256(repr([facts, versions]).encode()).hexdigest()[:12]
 

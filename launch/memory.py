@@ -20,14 +20,13 @@ from vecd.base.failures import ConfigurationError
 from vecd.base.files import read_json, write_json
 from vecd.launch.config.plan import Plan
 from vecd.model.card import ModelCard, ModelError
-from vecd.model.files import tensor_facts
+from vecd.model.files import stored_tensors
 from vecd.shm.output import MAX_BATCH_TOKENS
 from vecd.shm.settings import Settings, read_memory_budget
 from vecd.workers.config import WorkerConfig
 from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.formats import LARGEST_MEASURED, formats_of, is_lean_wanted
 from vecd.workers.machine import cpuinfo, kilobytes, memory_limit_mb
-from vecd.workers.weights import weight_files
 
 # The memory of a model's processes: as predicted from its files, and as the kernel reports it.
 #
@@ -141,14 +140,11 @@ def _weights_nbytes(config: WorkerConfig) -> int:
         return 2 * card.weights_bytes  # ONNX Runtime lays matrices out anew, and keeps what it has read
     dtype = _expected_dtype(config)
     stored = made = 0
-    try:
-        for path in weight_files(Path(card.weights_folder)):
-            stored += path.stat().st_size
-            for name, (_, shape) in tensor_facts(path).items():
-                nbytes = _BYTES_PER_FLOAT if "embed" in name else _BYTES.get(dtype, _BYTES_PER_FLOAT)
-                made += max(0, math.prod(shape)) * nbytes
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{card.weights_folder}: the weights cannot be read: {error}") from None
+    for path in card.weight_files:
+        for name, tensor in stored_tensors(path).items():
+            nbytes = _BYTES_PER_FLOAT if "embed" in name else _BYTES.get(dtype, _BYTES_PER_FLOAT)
+            stored += tensor.nbytes
+            made += math.prod(tensor.shape) * nbytes
     return max(0, card.weights_bytes - stored) + made
 
 

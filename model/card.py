@@ -17,7 +17,16 @@ from typing import Any
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.architecture import native_config
-from vecd.model.files import EXPORT, ModelSettings, read_object, read_optional, single_file, tensor_shapes, token_ids
+from vecd.model.files import (
+    EXPORT,
+    ModelSettings,
+    read_object,
+    read_optional,
+    single_file,
+    stored_tensors,
+    token_ids,
+    weight_files,
+)
 from vecd.model.files import ModelError as ModelError
 from vecd.model.files import one_line as one_line
 from vecd.model.multi_vector_card import (
@@ -214,6 +223,11 @@ class ModelCard:
         return [Path(self.folder, step.file or f"{step.path}/model.safetensors") for step in with_file]
 
     @property
+    def weight_files(self) -> list[Path]:
+        """Of the transformer, or the export's. Raises ModelError for one that is missing."""
+        return export_files(Path(self.export_file)) if self.export_file else weight_files(Path(self.weights_folder))
+
+    @property
     def pooling_of_output(self) -> str:
         """How tokens become a row; empty where each token has its own vector, or nothing is known."""
         if "dense" in self.capabilities:
@@ -360,7 +374,7 @@ def _read_transformer(folder: Path, module_path: str, *, may_be_export: bool = F
     config = _read_config(path)
     _check_files(path)
     export = _export_of(path) if may_be_export else None
-    weights = export_files(export) if export else _weights_of(path)
+    weights = export_files(export) if export else weight_files(path)
     config["hidden_size"] = config.positive("hidden_size", "dim", "d_model", "n_embd")
     config["vocab_size"] = config.positive("vocab_size")
     return _Transformer(folder, path, config, _stated(folder), weights, export)
@@ -454,7 +468,7 @@ def _read_multi_vector(transformer: _Transformer, layout: str, modules: list[Mod
 
 def _read_sparse(transformer: _Transformer, modules: SparseModules) -> ModelCard:
     sentence_bert = _read_sentence_bert(transformer.path, "fill-mask", modules.task)
-    names = {name for file in transformer.weights for name in tensor_shapes(file)}
+    names = {name for file in transformer.weights for name in stored_tensors(file)}
     steps = steps_of_masked_words(transformer.config, names)
     head = SparseHead(steps, pooling=modules.pooling, num_logs=modules.num_logs, query_weights=modules.query_weights)
     dim = transformer.config["vocab_size"]
@@ -551,28 +565,6 @@ def _export_of(weights_folder: Path) -> Path | None:
     export = weights_folder / EXPORT
     has_safetensors = any((weights_folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json"))
     return export if export.is_file() and not has_safetensors else None
-
-
-def _weights_of(weights_folder: Path) -> list[Path]:
-    index = weights_folder / "model.safetensors.index.json"
-    has_shards = index.is_file() and not (weights_folder / "model.safetensors").is_file()
-    # By its name, because transformers unpickles every file that is not called .safetensors.
-    return shards(index, ".safetensors") if has_shards else [single_file(weights_folder)]
-
-
-def shards(index: Path, suffix: str) -> list[Path]:
-    """The files that an index names, all with this suffix."""
-    content = read_object(index)
-    places = content.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise content.error("weight_map must name a file for each tensor")
-    names = sorted(set(places.values()))
-    for name in names:
-        if not name.endswith(suffix):
-            raise content.error(f"{name} is not a {suffix} file")
-        if not (index.parent / name).is_file():
-            raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
-    return [index.parent / name for name in names]
 
 
 # sentence_bert_config.json and so on: where sentence-transformers looks, in this order. Since version 2 it writes the
@@ -784,7 +776,7 @@ TABLES = ("embedding.weight", "embeddings")
 
 
 def _table_shape(path: Path) -> tuple[int, int]:
-    shapes = tensor_shapes(path)
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(path).items()}
     table = next((shapes[name] for name in TABLES if name in shapes), None)
     if table is None:
         raise ModelError(f"{path}: has no table of embeddings ({' or '.join(TABLES)})")

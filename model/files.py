@@ -4,10 +4,14 @@ Knows no kind of model, and reads no tensor.
 """
 
 import json
+import math
+import operator
+import os
 import re
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vecd.base.files import JsonMapping, JsonObject
 
@@ -120,44 +124,90 @@ def single_file(folder: Path) -> Path:
     raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
 
 
-def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Raises as `tensor_facts`."""
-    return {name: shape for name, (_, shape) in tensor_facts(path).items()}
+def weight_files(folder: Path) -> list[Path]:
+    """As transformers chooses: the single file wins over an index. Raises ModelError for a file that is missing."""
+    index = folder / "model.safetensors.index.json"
+    has_shards = index.is_file() and not (folder / "model.safetensors").is_file()
+    # By its name, because transformers unpickles every file that is not called .safetensors.
+    return shards(index, ".safetensors") if has_shards else [single_file(folder)]
 
 
-def tensor_facts(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """The type, as F32, and the shape of each tensor of a safetensors file. Reads its header alone. Raises ModelError
-    when it is broken."""
+def shards(index: Path, suffix: str) -> list[Path]:
+    """The files that an index names, all with this suffix."""
+    content = read_object(index)
+    places = content.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise content.error("weight_map must name a file for each tensor")
+    names = sorted(set(places.values()))
+    for name in names:
+        if not name.endswith(suffix):
+            raise content.error(f"{name} is not a {suffix} file")
+        if not (index.parent / name).is_file():
+            raise ModelError(f"{index.parent / name}: file missing (named in {index.name})")
+    return [index.parent / name for name in names]
+
+
+# --- the headers of safetensors ---------------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    kind: str
+    """As in the header: F32, BF16, …"""
+    shape: tuple[int, ...]
+    begin: int
+    """In the file, in bytes."""
+    nbytes: int
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, by their names. Reads its header alone. Raises ModelError for a file that is missing or
+    not whole."""
     try:
-        header, _ = _header_of(path)
-        return {
-            name: (str(facts.get("dtype")), [int(length) for length in facts["shape"]])
-            for name, facts in header.items()
-        }
-    except _BROKEN as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
+        with path.open("rb") as file:
+            return tensors_in(path, path.stat().st_size, lambda begin, count: os.pread(file.fileno(), count, begin))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: file missing") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from None
+
+
+def tensors_in(path: Path, size: int, read: Callable[[int, int], Any]) -> dict[str, StoredTensor]:
+    """Like `stored_tensors`, of a file that is open. `read`: gives a number of bytes from a place on, as a buffer.
+
+    Source of the format: https://github.com/huggingface/safetensors, "Format": the length of the header as eight bytes,
+    a JSON object with dtype, shape and data_offsets of each tensor, the data without a gap."""
+    has = f"it has {size:,} bytes"
+    start = 8 + int.from_bytes(bytes(read(0, 8)), "little") if size >= 8 else 0
+    if not 8 <= start <= _MAX_HEADER_BYTES:
+        raise ModelError(f"{path}: is not a safetensors file: {has}")
+    end, is_damaged = start, False
+    found = {}
+    try:
+        header: JsonObject = json.loads(bytes(read(8, start - 8))) if start <= size else {}
+        header.pop("__metadata__", None)
+        for name, facts in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
+            kind, shape = facts["dtype"], tuple(map(operator.index, facts["shape"]))
+            begin, stop = map(operator.index, facts["data_offsets"])
+            num_bits = 8 if kind == "BOOL" else int(re.split(r"[A-Z]+|_", kind)[1])
+            is_damaged |= start + begin != end or min(shape, default=0) < 0
+            is_damaged |= 8 * (stop - begin) != math.prod(shape) * num_bits
+            end = start + stop
+            found[name] = StoredTensor(kind, shape, start + begin, stop - begin)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: is not a safetensors file: {has} ({one_line(error)})") from None
+    if is_damaged:
+        raise ModelError(f"{path}: is damaged: {has}, and its tensors have others")
+    if end != size:
+        raise ModelError(f"{path}: is cut off, or has something behind its tensors: {has}, and should have {end:,}")
+    return found
 
 
 def is_whole(path: Path) -> bool:
     try:
-        header, start = _header_of(path)
-        end: int = max(facts["data_offsets"][1] for facts in header.values())
-        return start + end == path.stat().st_size
-    except _BROKEN:
+        stored_tensors(path)
+    except ModelError:
         return False
-
-
-def _header_of(path: Path) -> tuple[JsonObject, int]:
-    """Source of the format: https://github.com/huggingface/safetensors, "Format"."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header would have {size:,} bytes, and may have {_MAX_HEADER_BYTES:,}")
-        header = json.loads(file.read(size))
-    return {name: facts for name, facts in header.items() if name != "__metadata__"}, 8 + size
-
-
-_BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+    return True
 
 
 _MAX_HEADER_BYTES = 100_000_000

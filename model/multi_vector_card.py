@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vecd.base.files import JsonMapping, JsonObject
-from vecd.model.files import ModelError, ModelSettings, read_object, read_optional, tensor_shapes, token_ids
+from vecd.model.files import ModelError, ModelSettings, read_object, read_optional, stored_tensors, token_ids
 from vecd.model.steps import HeadLayers, Module, SparseHead, Step, TokenHead, check_modules, read_modules, read_steps
 
 OWN, PYLATE, STANFORD = "sentence-transformers", "PyLate", "Stanford"
@@ -69,10 +69,11 @@ def read_token_steps(
 
 def _linear_of_weights(weights: Sequence[Path], hidden_size: int) -> tuple[tuple[Step, ...], int]:
     for path in weights:
-        shape = tensor_shapes(path).get("linear.weight")
-        if shape is not None:
+        tensor = stored_tensors(path).get("linear.weight")
+        if tensor is not None:
+            shape = tensor.shape
             if len(shape) != 2 or shape[1] != hidden_size:
-                raise ModelError(f"{path}: linear.weight is {shape}, but a token has {hidden_size} floats")
+                raise ModelError(f"{path}: linear.weight is {list(shape)}, but a token has {hidden_size} floats")
             step = Step("dense", tensor="linear", in_dim=hidden_size, out_dim=shape[0], bias=False)
             return (step,), shape[0]
     raise ModelError(f"{weights[0]}: linear.weight is missing (the projection of a ColBERT model)")

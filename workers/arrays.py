@@ -4,7 +4,6 @@ Owns the reading, into memory of this process that no later change of a file rea
 architecture.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from mmap import MAP_PRIVATE, mmap
@@ -15,26 +14,28 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.model.card import ModelError
-from vecd.workers.weights import new_name, read_header
+from vecd.model.card import ModelError, one_line
+from vecd.model.files import StoredTensor, tensors_in
 
 # The files of a model, held open: what is read of them, whenever that is, is of the version that was opened.
 #
 # To replace a model, write a new file and rename it; another change of a file that is still to be read is an error.
-#
-# Source of the format: https://github.com/huggingface/safetensors, "Format": the length of the header as eight bytes, a
-# JSON object with dtype, shape and data_offsets of each tensor, the data.
 
 _MUCH = 2**17
 
 
 class ModelFile:
     def __init__(self, path: Path, *, in_memory: bool = False) -> None:
-        """`in_memory`: read all of it now, and never look at it again. Raises OSError, and ModelError as `read`."""
+        """`in_memory`: read all of it now, and never look at it again. Raises ModelError, for a missing file, too."""
         self._fd = -1
         self.path = path
         self._content: NDArray[np.uint8] | None = None
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ModelError(f"{path}: file missing") from None
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from None
         self._opened = os.fstat(self._fd)
         self.size = self._opened.st_size
         if in_memory:
@@ -66,16 +67,6 @@ class ModelFile:
         return now.st_size != then.st_size or len({*times}) > 1
 
 
-def stored_tensors(file: ModelFile) -> Iterator[tuple[str, str, list[int], int, int]]:
-    """Name, type, shape, first byte and number of bytes of each tensor; norms by their new names. Raises ModelError."""
-    read_header(file.path)  # checks the offsets
-    start = 8 + int.from_bytes(file.read(0, 8).tobytes(), "little")
-    for name, tensor in json.loads(file.read(8, start - 8).tobytes()).items():
-        if name != "__metadata__":
-            begin, end = tensor["data_offsets"]
-            yield new_name(name), tensor["dtype"], tensor["shape"], start + begin, end - begin
-
-
 _FLOATS = ("F32", "F16", "BF16")
 """The others are for `table` and `whole_numbers` alone."""
 _NUMPY: dict[str, np.dtype[Any]] = {
@@ -87,12 +78,19 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 
 class StoredTensors:
     def __init__(self, paths: Iterable[Path], *, in_memory: bool = False) -> None:
-        """`in_memory`: read the files now; otherwise they stay open. Raises ModelError for one that is not whole,
-        FileNotFoundError for a missing one. All reading raises ModelError for a file that has changed since."""
-        self._places: dict[str, tuple[ModelFile, str, list[int], int, int]] = {}
+        """`in_memory`: read the files now; otherwise they stay open. Raises ModelError for one that is missing or not
+        whole. All reading raises ModelError for a file that has changed since."""
+        self._places: dict[str, tuple[ModelFile, StoredTensor]] = {}
         for path in paths:
             file = ModelFile(path, in_memory=in_memory)
-            self._places |= {name: (file, *place) for name, *place in stored_tensors(file)}  # type: ignore[misc]
+            self._places |= {
+                _new_name(name): (file, tensor) for name, tensor in tensors_in(path, file.size, file.read).items()
+            }
+
+
+def _new_name(name: str) -> str:
+    """BERT's first files call the weight and the bias of a norm gamma and beta."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 class Arrays(StoredTensors, Mapping[str, NDArray[np.float32]]):
@@ -100,7 +98,7 @@ class Arrays(StoredTensors, Mapping[str, NDArray[np.float32]]):
 
     def __init__(self, paths: Iterable[Path], *, in_memory: bool = False) -> None:
         super().__init__(paths, in_memory=in_memory)
-        self._floats = dict.fromkeys(name for name, (_, kind, *_) in self._places.items() if kind in _FLOATS)
+        self._floats = dict.fromkeys(name for name, (_, tensor) in self._places.items() if tensor.kind in _FLOATS)
         self._in_use: WeakValueDictionary[str, NDArray[np.float32]] = WeakValueDictionary()
 
     def __getitem__(self, name: str) -> NDArray[np.float32]:
@@ -127,16 +125,16 @@ class Arrays(StoredTensors, Mapping[str, NDArray[np.float32]]):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of a tensor of any type that numpy has; None if there is none of this name."""
-        place = self._places.get(name)
-        return None if place is None or place[1] not in _NUMPY else tuple(place[2])
+        _, tensor = self._places.get(name, (None, None))
+        return None if tensor is None or tensor.kind not in _NUMPY else tensor.shape
 
     def whole_numbers(self, name: str) -> NDArray[np.int64]:
         """Raises KeyError."""
         return self._stored(name)[1].astype(np.int64)
 
     def _stored(self, name: str) -> tuple[str, NDArray[Any]]:
-        file, kind, shape, begin, count = self._places[name]
-        return kind, file.read(begin, count).view(_NUMPY[kind]).reshape(shape)
+        file, tensor = self._places[name]
+        return tensor.kind, file.read(tensor.begin, tensor.nbytes).view(_NUMPY[tensor.kind]).reshape(tensor.shape)
 
 
 def _as_float32(kind: str, array: NDArray[Any]) -> NDArray[np.float32]:

@@ -46,7 +46,7 @@ def modules_to_preload(model_type: str, engine: str) -> list[str]:
     """The modules whose import takes most of a worker's start, in the order to import them. They are for the engines
     that need torch. Some may not exist in the installed versions. Measured on 2 cores: torch 1.5 s, transformers 2 s
     more, which a family with a fused path does not need."""
-    torch_alone = ["torch", "safetensors.torch", "vecd.workers.torch.transformer"]
+    torch_alone = ["torch", "vecd.workers.torch.transformer"]
     if engine in ("auto", "lean", "fused") and model_type in FUSED_FAMILIES:
         return torch_alone
     # transformers' rule; a text model that is part of a larger one lives in the larger one's module.

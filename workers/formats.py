@@ -6,15 +6,13 @@ model needs.
 """
 
 import math
-from pathlib import Path
 
 from vecd.base.programs import has_torch
 from vecd.model.card import ModelCard
-from vecd.model.files import tensor_shapes
+from vecd.model.files import stored_tensors
 from vecd.workers.config import WorkerConfig
 from vecd.workers.families import FAMILIES
 from vecd.workers.machine import Processor, available_mb, this_processor
-from vecd.workers.weights import weight_files
 
 PATHS = {
     "auto": ("lean", "fused", "packed", "padded", "unpadded"),
@@ -80,7 +78,7 @@ def is_lean_wanted(config: WorkerConfig, processor: Processor | None = None) -> 
 
 def _fits(card: ModelCard, share: float) -> bool:
     """Whether the weights take at most this share of the available memory in float32. Unknown memory is enough."""
-    shapes = (shape for path in weight_files(Path(card.weights_folder)) for shape in tensor_shapes(path).values())
-    num_parameters = sum(map(math.prod, shapes))
+    tensors = (tensor for path in card.weight_files for tensor in stored_tensors(path).values())
+    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     available = available_mb() << 20
     return not available or 4 * num_parameters <= share * available

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from vecd.model.card import ModelError
+from vecd.model.card import ModelCard, ModelError
+from vecd.model.files import stored_tensors
 from vecd.shm.control import LOAD_TOKENS_PER_S
 from vecd.workers.batch import Engine, ReportProgress
 from vecd.workers.config import WorkerConfig
@@ -29,7 +30,6 @@ from vecd.workers.select import (
     select_lean,
     stamps,
 )
-from vecd.workers.weights import check_headers
 
 log = logging.getLogger("vecd.engine")
 
@@ -56,6 +56,16 @@ def load_engine(
         raise ModelError(f"{config.card.folder}: the files have changed while they were read")
     check_order(config, engine)
     return engine
+
+
+def check_headers(card: ModelCard) -> None:
+    """Raises ModelError for a safetensors file that is not whole. One that is missing is left to who reads it."""
+    paths = card.step_files
+    with suppress(ModelError):
+        paths += card.weight_files
+    for path in paths:
+        if path.suffix == ".safetensors" and path.exists():
+            stored_tensors(path)
 
 
 def _stamps_of(config: WorkerConfig) -> list[Any] | None:

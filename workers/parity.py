@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.base.files import JsonObject, read_json, write_json
-from vecd.model.card import ModelCard
+from vecd.model.card import ModelCard, ModelError
 from vecd.model.digests import digest_of_content, stamp_of
 from vecd.model.files import source_of
 from vecd.shm.output import Output, span_of
 from vecd.shm.views import Rows
 from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
-from vecd.workers.weights import weight_files
 
 # The special tokens that a model's tokenizer puts around a text, as its file says it.
 #
@@ -280,7 +279,7 @@ class Reference:
 def recall_reference(config: WorkerConfig) -> Reference | None:
     try:
         digest = "" if config.card.export_file else digest_of(config.card)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ModelError):
         return None
     for path in _places(config, digest):
         try:
@@ -316,7 +315,7 @@ def write_reference(reference: Reference, digest: str, path: Path) -> None:
 
 def digest_of(card: ModelCard) -> str:
     """Of all that the probes and their vectors depend on: settings, special tokens and weights. Reads all weights: 0.1
-    s for 100 MB, once while they do not change. Raises OSError, ValueError or KeyError."""
+    s for 100 MB, once while they do not change. Raises OSError or ModelError."""
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
     if card.main_output is not Output.VECTORS:
@@ -335,7 +334,7 @@ def _digest(facts: str, files: tuple[tuple[Any, ...], ...]) -> str:
 
 def _files_of(card: ModelCard) -> Iterator[Path]:
     yield Path(card.weights_folder) / "config.json"
-    yield from weight_files(Path(card.weights_folder))
+    yield from card.weight_files
     yield from card.step_files
 
 

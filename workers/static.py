@@ -32,10 +32,7 @@ class StaticEngine(Engine):
     def __init__(self, card: ModelCard) -> None:
         """Raises ModelError for files that cannot be used."""
         path = Path(card.weights_folder) / "model.safetensors"
-        try:
-            arrays = Arrays([path])
-        except FileNotFoundError:
-            raise ModelError(f"{path}: file missing") from None
+        arrays = Arrays([path])
         table, self._row_of = _table_and_rows(card, arrays, path)
         self._rows_at = arrays.table(table)
         self._weights = _weights_of_tokens(arrays)

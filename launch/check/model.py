@@ -5,6 +5,7 @@ refusal. Reads files, starts nothing.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +15,9 @@ from typing import Any
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.launch.check.report import Problem
 from vecd.model.card import ModelCard, ModelError, names_of, published, vocabulary_files
-from vecd.model.files import source_of
+from vecd.model.files import source_of, stored_tensors
 from vecd.model.score_card import architecture_of
 from vecd.model.steps import Step
-from vecd.workers.weights import read_header
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 _BUFFERS = ("I64", "I32", "BOOL")
@@ -38,9 +38,9 @@ def describe(card: ModelCard, name: str) -> JsonObject:
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     elements: Counter[str] = Counter()
     for path in _weights_files(card):
-        for dtype, count in read_header(path).values():
-            if dtype not in _BUFFERS:
-                elements[_NAMES.get(dtype, dtype)] += count
+        for tensor in stored_tensors(path).values():
+            if tensor.kind not in _BUFFERS:
+                elements[_NAMES.get(tensor.kind, tensor.kind)] += math.prod(tensor.shape)
     heads = {"score": card.score, "sparse": card.sparse, "tokens": card.tokens}
 
     def of_card(*names: str) -> JsonObject:
@@ -92,20 +92,18 @@ def _describe_tokenizer(card: ModelCard) -> str:
 
 def _weights_files(card: ModelCard) -> Iterator[Path]:
     """The safetensors of the transformer and of the modules behind it. Raises ModelError for a wrong index."""
-    folder = Path(card.weights_folder)
     yield from card.step_files
     if card.export_file:
         return
-    if (folder / "model.safetensors").is_file():
-        yield folder / "model.safetensors"
-        return
-    index = folder / "model.safetensors.index.json"
-    places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    for shard in sorted(set(places.values())):
-        missing = {name for name, place in places.items() if place == shard} - read_header(folder / shard).keys()
+    files = card.weight_files
+    index = Path(card.weights_folder, "model.safetensors.index.json")
+    has_index = files[0].name != "model.safetensors"
+    places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if has_index else {}
+    for file in files:
+        missing = {name for name, place in places.items() if place == file.name} - stored_tensors(file).keys()
         if missing:
-            raise ModelError(f"{folder / shard}: {min(missing)} is missing, which {index.name} says is there")
-        yield folder / shard
+            raise ModelError(f"{file}: {min(missing)} is missing, which {index.name} says is there")
+        yield file
 
 
 # --- its purpose ---------------------------------------------------------------------------------------------

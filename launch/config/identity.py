@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from vecd.gateway.config import AliasDefaults
 from vecd.launch.config.plan import Plan
-from vecd.model.card import ModelCard, export_files
+from vecd.model.card import ModelCard
 from vecd.model.digests import digest_of_content, digest_of_file
 from vecd.model.files import read_optional
-from vecd.workers.weights import weight_files
 
 _FORMAT = 1
 """Another one gives every model another identity: only for a change of what vecd computes from the same files."""
@@ -100,10 +99,9 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 def _digests_of_files(card: ModelCard, cache_folder: Path) -> dict[str, list[str]]:
     """Of the weights in any order, because they may be cut into files of any name; of the steps in theirs."""
-    weights = export_files(Path(card.export_file)) if card.export_file else weight_files(Path(card.weights_folder))
     of_queries = [] if card.sparse is None or not card.sparse.query_weights else [card.sparse.query_weights]
     others = [*card.step_files, *(Path(card.folder) / name for name in of_queries)]
     return {
-        "weights": sorted(digest_of_file(path, cache_folder) for path in weights),
+        "weights": sorted(digest_of_file(path, cache_folder) for path in card.weight_files),
         "steps": [digest_of_file(path, cache_folder) for path in others],
     }

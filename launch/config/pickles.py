@@ -21,9 +21,8 @@ from pathlib import Path
 
 from vecd.base.failures import EXIT_OK
 from vecd.base.programs import NEEDS_TORCH, ask_child, child_environment, has_torch
-from vecd.model.card import ModelError, shards
 from vecd.model.digests import digest_of_file
-from vecd.model.files import EXPORT, PICKLED_HEADS, files_of, is_whole
+from vecd.model.files import EXPORT, PICKLED_HEADS, ModelError, files_of, is_whole, shards
 from vecd.model.steps import folders_without_safetensors
 from vecd.workers.config import REFERENCE_FILE
 

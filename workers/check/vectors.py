@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.card import ModelCard, ModelError, one_line
@@ -23,7 +22,7 @@ from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.check.order import is_query, pairs_of
 from vecd.workers.config import WorkerConfig
 from vecd.workers.parity import Parity, compare, vectors_of
-from vecd.workers.weights import broken
+from vecd.workers.torch.checkpoint import Tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,10 +124,9 @@ def refuse_not_finite(card: ModelCard) -> None:
     found: list[str] = []
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.safetensors"))):
         try:
-            with safe_open(path, framework="pt") as weights:
-                found += [f"{path}: {name}" for name in weights.keys() if not _is_finite(weights.get_tensor(name))]  # noqa: SIM118
-        except Exception as error:  # SafetensorError, OSError, types that torch does not know
-            raise broken(path, error) from error
+            found += [f"{path}: {name}" for name, tensor in Tensors([path]).items() if not _is_finite(tensor)]
+        except KeyError as error:  # a type that torch does not know
+            raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise ModelError(f"{found[0]}{more}: weights are not finite (nan or infinity)")

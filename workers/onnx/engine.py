@@ -150,15 +150,12 @@ def _open_files(export: Path, keeps_files: bool) -> dict[str, ModelFile]:
     """The files of an export by their names for it, the graph first; none that a link shows in its folder. Raises
     ModelError for a missing one."""
     folders = {export.parent.resolve(), export.resolve().parent}
-    try:
-        paths = [export, *(path for path in export_files(export) if path != export)]
-        return {
-            str(path.relative_to(export.parent)): ModelFile(path, in_memory=keeps_files)
-            for path in paths
-            if folders.intersection(path.resolve().parents)
-        }
-    except OSError as error:
-        raise ModelError(one_line(error)) from None
+    paths = [export, *(path for path in export_files(export) if path != export)]
+    return {
+        str(path.relative_to(export.parent)): ModelFile(path, in_memory=keeps_files)
+        for path in paths
+        if folders.intersection(path.resolve().parents)
+    }
 
 
 # A second forward pass for leased cores, of several threads, made when it is first wanted.

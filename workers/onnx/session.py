@@ -7,7 +7,6 @@ that uses it, and has weights of its own.
 
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from vecd.workers.description import NotDescribed, describe
 from vecd.workers.machine import cpu_flags
 from vecd.workers.onnx.file import PLACEHOLDER
 from vecd.workers.onnx.graph import GraphBuilder, pieces_of
-from vecd.workers.weights import weight_files
 
 
 class LeanForward:
@@ -40,7 +38,7 @@ class LeanForward:
         out anew. Raises ModelError if a file has been written to since."""
         try:
             if like is None:
-                self.arrays = Arrays(weight_files(Path(card.weights_folder)), in_memory=keeps_files)
+                self.arrays = Arrays(card.weight_files, in_memory=keeps_files)
                 self._encoder = describe(card, self.arrays)
             else:
                 self.arrays, self._encoder = like.arrays, like._encoder

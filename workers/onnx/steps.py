@@ -40,11 +40,12 @@ class Operations(Protocol[_A]):
     activations: Mapping[str, Apply[_A]]
     """By the lower-case name of the class in torch.nn, with the class's default arguments."""
 
+    @property
     def own(self) -> Mapping[str, _A]:
         """The model's tensors. Raises ModelError."""
 
     def read(self, path: Path) -> Mapping[str, _A]:
-        """The tensors of a file. Raises FileNotFoundError or ModelError."""
+        """The tensors of a file. Raises ModelError."""
 
     def floats(self, rows: _A) -> _A:
         """In float32, where heads are computed."""
@@ -200,7 +201,7 @@ def weights_of(card: ModelCard, step: Step, operations: Operations[_A]) -> tuple
     that it lacks. Raises ModelError when a file or a tensor is missing or misshapen."""
     shape = (step.out_dim, step.in_dim) if step.kind == "dense" else (step.out_dim,)
     if step.tensor:
-        own, bias_name = operations.own(), step.bias_tensor or f"{step.tensor}.bias"
+        own, bias_name = operations.own, step.bias_tensor or f"{step.tensor}.bias"
         weight = _find(card, own, f"{step.tensor}.weight", shape)
         return weight, _find(card, own, bias_name, shape[:1]) if step.bias else None, None
     module = "" if step.file else "linear." if step.kind == "dense" else "norm."
@@ -210,10 +211,7 @@ def weights_of(card: ModelCard, step: Step, operations: Operations[_A]) -> tuple
     if step.has_residual and step.in_dim != step.out_dim:
         shapes["residual.weight"] = shape
     path = file_of(card, step)
-    try:
-        read = dict(operations.read(path))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: file missing") from None
+    read = dict(operations.read(path))
     if read.keys() != shapes.keys():
         raise ModelError(f"{path}: holds {sorted(read)}, should hold {sorted(shapes)}")
     for name, wanted in shapes.items():
@@ -337,6 +335,7 @@ class NumpyOperations(Operations[Floats]):
         """`own`: the model's tensors."""
         self._own = own
 
+    @property
     def own(self) -> Arrays:
         return self._own
 

@@ -35,7 +35,7 @@ from vecd.shm.control import (
 from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine, ReportProgress
 from vecd.workers.config import ENGINES_WITHOUT_TORCH, WorkerConfig
-from vecd.workers.load import expected_path, load_engine
+from vecd.workers.load import check_headers, expected_path, load_engine
 from vecd.workers.process import worker
 from vecd.workers.process.kernel import (
     die_with_parent,
@@ -47,7 +47,6 @@ from vecd.workers.process.kernel import (
 )
 from vecd.workers.process.selection_process import SelectionProcess
 from vecd.workers.select import Selection
-from vecd.workers.weights import check_headers
 
 # Memory filled before the fork, such as prepacked or cast weights, exists once for all workers
 # (docs/adr/0007-engine-before-fork.md).

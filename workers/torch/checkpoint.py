@@ -4,14 +4,12 @@ The tensors borrow no file: what becomes of the files changes nothing. Knows no 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from vecd.workers.arrays import StoredTensors
-from vecd.workers.weights import weight_files
 
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -24,30 +22,26 @@ class Tensors(StoredTensors, Mapping[str, Tensor]):
     """As stored, read at each access; norms by their new names."""
 
     def __getitem__(self, name: str) -> Tensor:
-        file, kind, shape, begin, count = self._places[name]
-        if not count:
-            return torch.empty(shape, dtype=_TYPES[kind])
-        return torch.from_numpy(file.read(begin, count)).view(_TYPES[kind]).reshape(shape)
+        file, tensor = self._places[name]
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=_TYPES[tensor.kind])
+        return torch.from_numpy(file.read(tensor.begin, tensor.nbytes)).view(_TYPES[tensor.kind]).reshape(tensor.shape)
 
-    def shape(self, name: str) -> list[int]:
-        return self._places[name][2]
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name][1].shape
 
     def rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Some rows of a matrix, [rows, K]: the others are not read."""
-        file, kind, (num_rows, _), begin, count = self._places[name]
-        size = count // num_rows
-        return torch.stack([torch.from_numpy(file.read(begin + row * size, size)).view(_TYPES[kind]) for row in rows])
+        file, tensor = self._places[name]
+        size = tensor.nbytes // tensor.shape[0]
+        read = (torch.from_numpy(file.read(tensor.begin + row * size, size)) for row in rows)
+        return torch.stack([row.view(_TYPES[tensor.kind]) for row in read])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
     def __len__(self) -> int:
         return len(self._places)
-
-
-def own_tensors(folder: Path) -> Tensors:
-    """Of a model. Raises OSError, ValueError or KeyError for files that are missing, ModelError for broken ones."""
-    return Tensors(weight_files(folder))
 
 
 # Keys and values of a prefix during one pass: those known from an earlier pass, and those computed in this one.

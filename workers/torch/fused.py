@@ -23,7 +23,6 @@ tokens: 0.6–0.8 ms for each of four, measured on an AVX-512 core, where a text
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from vecd.workers.batch import Layout, Run
 from vecd.workers.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
 from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.torch.attention import Attention, Rotation, SlidingWindow, normalize_rms_, paired, rotations, up_to
-from vecd.workers.torch.checkpoint import PrefixStates, own_tensors
+from vecd.workers.torch.checkpoint import PrefixStates, Tensors
 from vecd.workers.torch.linear import ACTIVATIONS, Activation, PrepackedLinear, make_linear, type_between_layers
 
 # --- the parts --------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
     if type_between_layers(dtype) is None:
         raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
-        weights = own_tensors(Path(card.weights_folder))
+        weights = Tensors(card.weight_files)
         forward = _Builder(
             describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
         ).build(has_first_tokens_only=card.reads_first_tokens_only)

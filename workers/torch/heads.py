@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vecd.model.card import ModelCard, ModelError, one_line
+from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import Step
 from vecd.workers.batch import Ints, Layout, PackedBatch, outputs_in, places_of
 from vecd.workers.onnx import steps
-from vecd.workers.torch.checkpoint import Tensors, own_tensors
+from vecd.workers.torch.checkpoint import Tensors
 from vecd.workers.torch.device import to_device
 
 Heads: TypeAlias = steps.Heads[Tensor]
@@ -78,17 +78,11 @@ class TorchOperations(steps.Operations[Tensor]):
     poolings, activations = _POOLINGS, _ACTIVATIONS
 
     def __init__(self, card: ModelCard, device: torch.device) -> None:
-        self._folder, self.device = Path(card.weights_folder), device
+        self._card, self.device = card, device
 
     @cached_property
-    def _own(self) -> Tensors:
-        try:
-            return own_tensors(self._folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{self._folder}: the weights cannot be read: {one_line(error)}") from error
-
     def own(self) -> Tensors:
-        return self._own
+        return Tensors(self._card.weight_files)
 
     def read(self, path: Path) -> Mapping[str, Tensor]:
         return Tensors([path])
@@ -122,13 +116,14 @@ class TorchOperations(steps.Operations[Tensor]):
         missing, or has no such rows."""
         if step.kind != "logit":
             return super().other(card, step)
-        name = next((name for prefix in _PREFIXES if (name := f"{prefix}{step.tensor}.weight") in self._own), None)
+        folder = card.weights_folder
+        name = next((name for prefix in _PREFIXES if (name := f"{prefix}{step.tensor}.weight") in self.own), None)
         if name is None:
-            raise ModelError(f"{self._folder}: the weights lack {step.tensor}.weight, which gives the logits")
-        shape = self._own.shape(name)
+            raise ModelError(f"{folder}: the weights lack {step.tensor}.weight, which gives the logits")
+        shape = self.own.shape(name)
         if len(shape) != 2 or shape[0] <= max(step.rows) or shape[1] != step.in_dim:
-            raise ModelError(f"{self._folder}: {name} is {shape}, should be [{card.vocab_size}, {step.in_dim}]")
-        matrix = self.floats(self._own.rows(name, step.rows))
+            raise ModelError(f"{folder}: {name} is {list(shape)}, should be [{card.vocab_size}, {step.in_dim}]")
+        matrix = self.floats(self.own.rows(name, step.rows))
 
         def score(states: Tensor) -> Tensor:
             logits = states @ matrix.T

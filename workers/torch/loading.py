@@ -27,7 +27,7 @@ from transformers import (
 from vecd.base.files import JsonObject
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard, ModelError, one_line
-from vecd.workers.weights import read_header
+from vecd.model.files import stored_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,7 +54,7 @@ def load_model(
             raise
         except Exception as error:  # transformers and its quantizers raise everything from KeyError to ImportError
             for path in sorted(Path(folder).glob("*.safetensors")):
-                read_header(path)  # names the file, if one is not whole
+                stored_tensors(path)  # names the file, if one is not whole
             raise ModelError(f"{folder}: cannot be loaded: {one_line(error)}") from error
     _refuse_partial(folder, model, loaded, has_head=_heads_of(card) is not None)
     _refuse_length_dependent_positions(folder, config, card.max_tokens)

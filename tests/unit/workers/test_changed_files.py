@@ -18,9 +18,8 @@ from vecd.model.card import ModelError
 from vecd.workers import load
 from vecd.workers.batch import Engine
 from vecd.workers.config import WorkerConfig
-from vecd.workers.load import load_engine
+from vecd.workers.load import check_headers, load_engine
 from vecd.workers.select import build
-from vecd.workers.weights import check_headers
 
 LENGTHS = [5, 1, 30, 7, 5, 2]
 KEPT = "lean with its files"

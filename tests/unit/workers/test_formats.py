@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import Checkpoints, worker_config
+from vecd.model.files import StoredTensor
 from vecd.model.steps import PairTemplate, ScoreHead
 from vecd.workers import formats
 from vecd.workers.config import WorkerConfig
@@ -19,6 +20,8 @@ AMX = Processor(INTEL.flags | {"amx_tile", "amx_bf16", "amx_int8"}, "GenuineInte
 AMD = replace(INTEL, vendor="AuthenticAMD")
 BOTH, EXACT = ("bfloat16", "float32"), ("float32",)
 LARGE = int(3e9)
+
+_OF_4_GIB = StoredTensor("F32", (1 << 10, 1 << 20), 0, 0)
 
 
 @pytest.fixture
@@ -75,7 +78,9 @@ def test_where_float32_does_not_fit_it_is_bfloat16(
     config: WorkerConfig, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint has fewer parameters than its card says bytes, so they are made up here."""
-    monkeypatch.setattr(formats, "tensor_shapes", lambda path: {"weight": [1 << 10, 1 << 20]})  # 4 GiB in float32
+    monkeypatch.setattr(
+        formats, "stored_tensors", lambda path: {"weight": StoredTensor("F32", (1 << 10, 1 << 20), 0, 0)}
+    )
     memory(5 << 10)
     assert formats_of(of_size(config, LARGE), AVX2) == EXACT
     memory(4 << 10)
@@ -86,7 +91,9 @@ def test_where_float32_does_not_fit_it_is_bfloat16(
 def test_the_reference_is_float32_wherever_that_fits(
     config: WorkerConfig, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "tensor_shapes", lambda path: {"weight": [1 << 10, 1 << 20]})
+    monkeypatch.setattr(
+        formats, "stored_tensors", lambda path: {"weight": StoredTensor("F32", (1 << 10, 1 << 20), 0, 0)}
+    )
     memory(8 << 10)
     assert reference_format(config, BOTH) == "float32"
     memory(7 << 10)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import Checkpoints, change_weights, worker_config
 from vecd.base import files
 from vecd.model.card import ModelCard, ModelError
+from vecd.model.files import StoredTensor
 from vecd.model.steps import ScoreHead
 from vecd.shm.arena import ArenaSpec
 from vecd.shm.output import Output
@@ -114,7 +115,7 @@ def test_a_model_stored_in_16_bits_is_compared_with_float32(stored: str, checkpo
 def test_where_float32_does_not_fit_the_format_that_was_compared_with_is_named(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "tensor_shapes", lambda path: {"weight": [1 << 40]})
+    monkeypatch.setattr(formats, "stored_tensors", lambda path: {"weight": StoredTensor("F32", (1 << 40,), 0, 0)})
     found = load(worker_config(checkpoint("albert"), dtype="bfloat16")).facts["agreement"]
     assert found["compared_with"] == "bfloat16"
 

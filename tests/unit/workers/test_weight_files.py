@@ -12,8 +12,8 @@ from safetensors import torch as safetensors_torch
 from safetensors.numpy import save_file
 
 from vecd.model.card import ModelError
+from vecd.model.files import stored_tensors
 from vecd.workers.arrays import Arrays, ModelFile
-from vecd.workers.weights import read_header
 
 
 def test_every_float16_is_the_float32_of_the_same_value(tmp_path: Path) -> None:
@@ -81,7 +81,8 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_the_header_of_a_whole_file(weights: Path) -> None:
-    assert read_header(weights) == {"a": ("F32", 12), "b": ("F16", 5)}
+    found = {name: (tensor.kind, tensor.shape) for name, tensor in stored_tensors(weights).items()}
+    assert found == {"a": ("F32", (3, 4)), "b": ("F16", (5,))}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_header_of_a_whole_file(weights: Path) -> None:
 def test_a_part_of_a_file(weights: Path, first: int, last: int | None, says: str) -> None:
     weights.write_bytes(weights.read_bytes()[first:last])
     with pytest.raises(ModelError, match=says):
-        read_header(weights)
+        stored_tensors(weights)
 
 
 def written(path: Path, header: Any, size: int) -> Path:
@@ -114,9 +115,13 @@ def written(path: Path, header: Any, size: int) -> Path:
         ({"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}, 4, "is not a safetensors file"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "is damaged: it has"),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "has something behind its tensors"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8, "is damaged: it has"),
+        ({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}, 4, "is damaged: it has"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}}, 4, "is not a safetensors file"),
+        ({"a": {"dtype": "X", "shape": [1], "data_offsets": [0, 4]}}, 4, "is not a safetensors file"),
         (b"[" * 100_000, 0, "is not a safetensors file"),
     ],
 )
 def test_a_header_that_is_none(tmp_path: Path, header: Any, size: int, says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        read_header(written(tmp_path / "model.safetensors", header, size))
+        stored_tensors(written(tmp_path / "model.safetensors", header, size))

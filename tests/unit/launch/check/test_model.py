@@ -3,26 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from vecd.launch.check.model import describe, problem, purpose
 from vecd.model.card import ModelError, read_card
-from vecd.workers.weights import read_header
+from vecd.model.files import stored_tensors
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, path)
-    return path
-
-
-def test_a_pointer_of_git_lfs(weights: Path) -> None:
+def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 90000000\n")
     with pytest.raises(ModelError) as raised:
-        read_header(weights)
+        stored_tensors(weights)
     found = problem(str(raised.value))
     assert found.what == f"{weights}: is a pointer of git-lfs, not the file itself"
     assert "git lfs pull" in found.suggestion
