@@ -33,20 +33,15 @@ def outputs_in(outputs: NDArray[np.uint8]) -> list[Output]:
     return [Output(code) for code in np.unique(outputs)]
 
 
-def places_of(
-    output: Output,
-    outputs: NDArray[np.uint8],
-    lengths: NDArray[np.integer[Any]],
-    first_rows: Ints,
-    span: int = 1,
-) -> tuple[NDArray[np.bool_], Ints]:
+def places_of(output: Output, batch: "PackedBatch | Layout") -> tuple[NDArray[np.bool_], Ints]:
     """Which rows are wanted of those that `output` has for all sequences, bool [B, T or B · span], and in which row of
-    the batch each wanted one belongs. For each sequence, in the order of the made rows: the output it asks for, its
-    tokens, its first row in the batch."""
-    is_wanted = outputs == output
+    the batch each wanted one belongs. In the order of the sequences of `batch`, which has outputs."""
+    assert batch.outputs is not None
+    lengths: NDArray[np.integer[Any]] = batch.lengths
+    is_wanted, first_rows = batch.outputs == output, batch.first_rows
     if output.spans_rows:
-        places = (first_rows[is_wanted, None] + np.arange(span)).reshape(-1)
-        return np.repeat(is_wanted, span), places
+        places = (first_rows[is_wanted, None] + np.arange(batch.span)).reshape(-1)
+        return np.repeat(is_wanted, batch.span), places
     if not output.is_per_token:
         return is_wanted, first_rows[is_wanted]
     first_tokens = np.cumsum(lengths) - lengths
@@ -55,21 +50,17 @@ def places_of(
     return is_wanted, places[is_wanted]
 
 
-def write_outputs(
-    rows: Rows,
-    outputs: NDArray[np.uint8],
-    lengths: NDArray[np.integer[Any]],
-    first_rows: Ints,
-    make: Callable[[Output], Rows],
-    span: int = 1,
-) -> None:
+def write_outputs(rows: Rows, batch: "PackedBatch | Layout", make: Callable[[Output], Rows]) -> None:
     """Write into `rows` what each sequence asks for; see `places_of`. `make` gives the rows of an output for all
     sequences, float32 [B or T, width]."""
-    for output in outputs_in(outputs):
+    if batch.outputs is None:
+        rows[batch.first_rows] = make(Output.VECTORS)
+        return
+    for output in outputs_in(batch.outputs):
         made = make(output)
         if output.spans_rows:
-            made = np.pad(made, ((0, 0), (0, span * rows.shape[1] - made.shape[1]))).reshape(-1, rows.shape[1])
-        is_wanted, places = places_of(output, outputs, lengths, first_rows, span)
+            made = np.pad(made, ((0, 0), (0, batch.span * rows.shape[1] - made.shape[1]))).reshape(-1, rows.shape[1])
+        is_wanted, places = places_of(output, batch)
         rows[places, : made.shape[1]] = made[is_wanted]
         rows[places, made.shape[1] :] = 0
 
@@ -109,6 +100,8 @@ class PackedBatch:
 
     @property
     def first_rows(self) -> Ints:
+        if self.outputs is None:
+            return np.arange(self.lengths.size)
         num_rows = self.rows_of_each
         return np.cumsum(num_rows) - num_rows
 
@@ -272,14 +265,17 @@ class Run:
 class Layout:
     """A batch with its sequences in ascending order of length. Owns its arrays."""
 
-    order: Ints
-    """Shape [B]: sequence i of the layout is sequence order[i] of the batch."""
+    first_rows: Ints
+    """The row of the batch at which those of each sequence begin, shape [B]."""
     lengths: Ints
     starts: Ints
     token_ids: Ints
     """Shape [T]; int64, because that is what embedding tables are indexed with."""
     runs: list[Run]
     """Cover the tokens from 0 to T without a gap."""
+    outputs: NDArray[np.uint8] | None = None
+    """As in the batch, in this order."""
+    span: int = 1
     borders: Ints | None = None
     """Where the second part of each pair begins within it, 0 if a sequence has none, shape [B]; None if none has
     one."""
@@ -347,14 +343,16 @@ def arrange(batch: PackedBatch) -> Layout:
         zero, token_ids = np.zeros(1, dtype=np.int64), batch.token_ids.astype(np.int64)
         borders, attended = _second_parts(batch, zero)
         run = Run(0, 1, token_ids.size) if attended is None else Run(0, 1, token_ids.size, (int(attended[0]),))
-        return Layout(zero, given_lengths, zero, token_ids, [run], borders, attended)
+        return Layout(zero, given_lengths, zero, token_ids, [run], batch.outputs, batch.span, borders, attended)
     order = np.argsort(batch.lengths, kind="stable")
     lengths = given_lengths[order]
     starts = _starts(lengths)
     moved_by = np.repeat(_starts(given_lengths)[order] - starts, lengths)
     token_ids = batch.token_ids[np.arange(moved_by.size) + moved_by].astype(np.int64)
     borders, attended = _second_parts(batch, order)
-    return Layout(order, lengths, starts, token_ids, runs_of(lengths, starts, attended), borders, attended)
+    outputs, first_rows = (None, order) if batch.outputs is None else (batch.outputs[order], batch.first_rows[order])
+    runs = runs_of(lengths, starts, attended)
+    return Layout(first_rows, lengths, starts, token_ids, runs, outputs, batch.span, borders, attended)
 
 
 def _second_parts(batch: PackedBatch, order: Ints) -> tuple[Ints | None, Ints | None]:
@@ -386,12 +384,12 @@ def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
 
 
 def _part(layout: Layout, first: int, last: int, begin: int, end: int) -> Layout:
-    lengths, starts = layout.lengths[first:last], layout.starts[first:last] - begin
-    borders = None if layout.borders is None else layout.borders[first:last]
-    attended = None if layout.attended is None else layout.attended[first:last]
-    token_ids = layout.token_ids[begin:end]
-    runs = runs_of(lengths, starts, attended)
-    return Layout(layout.order[first:last], lengths, starts, token_ids, runs, borders, attended)
+    part, lengths, starts = slice(first, last), layout.lengths[first:last], layout.starts[first:last] - begin
+    outputs = None if layout.outputs is None else layout.outputs[part]
+    borders = None if layout.borders is None else layout.borders[part]
+    attended = None if layout.attended is None else layout.attended[part]
+    runs, token_ids = runs_of(lengths, starts, attended), layout.token_ids[begin:end]
+    return Layout(layout.first_rows[part], lengths, starts, token_ids, runs, outputs, layout.span, borders, attended)
 
 
 def _starts(lengths: Ints) -> Ints:

@@ -67,13 +67,7 @@ class DummyEngine(Engine):
     def embed(self, batch: PackedBatch, rows: Rows) -> None:
         if self._s_per_text:
             time.sleep(self._s_per_text * batch.lengths.size)
-        if batch.outputs is None:
-            dim = self._model.dim
-            rows[: batch.lengths.size, :dim] = dummy_vectors(batch, dim)
-            rows[: batch.lengths.size, dim:] = 0
-        else:
-            make = partial(dummy_rows, batch=batch, model=self._model)
-            write_outputs(rows, batch.outputs, batch.lengths, batch.first_rows, make, batch.span)
+        write_outputs(rows, batch, partial(dummy_rows, batch=batch, model=self._model))
 
 
 def dummy_rows(output: Output, batch: PackedBatch, model: ModelSizes) -> Rows:

@@ -43,11 +43,7 @@ class StaticEngine(Engine):
         self.warnings: list[str] = []
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
-        make = partial(self._rows_of, batch)
-        if batch.outputs is None:
-            rows[: batch.lengths.size] = make(Output.VECTORS)
-        else:
-            write_outputs(rows, batch.outputs, batch.lengths, batch.first_rows, make)
+        write_outputs(rows, batch, partial(self._rows_of, batch))
         return COMPLETE
 
     def _rows_of(self, batch: PackedBatch, output: Output) -> Floats:

@@ -271,15 +271,9 @@ class LeanEngine(Engine):
         return begin_or_halve(self._compute, batch, rows)
 
     def _compute(self, batch: PackedBatch, rows: Rows) -> Finish:
-        (forward, heads), first_rows = self._leased or self._own, batch.first_rows
+        forward, heads = self._leased or self._own
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
-            make = partial(_rows_of, heads, forward(layout), layout)
-            if batch.outputs is None:
-                rows[layout.order] = make(Output.VECTORS)
-            else:
-                write_outputs(
-                    rows, batch.outputs[layout.order], layout.lengths, first_rows[layout.order], make, batch.span
-                )
+            write_outputs(rows, layout, partial(_rows_of, heads, forward(layout), layout))
         return COMPLETE
 
 

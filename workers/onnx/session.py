@@ -58,11 +58,7 @@ class LeanForward:
         for name in lent:
             del made.weights[name]  # before the session takes memory for the others: a table may have been converted
         self._session = session_with(made.content, self._weights, num_threads)
-        self.facts: dict[str, Any] = {
-            "dtype": "int8" if is_int8 else "float32",
-            "path": "lean",
-            "converted_bytes": self.num_private_bytes,
-        }
+        self.facts: dict[str, Any] = {"dtype": "int8" if is_int8 else "float32", "path": "lean"}
         # The session has laid out the products' weights anew, and never looks at these again. Elsewhere it might not
         # have: a kernel without a layout of its own reads what it was given. For int8 that begins with AVX2.
         if platform.machine() == "x86_64" and (not is_int8 or "avx2" in cpu_flags()):

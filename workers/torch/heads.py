@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import Step
-from vecd.workers.batch import Ints, Layout, PackedBatch, outputs_in, places_of
+from vecd.shm.output import Output
+from vecd.workers.batch import Ints, Layout, outputs_in, places_of
 from vecd.workers.onnx import steps
 from vecd.workers.torch.checkpoint import Tensors
 from vecd.workers.torch.device import to_device
@@ -31,19 +32,19 @@ def load_heads(card: ModelCard, device: torch.device) -> Heads:
     return steps.load_heads(card, operations, lambda card: SpladeHead(card, operations))
 
 
-def rows_of(batch: PackedBatch, layout: Layout, hidden: Tensor, heads: Heads, row_dim: int) -> tuple[Tensor, Ints]:
+def rows_of(layout: Layout, hidden: Tensor, heads: Heads, row_dim: int) -> tuple[Tensor, Ints]:
     """The rows, float32 [R, row_dim] on the device of `hidden`, and in which row of the batch each belongs, shape [R].
 
     `hidden` are the last hidden states, [T, H] in the layout's order. Zeros fill a row that an output does not.
     """
-    assert batch.outputs is not None
-    outputs = batch.outputs[layout.order]
+    if layout.outputs is None:
+        return heads[Output.VECTORS](hidden, layout), layout.first_rows
     made, places = [], []
-    for output in outputs_in(outputs):
+    for output in outputs_in(layout.outputs):
         rows = heads[output](hidden, layout)
         if output.spans_rows:
-            rows = functional.pad(rows, (0, batch.span * row_dim - rows.shape[1])).reshape(-1, row_dim)
-        is_wanted, place = places_of(output, outputs, layout.lengths, batch.first_rows[layout.order], batch.span)
+            rows = functional.pad(rows, (0, layout.span * row_dim - rows.shape[1])).reshape(-1, row_dim)
+        is_wanted, place = places_of(output, layout)
         if not is_wanted.all():
             rows = rows.index_select(0, to_device(np.flatnonzero(is_wanted), hidden.device))
         made.append(functional.pad(rows, (0, row_dim - rows.shape[1])))

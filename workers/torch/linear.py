@@ -5,10 +5,9 @@ from its file; the copy in oneDNN's blocked layout is private memory.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -18,21 +17,13 @@ from vecd.model.card import one_line
 
 # oneDNN's linear kernels inside torch: which of them this processor and this torch have, and the calls to them.
 #
-# A version of torch may drop a private name or change what it does. So a kernel is resolved by name and run on a small
-# input before its first use. One that is missing or gives a wrong result is reported once in the log and not used; the
-# engine's selection then goes on to the next path or dtype.
+# A version of torch may drop a private name or change what it does. So kernels are run on a small input before their
+# first use. If one is missing or gives a wrong result, that is reported once in the log, and none is used; the engine's
+# selection then goes on to the next path or dtype.
 
 log = logging.getLogger("vecd.engine")
 
 Operation: TypeAlias = Callable[..., Any]
-
-FLOAT_NAMES = {
-    "prepack": "ops.mkldnn._reorder_linear_weight.default",
-    "linear": "ops.mkldnn._linear_pointwise.default",
-    "linear_with": "ops.mkldnn._linear_pointwise.binary",
-}
-BFLOAT16_NAME = "ops.mkldnn._is_mkldnn_bf16_supported.default"
-"""Attributes of `torch`, by the field that they fill. A resolved overload saves microseconds at every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +44,21 @@ def float_kernels(dtype: torch.dtype) -> FloatKernels | None:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if dtype not in (torch.float32, torch.bfloat16) or not has_onednn:
         return None
-    if dtype is torch.bfloat16:
-        supported = _resolve({"supported": BFLOAT16_NAME}, "bfloat16")
-        if supported is None or not supported["supported"]():
-            return None
-    found = _resolve(FLOAT_NAMES, str(dtype).removeprefix("torch."))
-    kernels = None if found is None else FloatKernels(**found)
-    return kernels if kernels is not None and _works(kernels, dtype) else None
-
-
-def _resolve(names: Mapping[str, str], dtype: str) -> dict[str, Operation] | None:
-    found = {}
-    for field, name in names.items():
-        try:
-            found[field] = attrgetter(name)(torch)
-        except AttributeError:
-            log.warning("torch %s has no torch.%s: oneDNN's %s kernels are not used", torch.__version__, name, dtype)
-            return None
-    return found
-
-
-def _works(kernels: FloatKernels, dtype: torch.dtype) -> bool:
     why = "a wrong result"
     try:
+        onednn = torch.ops.mkldnn
+        if dtype is torch.bfloat16 and not onednn._is_mkldnn_bf16_supported.default():
+            return None
+        # A resolved overload saves microseconds at every call.
+        linear = onednn._linear_pointwise
+        kernels = FloatKernels(onednn._reorder_linear_weight.default, linear.default, linear.binary)
         with torch.inference_mode():
             if _probe_float(kernels, dtype):
-                return True
-    except Exception as error:  # a changed signature may raise anything
+                return kernels
+    except Exception as error:  # AttributeError for a name that is gone; a changed signature may raise anything
         why = one_line(error)
-    log.warning("torch %s: %s are not used: %s", torch.__version__, ", ".join(FLOAT_NAMES.values()), why)
-    return False
+    log.warning("torch %s: oneDNN's kernels for %s are not used: %s", torch.__version__, dtype, why)
+    return None
 
 
 def _probe_float(kernels: FloatKernels, dtype: torch.dtype) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vecd.model.card import ModelCard, ModelError, one_line
-from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers import prefix
 from vecd.workers.batch import Engine, Finish, Layout, PackedBatch, arrange, begin_or_halve, largest_within
@@ -124,10 +123,8 @@ class TransformerEngine(Engine):
         layout = arrange(batch)
         with torch.inference_mode():
             hidden, layout = self._hidden_behind_prefix(layout, batch.scope)
-            if batch.outputs is None:
-                return self._device.write(self._heads[Output.VECTORS](hidden, layout), layout.order, rows)
-            made, order = rows_of(batch, layout, hidden, self._heads, rows.shape[1])
-            return self._device.write(made, order, rows)
+            made, places = rows_of(layout, hidden, self._heads, rows.shape[1])
+            return self._device.write(made, places, rows)
 
     def _hidden_behind_prefix(self, layout: Layout, scope: int) -> tuple[Tensor, Layout]:
         if self._prefixes is None:

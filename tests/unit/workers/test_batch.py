@@ -106,8 +106,8 @@ sequences_strategy = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=
 @given(sequences_strategy, st.integers(0, 3))
 def test_a_layout_holds_every_sequence_sorted_by_length(sequences: list[list[int]], pad: int) -> None:
     layout = arrange(batch_of(sequences))
-    assert sorted(layout.order) == list(range(len(sequences)))
-    for place, start, length in zip(layout.order, layout.starts, layout.lengths, strict=True):
+    assert sorted(layout.first_rows) == list(range(len(sequences)))
+    for place, start, length in zip(layout.first_rows, layout.starts, layout.lengths, strict=True):
         assert layout.token_ids[start : start + length].tolist() == sequences[place]
     assert layout.runs[0].start == 0
     assert layout.runs[-1].stop == sum(map(len, sequences))
@@ -138,7 +138,7 @@ def test_the_second_part_is_of_a_pair_or_an_expansion() -> None:
         borders=np.array([3, 2, 0, 1, 0], dtype=np.int32),
     )
     layout = arrange(batch)
-    assert layout.order.tolist() == [4, 2, 0, 1, 3]
+    assert layout.first_rows.tolist() == [12, 5, 0, 1, 8]
     assert layout.borders is not None
     assert layout.borders.tolist() == [0, 0, 3, 0, 0]
     assert layout.token_types().tolist() == [0, 0, 0, 0, 0, 0, 0, 1, *[0] * 8]

@@ -27,7 +27,7 @@ def test_prefix_and_rest_are_the_sequences(prefix: list[int], ends: list[list[in
         [*layout.prefix.tolist(), *layout.token_ids[start : start + length].tolist()]
         for start, length in zip(layout.starts, layout.lengths, strict=True)
     ]
-    assert rebuilt == [sequences[index] for index in layout.order]
+    assert rebuilt == [sequences[index] for index in layout.first_rows]
     assert layout.lengths.min() >= 1
     assert [run.length for run in layout.runs for _ in range(run.count)] == layout.lengths.tolist()
     assert layout.runs[-1].stop == layout.token_ids.size
@@ -70,7 +70,7 @@ class Cached:
         before = [*(known or [])[: layout.num_known], *layout.prefix.tolist()]
         assert len(before) == layout.num_shared
         rest = [layout.token_ids[start:][:length] for start, length in zip(layout.starts, layout.lengths, strict=True)]
-        assert [before + ids.tolist() for ids in rest] == [sequences[index] for index in layout.order]
+        assert [before + ids.tolist() for ids in rest] == [sequences[index] for index in layout.first_rows]
         assert layout.lengths.min() >= 1
         if self.cache.takes(layout):
             self.cache.keep(plain.token_ids[: layout.num_shared], before, scope)

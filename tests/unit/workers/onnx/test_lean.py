@@ -34,7 +34,7 @@ def test_passes_cover_a_layout_in_parts_of_equal_size(lengths: list[int], limit:
     ids = np.arange(sum(lengths), dtype=np.int32)
     whole = arrange(PackedBatch(np.array(lengths, dtype=np.int32), ids))
     parts = list(passes(whole, limit))
-    assert np.concatenate([part.order for part in parts]).tolist() == whole.order.tolist()
+    assert np.concatenate([part.first_rows for part in parts]).tolist() == whole.first_rows.tolist()
     assert np.concatenate([part.token_ids for part in parts]).tolist() == whole.token_ids.tolist()
     for part in parts:
         assert part.starts[0] == 0

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -12,22 +13,22 @@ from tests.support.checkpoints import Checkpoints, worker_config
 from vecd.model.card import ModelError
 from vecd.workers.batch import Engine
 from vecd.workers.load import load_engine
-from vecd.workers.torch.linear import BFLOAT16_NAME, FLOAT_NAMES, float_kernels, prepack_linears, type_between_layers
+from vecd.workers.torch.linear import float_kernels, prepack_linears, type_between_layers
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
 
 
-class Without:
-    """A namespace of `torch.ops` in which one operation does not exist."""
+class Changed:
+    """oneDNN's operations in `torch.ops`, with another one of one name; None: it does not exist."""
 
-    def __init__(self, namespace: Any, name: str) -> None:
-        self._namespace, self._name = namespace, name
+    def __init__(self, name: str, operation: Any) -> None:
+        self._others, self._name, self._operation = torch.ops.mkldnn, name, operation
 
     def __getattr__(self, name: str) -> Any:
-        if name == self._name:
+        if name == self._name and self._operation is None:
             raise AttributeError(f"'_OpNamespace' object has no attribute '{name}'")
-        return getattr(self._namespace, name)
+        return self._operation if name == self._name else getattr(self._others, name)
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +38,14 @@ def _no_memory() -> Iterator[None]:
     float_kernels.cache_clear()
 
 
+LINEAR, SUPPORTED = "_linear_pointwise", "_is_mkldnn_bf16_supported"
+
+Change: TypeAlias = Callable[[str, Any], None]
+
+
 @pytest.fixture
-def rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`rename(name)`: torch no longer has the operation of this name, one of `onednn`'s."""
-
-    def rename(name: str) -> None:
-        _, namespace, operation, _ = name.split(".")
-        monkeypatch.setattr(torch.ops, namespace, Without(getattr(torch.ops, namespace), operation))
-
-    return rename
+def change(monkeypatch: pytest.MonkeyPatch) -> Change:
+    return lambda name, operation: monkeypatch.setattr(torch.ops, "mkldnn", Changed(name, operation))
 
 
 @pytest.fixture
@@ -62,37 +62,36 @@ def test_all_kernels_of_this_torch_work() -> None:
     assert float_kernels(torch.float16) is None
 
 
-@pytest.mark.parametrize("name", [FLOAT_NAMES["linear"], BFLOAT16_NAME])
+@pytest.mark.parametrize("name", [LINEAR, SUPPORTED])
 def test_without_a_float_kernel_the_model_is_lean_in_float32(
-    name: str, bert: Path, rename: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    name: str, bert: Path, change: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rename(name)
+    change(name, None)
     engine = load(bert, dtype="auto")
     assert (engine.facts["path"], engine.facts["dtype"]) == ("lean", "float32")
-    if name == BFLOAT16_NAME:
+    if name == SUPPORTED:
         assert float_kernels(torch.bfloat16) is None
-        assert caplog.text.count("_is_mkldnn_bf16_supported") == 1
+        assert caplog.text.count(name) == 1
     else:
         assert prepack_linears(torch.nn.Linear(4, 4)) == 0
-        assert f"torch.{name.rpartition('.')[0]}" in caplog.text
+        assert name in caplog.text
         assert type_between_layers("float32") is None
 
 
-def test_a_kernel_with_other_arguments_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("default", "binary", "why"),
+    [
+        (torch.ops.mkldnn._linear_pointwise.binary, torch.ops.mkldnn._linear_pointwise.binary, "are not used: "),
+        (torch.ops.mkldnn._linear_pointwise.default, lambda x, *_: x, "a wrong result"),
+    ],
+    ids=["other arguments", "something else"],
+)
+def test_a_changed_kernel_is_not_used(
+    default: Any, binary: Any, why: str, change: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(FLOAT_NAMES, "linear", FLOAT_NAMES["linear_with"])
+    change(LINEAR, SimpleNamespace(default=default, binary=binary))
     assert float_kernels(torch.float32) is None
-    assert caplog.text.count("are not used: ") == 1
-
-
-def test_a_kernel_that_computes_something_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(FLOAT_NAMES, "linear_with", "zeros_like")
-    monkeypatch.setattr(torch, "zeros_like", lambda x, *_: x)
-    assert float_kernels(torch.float32) is None
-    assert "a wrong result" in caplog.text
+    assert caplog.text.count(why) == 1
 
 
 def test_without_a_name_inside_transformers_the_model_is_padded(
@@ -107,12 +106,10 @@ def test_without_a_name_inside_transformers_the_model_is_padded(
     assert engine.warnings[0].startswith("packed float32 is not used: ModuleNotFoundError: ")
 
 
-def test_a_remembered_engine_whose_kernel_is_gone_is_selected_anew(
-    bert: Path, tmp_path: Path, rename: Callable[[str], None]
-) -> None:
+def test_a_remembered_engine_whose_kernel_is_gone_is_selected_anew(bert: Path, tmp_path: Path, change: Change) -> None:
     cache = {"cache_dir": tmp_path, "dtype": "float32", "engine": "fused"}
     assert load(bert, **cache).facts["path"] == "fused"
     float_kernels.cache_clear()
-    rename(FLOAT_NAMES["linear"])
+    change(LINEAR, None)
     with pytest.raises(ModelError, match="there are no linear kernels for float32 here"):
         load(bert, **cache)
