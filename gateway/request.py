@@ -240,16 +240,21 @@ class Durations(NamedTuple):
 _NO_DURATIONS = Durations()
 
 
-class Collector(Protocol):
-    """Keeps a request's rows in the form of its response; made by `vecd.gateway.encoding.fragments`."""
+class Collector:
+    """Keeps a request's rows in the form of its response; made by `vecd.gateway.encoding.fragments`. Has one of the two
+    functions, or both."""
+
+    __slots__ = ()
 
     def put(self, index: int, rows: NDArray[np.float32]) -> None:
         """Take the rows (float32 [n, width], C-contiguous, borrowed until this returns) of inputs `index` …
         `index + n - 1`. All floats of an input are one row, even where they span several of a slot."""
+        raise NotImplementedError
 
     def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
         """Take the next rows (float32 [n, width], C-contiguous, borrowed) of the tokens of input `index`; `num_left`
         more of it are to come."""
+        raise NotImplementedError
 
 
 C = TypeVar("C", bound=Collector)

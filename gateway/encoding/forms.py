@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vecd.gateway.encoding.result import FloatRows, RowsOfTokens, TokenParts, TokenRows
+from vecd.gateway.encoding.result import FloatRows, TokenRows, WholeInputs
 from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.errors import BadRequest
 from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form
@@ -234,22 +234,20 @@ def _less_128(codes: NDArray[np.uint8]) -> NDArray[np.int8]:
     return np.bitwise_xor(codes, np.uint8(128), out=codes).view(np.int8)
 
 
-class HybridRows(RowsOfTokens):
+class HybridRows(WholeInputs):
     """What BGE-M3 makes of each input in one pass: a dense vector, a sparse one, and one for each token."""
 
-    __slots__ = ("_parts", "dense", "sparse", "tokens")
+    __slots__ = ("dense", "sparse", "tokens")
 
     def __init__(self, num_inputs: int, dim: int, sparse: SparseRows, tokens: TokenRows) -> None:
+        super().__init__()
         self.dense: FloatRows = np.empty((num_inputs, dim), dtype=np.float32)
         """The model's vectors, shape [num_inputs, dim], in input order."""
         self.sparse = sparse
         self.tokens = tokens
-        self._parts = TokenParts()
 
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        """`rows` are [n, token_dim + 1], and the first one of an input has the model's vector in its token's place."""
-        matrix = self._parts.add(index, rows, num_left)
-        if matrix is not None:
-            self.dense[index] = matrix[0, : self.dense.shape[1]]
-            self.sparse.put_weights(index, matrix[:, -1])
-            self.tokens.put_matrix(index, matrix[:, :-1])
+    def put_whole(self, index: int, rows: FloatRows) -> None:
+        """`rows` are [T, token_dim + 1], and the first one has the model's vector in its token's place."""
+        self.dense[index] = rows[0, : self.dense.shape[1]]
+        self.sparse.put_whole(index, rows[:, -1:])
+        self.tokens.put_whole(index, rows[:, :-1])

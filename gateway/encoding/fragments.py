@@ -88,7 +88,7 @@ def encode_base64(rows: Rows) -> list[bytes]:
     return [b'"%b"' % b64encode(row) for row in rows]
 
 
-class JsonRows:
+class JsonRows(Collector):
     """A fragment of JSON for each input: of its vector; or for its tokens a list of lists, or base64 of their rows end
     to end."""
 
@@ -131,7 +131,7 @@ class JsonRows:
 _FLOAT32_BYTES = Form(Encoding.BYTES)
 
 
-class Matrix:
+class Matrix(Collector):
     __slots__ = ("_steps", "dim", "form", "rows")
 
     def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, steps: Sequence[Convert] = ()) -> None:
@@ -152,9 +152,6 @@ class Matrix:
         for convert in self._steps:
             rows = convert(rows)
         self.rows[index : index + len(rows)] = rows
-
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        raise ValueError("rows of tokens make no matrix")  # check_forms has accepted it
 
     def view(self) -> memoryview:
         """Borrowed."""

@@ -119,22 +119,24 @@ class PendingResult:
         self.finished.cancel()
 
 
-class TokenParts:
-    """The rows of inputs of which some have come: many floats are delivered over several turns of the event loop."""
+class WholeInputs(Collector):
+    """Gets all rows of an input's tokens at once: many floats are delivered over several turns of the event loop."""
 
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
         self._parts: dict[int, list[FloatRows]] = {}
 
-    def add(self, index: int, rows: FloatRows, num_left: int) -> FloatRows | None:
-        """Copy the next rows of input `index`, float32 [n, width]. With the last ones (`num_left` is 0), return all of
-        the input's, float32 [T, width], which the caller owns."""
-        if not num_left and index not in self._parts:
-            return rows.copy()
+    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
         parts = self._parts.setdefault(index, [])
         parts.append(rows.copy())
-        return None if num_left else np.concatenate(self._parts.pop(index))
+        if not num_left:
+            del self._parts[index]
+            self.put_whole(index, parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def put_whole(self, index: int, rows: FloatRows) -> None:
+        """Take all rows of input `index`, float32 [T, width], which this owns from now on."""
+        raise NotImplementedError
 
 
 class DroppedTokens:
@@ -167,38 +169,23 @@ class DroppedTokens:
         return rows if has_vector.all() else rows[has_vector]
 
 
-class RowsOfTokens:
-    """A collector whose rows are those of tokens."""
-
-    __slots__ = ()
-
-    def put(self, index: int, rows: FloatRows) -> None:
-        raise ValueError("rows of tokens come by `put_tokens`")
-
-
-class TokenRows(RowsOfTokens):
+class TokenRows(WholeInputs):
     """A matrix for each input."""
 
-    __slots__ = ("_dropped", "_parts", "matrices")
+    __slots__ = ("_dropped", "matrices")
 
     def __init__(self, num_inputs: int, width: int, dropped: DroppedTokens | None = None) -> None:
         """`width`: floats of a row. `dropped` None: every token has a row."""
+        super().__init__()
         self.matrices: list[FloatRows] = [np.empty((0, width), dtype=np.float32)] * num_inputs
         """In input order, float32 [rows of the input, width]; before an input has come, without rows."""
         self._dropped = dropped
-        self._parts = TokenParts()
 
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        matrix = self._parts.add(index, rows, num_left)
-        if matrix is not None:
-            self.put_matrix(index, matrix)
-
-    def put_matrix(self, index: int, matrix: FloatRows) -> None:
-        """Take all rows of input `index`, float32 [T, width], which this owns from now on."""
-        self.matrices[index] = matrix if self._dropped is None else self._dropped.without(index, matrix)
+    def put_whole(self, index: int, rows: FloatRows) -> None:
+        self.matrices[index] = rows if self._dropped is None else self._dropped.without(index, rows)
 
 
-class ScoreRows:
+class ScoreRows(Collector):
     """The logits of each input, as the model gave them: a request may ask for another activation than the model's."""
 
     __slots__ = ("logits",)
@@ -209,9 +196,6 @@ class ScoreRows:
 
     def put(self, index: int, rows: FloatRows) -> None:
         self.logits[index : index + len(rows)] = rows
-
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        raise ValueError("a sequence has one row of scores")
 
 
 _CHUNKS_PER_STEP = 32
@@ -237,7 +221,7 @@ class _Sums:
         self._position = stop
 
 
-class LateChunkRows(RowsOfTokens):
+class LateChunkRows(Collector):
     """The vectors of the chunks of each input: the means of their tokens, made while the rows come."""
 
     __slots__ = ("_encode", "_width", "chunks", "sums")
@@ -280,7 +264,7 @@ MAX_SHORT_QUERY = 512
 delivered in one turn, that takes 0.4 to 0.6 ms on one core (AVX-512, 128 to 1,024 floats a row)."""
 
 
-class MaxSimRows(RowsOfTokens):
+class MaxSimRows(WholeInputs):
     """The score of each document for its own query or, where there is one, for that: late interaction, as in ColBERT.
     Computed in float32, as PyLate and sentence-transformers do. Rows of a document are compared as they come, and
     dropped."""
@@ -289,7 +273,6 @@ class MaxSimRows(RowsOfTokens):
         "_dropped",
         "_greatest",
         "_is_mean",
-        "_parts",
         "_queries",
         "_scores",
         "held",
@@ -301,6 +284,7 @@ class MaxSimRows(RowsOfTokens):
     def __init__(self, num_inputs: int, num_queries: int, dropped: DroppedTokens, *, is_mean: bool) -> None:
         """The first `num_queries` inputs are queries, and the others documents: as many, or any number for one query.
         `is_mean`: the score is the mean of the greatest products, not their sum."""
+        super().__init__()
         self.on_come: Callable[[], None] | None = None
         """Called when all rows of an input have come."""
         self.num_come = 0
@@ -313,7 +297,6 @@ class MaxSimRows(RowsOfTokens):
         """By the index of a document: the greatest product of each vector of its query, of the rows that have come."""
         self.held: dict[int, list[FloatRows]] = {}
         """By the index of a document: rows that came before its query, or whose query is not short."""
-        self._parts = TokenParts()
         self._dropped = dropped
         self._is_mean = is_mean
 
@@ -325,15 +308,17 @@ class MaxSimRows(RowsOfTokens):
 
     def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
         if index < len(self._queries):
-            if (matrix := self._parts.add(index, rows, num_left)) is not None:
-                self._queries[index] = self._dropped.without(index, matrix)
-                self.num_queries_left -= 1
+            super().put_tokens(index, rows, num_left)
         else:
             self._put_document(index - len(self._queries), self._dropped.without(index, rows, num_left), num_left)
         if not num_left:
             self.num_come += 1
             if self.on_come is not None:
                 self.on_come()
+
+    def put_whole(self, index: int, rows: FloatRows) -> None:
+        self._queries[index] = self._dropped.without(index, rows)
+        self.num_queries_left -= 1
 
     def scores(self) -> NDArray[np.float64]:
         """The score of each document, shape [documents], once all rows have come; 0 where the query or the document has

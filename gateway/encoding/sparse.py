@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vecd.gateway.encoding.result import FloatRows, Ints, TokenParts
+from vecd.gateway.encoding.result import FloatRows, Ints, WholeInputs
 from vecd.gateway.request import SparseOptions
 from vecd.model.card import ModelCard, ModelError
 
@@ -17,10 +17,10 @@ SparseVector = tuple[Ints, FloatRows]
 _EMPTY: SparseVector = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
 
 
-class SparseRows:
+class SparseRows(WholeInputs):
     """A sparse vector for each input."""
 
-    __slots__ = ("_ignored_ids", "_least_weight", "_parts", "_token_ids", "_top_k", "vectors")
+    __slots__ = ("_ignored_ids", "_least_weight", "_token_ids", "_top_k", "vectors")
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class SparseRows:
     ) -> None:
         """For weights by token of the sequence: `token_ids` of each input, shape [T], are read when its rows have come;
         `ignored_ids` have no weight."""
+        super().__init__()
         self.vectors: list[SparseVector] = [_EMPTY] * num_inputs
         """In input order."""
         self._least_weight = max(0.0, options.min_weight)  # weights are greater
         self._top_k = options.top_k
         self._token_ids = token_ids
         self._ignored_ids = ignored_ids
-        self._parts = TokenParts()
 
     def put(self, index: int, rows: FloatRows) -> None:
         """`rows` are weights over the vocabulary, [n, V]."""
@@ -46,15 +46,9 @@ class SparseRows:
             self.vectors[index] = self._largest(indices.astype(np.int32), row[indices])
             index += 1
 
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        """`rows` are weights of tokens, [n, 1]."""
-        weights = self._parts.add(index, rows, num_left)
-        if weights is not None:
-            self.put_weights(index, weights[:, 0])
-
-    def put_weights(self, index: int, weights: FloatRows) -> None:
-        """Take the weights of all tokens of input `index`, float32 [T]. Of equal tokens the largest counts."""
-        token_ids = self._token_ids[index]
+    def put_whole(self, index: int, rows: FloatRows) -> None:
+        """`rows` are weights of tokens, [T, 1]. Of equal tokens the largest counts."""
+        token_ids, weights = self._token_ids[index], rows[:, 0]
         counts = (weights > self._least_weight) & ~np.isin(token_ids, self._ignored_ids)
         token_ids, weights = token_ids[counts], weights[counts]
         order = np.lexsort((-weights, token_ids))

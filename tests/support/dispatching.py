@@ -21,7 +21,7 @@ from vecd.gateway.app.routes import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.result import ChunkedInput, PendingResult
-from vecd.gateway.request import Chunk, Priority, TokenizedInput
+from vecd.gateway.request import Chunk, Collector, Priority, TokenizedInput
 from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -143,7 +143,7 @@ def sequences_of(batch: Batch) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, ends[:-1])]
 
 
-class Rows:
+class Rows(Collector):
     """Of each row its first number."""
 
     def __init__(self, num_rows: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.dispatching import DEADLINE_S, SPEC, Bench, Request, live_worker, running_bench
+from vecd.gateway.request import Collector
 from vecd.model.card import ModelCard
 from vecd.shm.views import Rows
 from vecd.workers.batch import COMPLETE, Finish, PackedBatch
@@ -55,7 +56,7 @@ def is_lost(batch: PackedBatch, rows: Rows) -> None:
         raise RuntimeError("could not create a primitive")
 
 
-class Vectors:
+class Vectors(Collector):
     """Keeps the rows as they are."""
 
     def __init__(self, num_rows: int) -> None:
@@ -63,9 +64,6 @@ class Vectors:
 
     def put(self, index: int, rows: Rows) -> None:
         self.rows[index : index + len(rows)] = rows
-
-    def put_tokens(self, index: int, rows: Rows, num_left: int) -> None:
-        raise AssertionError("nobody has asked for one vector for each token")
 
 
 def ask(bench: Bench, *first_ids: int) -> Request:

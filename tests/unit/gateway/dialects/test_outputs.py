@@ -37,7 +37,7 @@ def sparse_rows(*vectors: dict[int, float]) -> SparseRows:
 def token_rows(*matrices: Any) -> TokenRows:
     collected = TokenRows(len(matrices), 2)
     for index, matrix in enumerate(matrices):
-        collected.put_matrix(index, rows(*matrix) if len(matrix) else np.empty((0, 2), np.float32))
+        collected.put_whole(index, rows(*matrix) if len(matrix) else np.empty((0, 2), np.float32))
     return collected
 
 

@@ -13,7 +13,7 @@ from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.workers import InFlight, WorkerLink
 from vecd.gateway.encoding.result import PendingResult
 from vecd.gateway.errors import ServerError
-from vecd.gateway.request import Priority, TokenizedInput
+from vecd.gateway.request import Collector, Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.shm.output import Output
@@ -36,7 +36,7 @@ class Turns:
             await asyncio.sleep(0)
 
 
-class Rows:
+class Rows(Collector):
     """A collector that notes each row's first number, and in which turn it came. It cannot take `refused`."""
 
     def __init__(self, turns: Turns, refused: float | None = None) -> None:
