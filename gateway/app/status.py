@@ -467,30 +467,30 @@ async def info(service: Service, http: HttpRequest, principal: Principal) -> Res
 
 
 async def metrics(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    config, of_models = service.config, service.services.of_models
     usages = await _usages(service)
     service.services.shared_metrics.publish()
-    states = {each.config.model: {worker: state_of(link) for worker, link in links_of(each)} for each in of_models}
-    identities = {each.config.model: each.info.identity for each in of_models}
-    for each in of_models:
-        identities.update(each.info.identity.by_alias)
-    models = [
-        ServedModel(each.config.model, each.residence.status, states[each.config.model])
-        for each in (of_models if shows_models(service) else ())
-    ]
     render = partial(
         render_metrics,
         service.services.shared_metrics,
-        version=config.version,
-        model=config.model,
+        version=service.config.version,
         endpoints=ENDPOINTS,
-        models=models,
-        worker_states={worker: state for each in states.values() for worker, state in each.items()},
+        models=[*map(_served_model, service.services.of_models)],
+        have_states=shows_models(service),
         usages=usages,
-        identities={name: each.text for name, each in identities.items() if each.text is not None},
-        changed_files={each.config.model: each.known.changed_files for each in of_models},
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
+
+
+def _served_model(service: Service) -> ServedModel:
+    model, identity = service.config.model, service.info.identity
+    identities = {model: identity, **identity.by_alias}
+    return ServedModel(
+        model,
+        service.residence.status,
+        {worker: state_of(link) for worker, link in links_of(service)},
+        {name: each.text for name, each in identities.items() if each.text is not None},
+        service.known.changed_files,
+    )
 
 
 async def stats(service: Service, http: HttpRequest, principal: Principal) -> Response:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -94,12 +94,14 @@ WORKER_STATES = ("ready", "starting", "stuck", "down")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One of several models, or one that is not loaded all the time."""
-
     name: str
     status: ModelIs
     workers: Mapping[int, str]
     """The states of its workers, one of WORKER_STATES each, by their index."""
+    identities: Mapping[str, str] = field(default_factory=dict)
+    """Those that are known, by its name and those of its aliases that have one of their own."""
+    changed_files: str = ""
+    """"": they are as loaded."""
 
     @property
     def has_workers(self) -> bool:
@@ -111,26 +113,21 @@ def render_metrics(
     shared_metrics: SharedMetrics,
     *,
     version: str,
-    model: str,
     endpoints: Sequence[tuple[str, str]],
-    models: Sequence[ServedModel] = (),
-    worker_states: Mapping[int, str] = MappingProxyType({}),
+    models: Sequence[ServedModel],
+    have_states: bool,
     usages: Mapping[str, Usage] = MappingProxyType({}),
-    identities: Mapping[str, str] = MappingProxyType({}),
-    changed_files: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """The body of `/metrics`. `endpoints`: route and dialect, by the index that requests are counted under. `models`:
-    all, if `model` is not the only one, or not loaded all the time. `worker_states`: by the worker's index. `usages`:
-    of processes, by name. `identities`: those that are known, by the names of models and of aliases that have one of
-    their own. `changed_files`: of each model, "" if they are as loaded."""
-    names = [each.name for each in models]
+    all; `have_states`: there are several, or the only one is not loaded all the time. `usages`: of processes, by
+    name."""
+    names, stated = [each.name for each in models], models if have_states else ()
     told_apart = names if len(names) > 1 else []
-    awaited = [each.name for each in models if not each.has_workers]
-    if models:
-        worker_states = {worker: state for each in models if each.has_workers for worker, state in each.workers.items()}
-    versions = [{"version": version, _MODEL: name} for name in names or [model]]
-    known = [{_MODEL: name, "identity": identity} for name, identity in identities.items()]
-    files = [((name,), bool(changed)) for name, changed in changed_files.items()]
+    awaited = [each.name for each in stated if not each.has_workers]
+    worker_states = {at: state for each in models if each.name not in awaited for at, state in each.workers.items()}
+    versions = [{"version": version, _MODEL: name} for name in names]
+    known = [{_MODEL: name, "identity": each} for model in models for name, each in model.identities.items()]
+    files = [((each.name,), bool(each.changed_files)) for each in models]
     families = (
         _info("vecd", "What is served, by which version", versions),
         _info("vecd_model_identity", "What decides a model's vectors: equal on servers that may be mixed", known),
@@ -140,7 +137,7 @@ def render_metrics(
         *_gauges(shared_metrics, told_apart, awaited),
         *_histograms(shared_metrics, told_apart),
         *_workers(shared_metrics, worker_states, models if told_apart else ()),
-        *_models(shared_metrics, models),
+        *_models(shared_metrics, stated),
         *_processes(usages),
     )
     return generate_latest(_Families(families))

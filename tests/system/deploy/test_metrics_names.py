@@ -82,13 +82,14 @@ def text_of_several() -> str:
     shared_metrics.note_life(Incarnation(0, 1))
     counting = shared_metrics.of_model("a")
     counting.add_answer(ENDPOINTS.index(Endpoint("/v1/embeddings", "openai")), 200)
-    models = [ServedModel(name, ModelIs(1, "ready"), {index: "ready"}) for index, name in enumerate("ab")]
+    models = [
+        ServedModel(name, ModelIs(1, "ready"), {index: "ready"}, {name: f"{name}{'0' * 31};dtype=float32"})
+        for index, name in enumerate("ab")
+    ]
     usages = {"supervisor": Usage(1, 1.0, 1, 1)}
-    identities = {name: f"{name}{'0' * 31};dtype=float32" for name in "ab"}
     return render_metrics(
-        shared_metrics, version="1", model="a", endpoints=ENDPOINTS, models=models, usages=usages,
-        identities=identities, changed_files=dict.fromkeys("ab", ""),
-    ).decode()  # fmt: skip
+        shared_metrics, version="1", endpoints=ENDPOINTS, models=models, have_states=True, usages=usages
+    ).decode()
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,11 @@ def gateway(shared_metrics_of_all: list[SharedMetrics]) -> SharedMetrics:
 
 
 def text_of(shared_metrics: SharedMetrics, *models: ServedModel, model: str = "m", **told: Any) -> str:
-    text = render_metrics(shared_metrics, version="1.2", model=model, endpoints=ENDPOINTS, models=models, **told)
-    return text.decode()
+    """Without `models`: of one that is loaded all the time, with workers in `worker_states`."""
+    served = models or (ServedModel(model, READY, told.pop("worker_states", {})),)
+    return render_metrics(
+        shared_metrics, version="1.2", endpoints=ENDPOINTS, models=served, have_states=bool(models), **told
+    ).decode()
 
 
 def samples(shared_metrics: SharedMetrics, *models: ServedModel, **told: Any) -> dict[str, float]:
@@ -302,8 +305,7 @@ def test_levels_and_workers_are_told_apart(shared_metrics_of_all: list[SharedMet
         each.publish()
     first.note_life(Incarnation(1, 2))
     kept[1].batch_done(1, 1, 2, 30, 500_000, 0)
-    states = {0: "ready", 1: "ready", 2: "down"}
-    found = samples(first, A, B, worker_states=states)
+    found = samples(first, A, B)
     assert of(found, "vecd_queued_tokens") == {'{model="a"}': 8, '{model="org/b"}': 4}
     assert found['vecd_queue_age_seconds{gateway="0",model="a"}'] == 2
     assert found['vecd_workers_ready{gateway="1",model="org/b"}'] == 2
@@ -322,7 +324,7 @@ def test_the_state_of_each_model_and_what_it_took(gateway: SharedMetrics) -> Non
         2, "loading", nbytes=5000, num_loads=3, num_failed_loads=1, load_s=2.5, num_unloads={"idle": 2, "memory": 1}
     )
     loading = ServedModel("org/b", status, {1: "down", 2: "down"})
-    found = samples(gateway, A, loading, worker_states={0: "ready", 1: "down", 2: "down"})
+    found = samples(gateway, A, loading)
     assert {name for name, value in of(found, "vecd_model_state").items() if value} == {
         '{model="a",state="ready"}', '{model="org/b",state="loading"}'
     }  # fmt: skip
@@ -344,7 +346,7 @@ def test_the_state_of_each_model_and_what_it_took(gateway: SharedMetrics) -> Non
 def test_the_only_model_has_no_label_but_a_state_if_it_is_not_loaded_all_the_time(gateway: SharedMetrics) -> None:
     gateway.set(Gauge.REQUESTS, 6)
     unloaded = ServedModel("a", ModelIs(1, "unloaded", num_loads=1), {0: "down"})
-    found = samples(gateway, unloaded, worker_states={0: "down"})
+    found = samples(gateway, unloaded)
     assert found['vecd_model_state{model="a",state="unloaded"}'] == 1
     assert found['vecd_model_waiting_requests{model="a"}'] == found["vecd_requests_in_flight"] == 6
     assert of(found, "vecd_workers_ready") == of(found, "vecd_worker_state") == {}
