@@ -131,4 +131,4 @@ async def test_an_input_whose_engine_is_lost_every_time_is_given_up_and_refused(
                             await asyncio.sleep(0.01)
         assert code_of(bad) == "poison_input"
         assert_right(good, 1)
-        assert bench.quarantined == [bench.dispatcher.quarantine.digest(array("i", [BAD, BAD]).tobytes())]
+        assert bench.quarantined == [bench.dispatcher.known.digest(array("i", [BAD, BAD]).tobytes())]
