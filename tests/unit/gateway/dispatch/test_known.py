@@ -80,7 +80,7 @@ def test_what_is_rejected_is_refused_by_name_and_nothing_else(case):
     assert case.known.rejected(asked) == asked[2:]
     error = poisonous(8)
     assert str(error) == "'input[8]' ended its worker each time it ran"
-    assert (error.status, error.code, error.headers) == (500, "poison_input", {"x-should-retry": "false"})
+    assert (error.status, error.code, dict(error.headers)) == (500, "poison_input", {"x-should-retry": "false"})
 
 
 def test_what_is_rejected_stays_so_for_its_time_whatever_is_heard_of_it(case):
