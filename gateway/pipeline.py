@@ -346,7 +346,7 @@ class _Run:
             timeline.num_tokens = embedded.num_tokens
         sent_at = timeline.sent_at = queue.first_sent_at or tokenized_at
         timeline.done_at = max(queue.last_done_at, sent_at)
-        embedded.durations = timeline.durations(time.monotonic())
+        embedded.durations = partial(timeline.durations, time.monotonic())
         return embedded
 
     async def _queue_runs(self) -> None:

@@ -237,9 +237,6 @@ class Durations(NamedTuple):
     total_s: float = 0.0
 
 
-_NO_DURATIONS = Durations()
-
-
 class Collector:
     """Keeps a request's rows in the form of its response; made by `vecd.gateway.encoding.fragments`. Has one of the two
     functions, or both."""
@@ -280,8 +277,8 @@ class Embedded:
     reports: list[InputReport] = field(default_factory=list)
     """Of each input, where the request wants them."""
     num_chars: int = 0
-    durations: Durations = _NO_DURATIONS
-    """Until its last row had come."""
+    durations: Callable[[], Durations] = Durations
+    """Until its last row had come. Few dialects ask."""
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     """Of each input, shape [T], special tokens included, where the output has a row for each token."""
     offsets: list[NDArray[np.int32]] = field(default_factory=list)

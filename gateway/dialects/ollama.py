@@ -108,7 +108,7 @@ def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
         return _stay(call, None, lambda load_ns: render([], load_ns, 0, load_ns))
 
     def render_embed(embedded: Embedded) -> Response:
-        return render(fragments_of(embedded), round(embedded.durations.total_s * 1e9), embedded.num_tokens)
+        return render(fragments_of(embedded), round(embedded.durations().total_s * 1e9), embedded.num_tokens)
 
     return _stay(call, ParsedEmbed(request, render_embed))
 

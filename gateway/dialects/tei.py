@@ -122,7 +122,7 @@ def inputs_of(call: Call) -> TextsOrIds:
 
 def headers_of(embedded: Embedded, model_info: ModelInfo) -> dict[str, str]:
     """Times are whole milliseconds."""
-    stages = embedded.durations
+    stages = embedded.durations()
     total_ms = str(int(stages.total_s * 1e3))
     return {
         "x-compute-type": model_info.config.compute_type,

@@ -96,7 +96,7 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
 
 def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
     """The result with these collectors. `changes`: of the `Embedded`."""
-    usual = {"num_tokens": 7, "sources": {Source.TEXT}, "num_chars": 5, "durations": DURATIONS}
+    usual = {"num_tokens": 7, "sources": {Source.TEXT}, "num_chars": 5, "durations": lambda: DURATIONS}
     usual |= {"model": PLAIN.model, "request_id": REQUEST_ID}
     return Embedded(collectors, **{**usual, **changes})
 
