@@ -53,9 +53,7 @@ def test_what_is_shown_of_living_workers_is_theirs(server: Server, folder: Path)
 
 
 def test_a_server_that_was_ready_lets_requests_wait_for_a_worker(server: Server, folder: Path) -> None:
-    workers = server.workers()
-    loading = workers[0].parent()
-    assert loading is not None
+    workers, loading = server.workers(), server.fork_server()
     loading.send_signal(signal.SIGSTOP)
     shutil.rmtree(folder / "faults.starts")
     for worker in workers:
