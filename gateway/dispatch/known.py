@@ -88,10 +88,11 @@ class KnownInputs:
         message = InputDeaths(self._model, list(by_digest), is_isolated=is_isolated, has_crashed=has_crashed or False)
         if not self.changed_files:
             self._report(message)
+            # A request that waits remembers what is forgotten here, until its input is rejected.
+            self.rejected(sequences)
         rejected: list[QueuedSequence] = []
         for digest, alike in by_digest.items():
-            # A request that waits remembers what is forgotten here.
-            deaths = alike[0].deaths or (None if self.changed_files else self._find(digest)) or Deaths()
+            deaths = alike[0].deaths or Deaths()
             for sequence in alike:
                 sequence.deaths = deaths
             if self._count(digest, deaths, message):

@@ -105,6 +105,17 @@ def test_a_sequence_that_waits_keeps_deaths_that_were_cleared_until_its_input_is
     assert case.known.rejected(waiting) == waiting
 
 
+def test_a_death_of_a_sequence_that_remembers_others_ends_no_rejection(case):
+    case.die(POISON)
+    computing = sequences(POISON)
+    case.known.rejected(computing)
+    case.clear(POISON)
+    case.reject(POISON)
+    assert case.known.count_deaths(computing, has_crashed=False) == []
+    assert case.num_deaths(POISON) is None
+    assert case.known.rejected(computing) == computing
+
+
 def test_a_digest_is_understood_by_whoever_has_the_key_and_says_nothing_to_others(case):
     theirs, stranger = Case(), Case(b"another")
     for each in (theirs, stranger):
