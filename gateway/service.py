@@ -210,8 +210,6 @@ class Services:
         self.on_activated: Callable[[GatewayConfig], None] = lambda config: None
         """Gets a new configuration of the first model."""
         self.preparing: dict[int, asyncio.Task[None]] = {}
-        self.told: dict[int, ModelIs] = {}
-        """The states of models whose generations are being prepared."""
         self.have_come = asyncio.Event()
         """All models have been activated."""
         self._read_tokenizer = read_tokenizer
@@ -276,10 +274,7 @@ class Services:
                         who, message.reason, has_crashed=message.has_crashed, is_planned=message.is_planned
                     )
             case ModelIs():
-                if (known := self.all.get(message.generation)) is not None:
-                    known.change_state(message)
-                elif message.generation in self.preparing:
-                    self.told[message.generation] = message
+                self.all[message.generation].change_state(message)
             case ModelBroken():
                 service = self.all[message.generation]
                 service.dispatcher.set_broken(message.reason)
@@ -311,11 +306,7 @@ class Services:
         """Make ready for another generation, and report it. Takes the ownership of `zmq_listening`."""
         # A socket object closes itself if the task is cancelled before it begins.
         task = self.preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
-        task.add_done_callback(lambda _: self.forget_preparing(message.generation))
-
-    def forget_preparing(self, generation: int) -> None:
-        self.preparing.pop(generation, None)
-        self.told.pop(generation, None)
+        task.add_done_callback(lambda _: self.preparing.pop(message.generation))
 
     async def _prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
         generation, send = message.generation, self.send
@@ -338,8 +329,6 @@ class Services:
         else:
             zmq_listening.detach()  # the dispatcher owns it from now on
             self.all[generation] = service
-            if (status := self.told.pop(generation, None)) is not None:
-                service.change_state(status)
             send(Prepared(generation))
         finally:
             if tokenizer is not None and generation not in self.all:

@@ -304,15 +304,6 @@ async def test_those_who_wait_for_a_generation_that_is_replaced_come_again(bench
     await until(lambda: Retired(GENERATION) in bench.sent)
 
 
-async def test_a_state_that_comes_while_the_generation_is_prepared_is_kept(bench: Bench):
-    bench.services.preparing[2] = asyncio.ensure_future(asyncio.sleep(0))
-    bench.tell(ModelIs(2, "unloaded"))
-    assert bench.services.told == {2: ModelIs(2, "unloaded")}
-    bench.services.forget_preparing(2)
-    bench.tell(ModelIs(2, "ready"))
-    assert bench.services.told == {}
-
-
 async def test_a_model_is_available_before_its_first_worker_has_answered():
     async with serving("loading") as bench:
         worker = bench.start_worker()
