@@ -210,7 +210,8 @@ def _fill(report: Report, settings: Settings, texts: list[str], options: CheckOp
             seconds=0 if options.quick else options.seconds,
             is_to_remember=options.remember,
         )
-        for name, value in run("check", dump(order), timeout_s, show):
+        title = f"{model['folder']}: the process that checks the model"
+        for name, value in run("check", dump(order), timeout_s, show, title):
             report[name] = value
         path = report["path"]
         wrong = [one for one in path["agreements"] if not one["is_within_bounds"]]

@@ -43,17 +43,18 @@ def tokenize(
     card: ModelCard, max_tokens: int, texts: Sequence[str], timeout_s: float, report: Callable[[str], None]
 ) -> JsonObject:
     """What `serve` finds of texts, which are pairs with the first one to a reranker. Raises ModelError."""
-    return dict(run("tokenize", {"card": dump(card), "max_tokens": max_tokens, "texts": texts}, timeout_s, report))
+    order = {"card": dump(card), "max_tokens": max_tokens, "texts": texts}
+    return dict(run("tokenize", order, timeout_s, report, f"{card.folder}: the process that tokenizes texts"))
 
 
 def run(
-    kind: str, order: Mapping[str, Any], timeout_s: float, report: Callable[[str], None]
+    kind: str, order: Mapping[str, Any], timeout_s: float, report: Callable[[str], None], title: str = "the process"
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what a child of `kind` (a function of `vecd.child`) finds; see `OrderedProcess.results`."""
+    """Yield what a child of `kind` (a function of `vecd.child`) finds; see `OrderedProcess`."""
     command = self_command(kind)
     with (
         tempfile.TemporaryFile() as stderr,
-        OrderedProcess(command, order, environment=child_environment(), stderr=stderr) as process,
+        OrderedProcess(command, order, title, environment=child_environment(), stderr=stderr) as process,
     ):
         yield from process.results(report, timeout_s)
 
@@ -64,13 +65,15 @@ def serve(orders: TextIO, response_fd: int) -> int:
     return carry_out(_tokenize, orders, response_fd, "vecd-tokenize")
 
 
-def _tokenize(order: JsonObject, _report: Callable[[str], None], on_found: OnFound) -> None:
+def _tokenize(order: JsonObject, report: Callable[[str], None], on_found: OnFound) -> None:
     from vecd.gateway.errors import ApiError
     from vecd.gateway.request import Pair, Role, Tokenizing
     from vecd.gateway.tokenization.tokenizer import Tokenizer
 
     card, texts = load(ModelCard, order["card"]), order["texts"]
+    report("reading the tokenizer")
     tokenizer = Tokenizer(card, order["max_tokens"], "model")
+    report("tokenizing")
     inputs = [Pair(*pair) for pair in pairs_of(texts)] if "rerank" in card.capabilities else texts
 
     async def tokenized(inputs: Any, role: Role | None) -> list[Any]:
@@ -85,7 +88,7 @@ def _tokenize(order: JsonObject, _report: Callable[[str], None], on_found: OnFou
     try:
         inputs = asyncio.run(all_inputs())
     except ApiError as error:
-        raise ModelError(f"the texts cannot be tokenized: {error}") from error
+        raise ModelError(f"{card.folder}: the texts cannot be tokenized: {error}") from error
     sequences = [array("i", item.token_ids).tolist() for item in inputs]
     largest = max(map(max, sequences))
     if largest >= card.vocab_size:

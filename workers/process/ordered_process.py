@@ -93,7 +93,7 @@ class OrderedProcess:
                         raise ModelError(error)
                     case _:
                         return
-        raise ModelError(f"no answer within {timeout_s:.0f} s from {self._title} that was busy with: {stage}")
+        raise ModelError(f"{self._title} gave no answer within {timeout_s:.0f} s, while busy with: {stage}")
 
     def _last_words(self) -> str:
         if self._stderr is None:

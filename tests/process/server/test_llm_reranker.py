@@ -24,7 +24,7 @@ from vecd.gateway.request import Pair, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.config.templates import with_pair_template
 from vecd.launch.config.tokens import ANSWER, OTHER, QUERY, ordered_pair
-from vecd.model.card import ModelCard, read_card
+from vecd.model.card import ModelCard, ModelError, read_card
 from vecd.shm.output import Output
 from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.parity import vectors_of, vectors_one_by_one
@@ -114,6 +114,8 @@ def test_the_pair_is_tokenized_as_requests_are(ranking: dict[bool, Path]) -> Non
     assert inputs is not None
     assert ordered_pair(card, 512) == tuple(tuple(array("i", item.token_ids)) for item in inputs)
     assert ordered_pair(replace(card, score=None), 512) is None
+    with pytest.raises(ModelError, match=f"^{card.folder}: the texts cannot be tokenized: "):
+        ordered_pair(card, 8)
 
 
 def test_a_model_that_ranks_wrong_is_refused(ranking: dict[bool, Path]) -> None:

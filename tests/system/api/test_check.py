@@ -101,8 +101,8 @@ def test_a_worker_that_is_killed(environment: Path) -> None:
 @pytest.mark.parametrize(
     ("do", "says"),
     [
-        ("time.sleep(300)", "no answer within 1 s from the process that was busy with: loading"),
-        ("os.kill(os.getpid(), 19)", "no answer within 1 s from the process that was busy with: loading"),
+        ("time.sleep(300)", "^the process gave no answer within 1 s, while busy with: loading$"),
+        ("os.kill(os.getpid(), 19)", "^the process gave no answer within 1 s, while busy with: loading$"),
         (
             "os.kill(os.getpid(), 9)",
             "the process was killed by SIGKILL, as the kernel does when memory runs out, while",
@@ -122,6 +122,16 @@ def test_a_process_that_does_not_answer_or_dies(
         found_by("check", {}, timeout_s=1)
     assert set(psutil.Process().children()) <= set(others)
     assert list(environment.iterdir()) == []
+
+
+def test_a_process_that_does_not_tokenize_is_named_with_the_model(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = make_plan(load_settings(["--engine", "dummy", "--device", "cpu"])).gateway.card
+    monkeypatch.setattr(tokens, "self_command", lambda kind: [sys.executable, "-c", "import time; time.sleep(300)"])
+    says = f"^{card.folder}: the process that tokenizes texts gave no answer within 1 s, while busy with: starting$"
+    with pytest.raises(ModelError, match=says):
+        tokens.tokenize(card, 16, ["a text"], 1, lambda stage: None)
 
 
 # --- broken models ----------------------------------------------------------------------------------------------
