@@ -196,7 +196,7 @@ def tensors_in(path: Path, size: int, read: Callable[[int, int], Any]) -> dict[s
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: is not a safetensors file: {has} ({one_line(error)})") from None
     if is_damaged:
-        raise ModelError(f"{path}: is damaged: {has}, and its tensors have others")
+        raise ModelError(f"{path}: is damaged: {has}, and its header gives tensors wrong sizes or places")
     if end != size:
         raise ModelError(f"{path}: is cut off, or has something behind its tensors: {has}, and should have {end:,}")
     return found

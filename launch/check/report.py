@@ -44,6 +44,8 @@ def _lines_of(facts: JsonMapping, indent: str = "") -> Iterator[str]:
         match value:
             case None | "" | [] | ():
                 continue
+            case int() if value == 0 and value is not False:
+                continue
             case Mapping():
                 yield from (indent + name, *_lines_of(value, inner)) if value else ()
             case [{**first}, *_] if any(isinstance(fact, list) for fact in first.values()):

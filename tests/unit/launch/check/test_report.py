@@ -15,6 +15,7 @@ _MODEL = {
     "name": "org/model", "dim": 256, "pooling": ("mean", "max"), "steps": ("Dense 768 → 256, tanh", "Normalize"),
     "is_normalized": True, "prompts": {"query": "query: ", "document": ""}, "matryoshka_dims": (64, 128),
     "num_parameters": 22_713_216, "weights_dtypes": ("float32", "float16"), "capabilities": ("dense",), "labels": (),
+    "token_dim": 0,
 }  # fmt: skip
 _PATH = {
     "path": "packed", "dtype": "bfloat16", "reasons": ["packed: the first reason", "bfloat16: the second"],
@@ -59,6 +60,7 @@ measurements
         "  not_measured\n    int8                  this processor does not compute it natively\n",
     ):
         assert part in text, part
+    assert "token_dim" not in text, "a fact that the model does not have"
     assert text.endswith("\nThis model can be served.")
     assert max(map(len, text.splitlines())) <= 118
 
