@@ -38,8 +38,9 @@ from vecd.gateway.errors import (
 from vecd.gateway.http.framing import Body, ChunkedBody, KnownBody, coding_named
 from vecd.gateway.request import REQUEST_ID, HttpRequest, Limits, Response
 
-_METHODS = {str(method) for method in HTTPMethod} - {"CONNECT"}
-"""Those of RFC 9110 and 5789. A path that has others of them is answered by 405."""
+_METHODS = {str(method) for method in HTTPMethod} - {"CONNECT"} | {"QUERY"}
+"""Those of RFC 9110 and 5789, and the one of draft-ietf-httpbis-safe-method-w-body. A path that has others of them is
+answered by 405."""
 _MAX_METHOD_BYTES = 32
 
 _METHOD_BEGUN = re.compile(rb"[!#$%%&'*+.^_`|~0-9A-Za-z-]{1,%d}" % (_MAX_METHOD_BYTES + 1))

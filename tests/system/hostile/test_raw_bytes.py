@@ -192,6 +192,7 @@ VECTORS: dict[str, Vector] = {
     "a path of slashes": Vector(get(line=b"GET " + b"/" * 8000 + b"live HTTP/1.1"), (200,)),
     "TRACE": Vector(get(line=b"TRACE /live HTTP/1.1"), (405,)),
     "DELETE": Vector(get(line=b"DELETE /live HTTP/1.1"), (405,)),
+    "QUERY": Vector(get(line=b"QUERY /live HTTP/1.1"), (405,)),
     "a path with dots": Vector(get(line=b"GET /../../etc/passwd HTTP/1.1"), (404,)),
     "an escaped path": Vector(get(line=b"GET /%6cive HTTP/1.1"), (200,)),
     "an offer of h2c": Vector(
