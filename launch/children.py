@@ -291,6 +291,8 @@ class ForkServer(_Forker):
                 await self._end()
                 raise ChildDied("the fork server does not answer") from error
         self._workers = [*(each for each in self._workers if each.pidfd >= 0), worker]
+        if self._process is not process:  # it has died meanwhile
+            worker.kill()
         return worker
 
     async def stop(self) -> None:

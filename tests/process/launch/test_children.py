@@ -75,6 +75,19 @@ async def test_hundreds_of_workers_are_ordered_one_by_one(monkeypatch: pytest.Mo
     await server.stop()
 
 
+async def test_a_worker_that_begins_when_its_fork_server_is_dead_dies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "channel.send(Ready()); control, parent = Channel.from_fd(channel.receive()[1][0]), os.getpid()\n"
+        "if os.fork(): os._exit(1)\n"
+        "while os.getppid() == parent: time.sleep(0.01)\n"
+        "time.sleep(0.2); control.send(Forked(os.getpid()), [os.pidfd_open(os.getpid())]); time.sleep(300)"
+    )
+    server, _ = fork_server(monkeypatch, f"exec({code!r})")
+    async with asyncio.timeout(60):
+        with await server.fork(Incarnation(0, 1), CONFIG, 0, []) as worker:
+            await worker.died()
+
+
 async def test_ctrl_c_is_left_to_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal sends it to all processes."""
     monkeypatch.setattr(programs, "self_command", lambda _: [sys.executable, "-c", "import time; time.sleep(60)"])

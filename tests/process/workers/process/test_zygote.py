@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,25 @@ async def test_a_killed_zygote_takes_nothing_along(zygote, endpoint, gateway):
     assert zygote.pids() != [zygote_pid]
     assert_computes(third_worker, gateway)
     await end(worker, second_worker, third_worker, first, second)
+
+
+async def test_a_killed_fork_server_takes_its_workers_along(zygote, endpoint, module):
+    """At whatever stage they are in, and where they are stopped."""
+    code = "import time; from vecd.workers.process import worker; load = worker.load_engine\n"
+    code += "worker.load_engine = lambda *of: load(*of) if of[0].num_threads == 1 else time.sleep(300)"
+    server = fork_server(zygote, module(code))
+    ready, stopped = await fork(server, endpoint, 0), await fork(server, endpoint, 1)
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    arena_fd = create_arena(DUMMY.arena)
+    loading = replace(DUMMY, num_threads=2)
+    starting = await server.fork(Incarnation(2, 1), loading, arena_fd, [endpoint.address_fd])
+    os.close(arena_fd)
+    os.kill(server.pids()[0], signal.SIGKILL)
+    with starting, pytest.raises(ChildDied, match=r"^was killed by SIGKILL while starting$"):
+        await starting.await_ready(DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        assert [await worker.process.ended() for worker in (ready, stopped)] == ["was killed by SIGKILL"] * 2
+    await end(ready, stopped, server)
 
 
 async def test_a_crash_of_a_fork_server_leaves_the_other_alone(zygote, endpoint, gateway, caplog):
