@@ -58,7 +58,7 @@ class Course:
         if last is not first:
             rows_s, tokens_s, bytes_s = ((b - a) / elapsed_s for a, b in zip(first[1:], last[1:], strict=True))
             parts += [f"{rows_s:,.0f} rows/s", f"{tokens_s:,.0f} tokens/s"]
-            if total and bytes_s > 0:
+            if total and bytes_s > 0 and (first[3] or not first[1]):  # a journal of an older version has no bytes
                 parts.append(f"{in_words((total - num_bytes) / bytes_s)} left")
         return (_bar(min(1.0, num_bytes / total)) if total else "") + ", ".join(parts)
 

@@ -30,6 +30,16 @@ def test_rates_and_time_left_are_of_the_last_half_minute() -> None:
     assert words == f" 70% {'━' * 16}{'╌' * 8} 5,600 rows, 100 rows/s, 0 tokens/s, 0:30 min left"
 
 
+def test_how_long_it_takes_is_not_known_at_once_behind_a_journal_of_an_older_version() -> None:
+    """It says how many rows are done, and not how many bytes."""
+    course = Course(10_000, 0.0, at(500, 0), 0)
+    course.add(1.0, at(600, 6000), 1000)
+    assert course.describe(1.0).endswith(" 600 rows, 100 rows/s, 1,000 tokens/s")
+    course.add(31.0, at(700, 7000), 2000)
+    course.add(61.0, at(800, 8000), 3000)
+    assert course.describe(61.0).endswith(", 1:00 min left")
+
+
 def test_how_long_a_pipe_takes_is_not_known() -> None:
     """Before the first response, requested rows are all that there is to see."""
     course = Course(0, 0.0, at(0, 0), 0)
