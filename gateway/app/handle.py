@@ -168,10 +168,8 @@ class OperationsHandler:
                 parse = partial(self._parse, service, models, http)
                 parsed = await service.bodies.parse(http.body, self._names, parse, principal.tenant, http.coding)
         except ApiError as error:
-            if error.dialect is None:  # the field may be of one of the dialects alone; other methods may be of another
-                said = {error.param: True}
-                claim = first if error.param is None else self.claim_of(said, service.info.card.capabilities)
-                error.dialect = claim.dialect.name
+            if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
+                error.dialect = self.claim_of({error.param: True}, service.info.card.capabilities).dialect.name
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
