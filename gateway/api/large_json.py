@@ -402,7 +402,7 @@ class PieceReader:
     @property
     def _name(self) -> str | None:
         """The field's, if it may be quoted."""
-        return self._field if self._field in self._names.large | self._names.small else None
+        return self._field if self._field in self._names.large or self._field in self._names.small else None
 
     def _invalid(self, what: str, start: int | None = None, end: int | None = None) -> BadRequest:
         start = self._at if start is None else start

@@ -287,8 +287,8 @@ class Dispatcher:
     def submit(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
         """Queue sequences of an open request, with the deaths of workers that their inputs are known for, and send what
         can be sent soon. Raises PoisonInput, and queues nothing, when one of them is refused."""
-        for rejected in self.known.rejected(sequences):
-            raise poisonous(rejected.index)
+        if rejected := self.known.rejected(sequences):
+            raise poisonous(rejected[0].index)
         now = time.monotonic()
         queued, followers = self._flights.join(request_queue.tenant, sequences)
         if followers:

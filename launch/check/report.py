@@ -16,7 +16,7 @@ Report: TypeAlias = JsonObject
 """Filled from top to bottom; the parts after a problem are None."""
 
 _FACTS = ("model", "path", "measurements", "reference_file")
-_WIDTH, _LABEL = 118, 20
+_WIDTH, _LABEL, _MAX_VALUES = 118, 20, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,10 @@ def _lines_of(facts: JsonMapping, indent: str = "") -> Iterator[str]:
                 rows = [[*map(str, first)], *([_short(fact) for fact in each.values()] for each in value)]
                 yield from (indent + name, *(inner + line for line in as_table(rows, is_right=True)))
             case _:
-                words = map(_short, value) if isinstance(value, list | tuple) else [_short(value)]
+                values = value if isinstance(value, list | tuple) else [value]
+                words = [*map(_short, values[:_MAX_VALUES])]
+                if len(values) > _MAX_VALUES:
+                    words.append(f"and {len(values) - _MAX_VALUES} more")
                 yield _wrapped(f"{indent}{name:{_LABEL}}  {'; '.join(words)}", len(indent) + _LABEL + 2)
 
 

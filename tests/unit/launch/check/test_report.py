@@ -14,8 +14,8 @@ _AGREEMENT = {
 _MODEL = {
     "name": "org/model", "dim": 256, "pooling": ("mean", "max"), "steps": ("Dense 768 → 256, tanh", "Normalize"),
     "is_normalized": True, "prompts": {"query": "query: ", "document": ""}, "matryoshka_dims": (64, 128),
-    "num_parameters": 22_713_216, "weights_dtypes": ("float32", "float16"), "capabilities": ("dense",), "labels": (),
-    "token_dim": 0,
+    "num_parameters": 22_713_216, "weights_dtypes": ("float32", "float16"), "capabilities": ("dense",),
+    "labels": tuple("abcdefghij"), "token_dim": 0,
 }  # fmt: skip
 _PATH = {
     "path": "packed", "dtype": "bfloat16", "reasons": ["packed: the first reason", "bfloat16: the second"],
@@ -44,6 +44,7 @@ def test_a_whole_report() -> None:
         "  prompts\n    query                 'query: '\n  matryoshka_dims       64; 128\n",
         "  num_parameters        22,713,216\n",
         "    longest_probe_tokens  256\n",
+        "  labels                a; b; c; d; e; f; g; h; and 2 more\n",
         "  is_remembered         False\n  choosing_s            8.6\n",
         """  agreements
     against               the reference model in float32
