@@ -67,6 +67,8 @@ class Permit:
     """The part of `num_tokens` that the batching policy does not know of yet."""
     request_queue: RequestQueue | None = None
     """Set by the pipeline."""
+    admitted: "asyncio.Future[None] | None" = None
+    """Of one that waits in an admission queue."""
 
     @property
     def num_waiting(self) -> int:
@@ -92,18 +94,10 @@ class Permit:
         self._admission.leave(self)
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    permit: Permit
-    admitted: "asyncio.Future[None]"
-    is_admitted: bool = False
-    """It has its permit, and is no longer counted among the tenant's waiters. One that leaves without a permit counts
-    itself out: until then its tenant is not forgotten."""
-
-
-_Queue: TypeAlias = dict[str, deque[_Waiter]]
-"""Waiters of one kind by tenant, the tenant first whose turn it is; those of a tenant in the order in which they came.
-No deque is empty."""
+_Queue: TypeAlias = dict[str, deque[Permit]]
+"""Those of one kind that wait to be granted, by tenant, the tenant first whose turn it is; those of a tenant in the
+order in which they came. No deque is empty. One that leaves without having been granted counts itself out: until then
+its tenant is not forgotten."""
 
 
 class Admission:
@@ -141,20 +135,20 @@ class Admission:
         if (granted := self.try_enter(num_tokens, priority, deadline, tenant)) is not None:
             return granted
         permit = Permit(self, self._use(tenant), num_tokens, priority, deadline)
-        waiter = _Waiter(permit, asyncio.get_running_loop().create_future())
-        self._add_waiter(waiter)
+        permit.admitted = asyncio.get_running_loop().create_future()
+        self._add_waiter(permit)
         try:
             async with asyncio.timeout(min(MAX_WAIT_FOR_PERMIT_S, deadline - time.monotonic())):
-                await waiter.admitted
+                await permit.admitted
         except TimeoutError:
-            self._remove_waiter(waiter)
-            if not waiter.is_admitted:  # no request may be over since, but what was queued may be done
+            self._remove_waiter(permit)
+            if permit not in self.permits:  # no request may be over since, but what was queued may be done
                 if (reason := self._rejection_reason(permit)) is not None:
                     raise self._rejection(permit, reason) from None
                 self._grant(permit)
         except BaseException:
-            self._remove_waiter(waiter)
-            if waiter.is_admitted:
+            self._remove_waiter(permit)
+            if permit in self.permits:
                 permit.release()
             raise
         finally:
@@ -201,14 +195,14 @@ class Admission:
     def _queue(self, permit: Permit) -> _Queue:
         return self._queues[permit.priority][permit.num_tokens > self._policy.quantum]
 
-    def _add_waiter(self, waiter: _Waiter) -> None:
-        use = waiter.permit.use
+    def _add_waiter(self, permit: Permit) -> None:
+        use = permit.use
         if use.num_waiters >= _TIMES_FREE * (_MAX_WAITERS - self._num_waiters):
             reason = _too_many("waiting to be admitted", use.num_waiters, self._num_waiters, _MAX_WAITERS)
-            rejection = self._rejection(waiter.permit, reason)
+            rejection = self._rejection(permit, reason)
             self._forget_if_unused(use)
             raise rejection
-        self._queue(waiter.permit).setdefault(use.tenant, deque()).append(waiter)
+        self._queue(permit).setdefault(use.tenant, deque()).append(permit)
         self._num_waiters += 1
         use.num_waiters += 1
 
@@ -223,41 +217,38 @@ class Admission:
         while num_looks and queue:
             tenant = next(iter(queue))
             waiters = queue.pop(tenant)
-            waiter = waiters[0]
-            is_leaving = waiter.admitted.done()
-            if not is_leaving and self._rejection_reason(waiter.permit):
+            permit = waiters[0]
+            assert permit.admitted is not None
+            is_leaving = permit.admitted.done()
+            if not is_leaving and self._rejection_reason(permit):
                 num_looks -= 1
             else:
                 waiters.popleft()
                 if not is_leaving:
-                    waiter.is_admitted = True
-                    self._count_out(waiter)
-                    self._grant(waiter.permit)
-                    waiter.admitted.set_result(None)
+                    self._count_out(permit)
+                    self._grant(permit)
+                    permit.admitted.set_result(None)
             if waiters:
                 queue[tenant] = waiters  # its turn is after all other tenants'
 
-    def _remove_waiter(self, waiter: _Waiter) -> None:
-        queue, tenant = self._queue(waiter.permit), waiter.permit.use.tenant
-        if waiter in queue.get(tenant, ()):
-            queue[tenant].remove(waiter)
+    def _remove_waiter(self, permit: Permit) -> None:
+        queue, tenant = self._queue(permit), permit.use.tenant
+        if permit in queue.get(tenant, ()):
+            queue[tenant].remove(permit)
             if not queue[tenant]:
                 del queue[tenant]
-        if not waiter.is_admitted:
-            self._count_out(waiter)
+        if permit not in self.permits:
+            self._count_out(permit)
         self._admit_waiters_soon()  # one behind it may need less
 
-    def _count_out(self, waiter: _Waiter) -> None:
+    def _count_out(self, permit: Permit) -> None:
         self._num_waiters -= 1
-        waiter.permit.use.num_waiters -= 1
+        permit.use.num_waiters -= 1
 
     # --- permits --------------------------------------------------------------------------------------------
 
     def _use(self, tenant: str) -> _TenantUse:
-        use = self._uses.get(tenant)
-        if use is None:
-            use = self._uses[tenant] = _TenantUse(tenant)
-        return use
+        return self._uses.get(tenant) or self._uses.setdefault(tenant, _TenantUse(tenant))
 
     def _forget_if_unused(self, use: _TenantUse) -> None:
         is_unused = not use.num_requests and not use.num_waiters
@@ -274,11 +265,11 @@ class Admission:
 
     def _rejection_reason(self, permit: Permit) -> str | None:
         """None if there is room, as there always is for a lone request."""
-        if self.num_requests == 0:
+        num_requests, use = len(self.permits), permit.use
+        if not num_requests:
             return None
-        use = permit.use
-        if self._has_no_place(use):
-            return _too_many("being served", use.num_requests, self.num_requests, self._max_requests)
+        if use.num_requests >= _TIMES_FREE * (self._max_requests - num_requests):
+            return _too_many("being served", use.num_requests, num_requests, self._max_requests)
         if not self.has_workers:
             return None
         safe_s = _SAFE_PART * (permit.deadline - time.monotonic())
@@ -293,14 +284,11 @@ class Admission:
         return None
 
     def _rejection(self, permit: Permit, reason: str) -> TooManyRequests:
-        if not self._has_no_place(permit.use):
+        if permit.use.num_requests < _TIMES_FREE * (self._max_requests - self.num_requests):
             return TooManyRequests(reason, retry_after_s=self.wait_s(permit))
         least_tokens = min(permit.num_waiting for permit in islice(self.permits, _MAX_PERMITS_COMPARED))
         place_s = self._policy.place_s(self.num_requests, least_tokens, self.num_unqueued, self._workers)
         return TooManyRequests(reason, retry_after_s=place_s)
-
-    def _has_no_place(self, use: _TenantUse) -> bool:
-        return use.num_requests >= _TIMES_FREE * (self._max_requests - self.num_requests)
 
 
 def _too_many(doing_what: str, num_of_tenant: int, num_in_all: int, max_in_all: int) -> str:
