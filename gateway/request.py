@@ -552,7 +552,3 @@ class Response:
     give an iterator, which is run to its end before the response is sent."""
     headers: dict[str, str] = field(default_factory=dict)
     content_type: str = "application/json"
-
-    @property
-    def num_body_bytes(self) -> int:
-        return len(self.body) if isinstance(self.body, bytes) else sum(map(len, self.body))

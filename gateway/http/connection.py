@@ -96,8 +96,8 @@ class ConnectionHost(Protocol):
     is_draining: bool
     num_requests_in_flight: int
     num_plain_since_sweep: int
+    date: str
 
-    def http_date(self) -> str: ...
     def register(self, connection: Any) -> str | None: ...
     def forget(self, connection: Any) -> None: ...
 
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._loop = loop
         self.reader = RequestReader(server.limits)
-        self._since = server.clock()  # when the present wait or request began
+        self._since = server.clock()  # when the present wait began
         self._awaited: ReadState | None = ReadState.IDLE  # None while a request is handled
         self.task: asyncio.Task[None] | None = None
         self._request: HttpRequest | None = None  # the one that the task handles
@@ -225,6 +225,9 @@ class Connection(asyncio.Protocol):
     def _advance(self) -> None:
         """Process what was received, as far as one turn of the event loop should."""
         while self.task is None and not self._is_write_blocked and not self._is_ending:
+            if self.reader.state is _IDLE and self._awaited is None and not (self.num_held_bytes or self._has_eof):
+                self._awaited, self._since = _IDLE, self._server.clock()  # nothing was sent behind the last request
+                return
             try:
                 request = self.reader.next_request()
             except ApiError as error:
@@ -326,7 +329,7 @@ class Connection(asyncio.Protocol):
         self._request = request
         request.timeline.take_room = self._take_room
         request.timeline.started_at = time.monotonic()
-        self._awaited, self._since = None, self._server.clock()
+        self._awaited = None
         self.task = self._loop.create_task(self._serve(request))
 
     def _take_room(self, num_bytes: int, num_input_bytes: int) -> asyncio.Future[None] | None:
@@ -375,31 +378,31 @@ class Connection(asyncio.Protocol):
         is_leaving = self._has_eof or self._server.is_draining
         # Closed by the request itself, or because too much was sent behind it.
         is_last = self.reader.state is _CLOSED or (is_leaving and self.reader.state is _IDLE)
-        pieces = self._send_response(response, request.request_id, request, keep_alive=not is_last)
-        if self.num_unsent_bytes or self._is_write_blocked:
-            self._server.unsent.count(self, sum(map(len, pieces)) if self._is_write_blocked else 0)
-        self._server.on_finished(response.status, request)
+        self._send_response(response, request.request_id, request, keep_alive=not is_last)
         return is_last
 
     def _send_response(
-        self, response: Response, request_id: str, request: HttpRequest | None, *, keep_alive: bool
-    ) -> list[bytes | memoryview]:
-        """Returns what was sent."""
+        self, response: Response, request_id: str, request: HttpRequest | None = None, *, keep_alive: bool = False
+    ) -> None:
+        """`request`: None if its head could not be parsed."""
+        server = self._server
         if not self.is_admin:
-            self._server.app.add_headers(response, request)
+            server.app.add_headers(response, request)
         pieces = encode_response(
             response,
             request_id=request_id,
             keep_alive=keep_alive,
-            date=self._server.http_date(),
+            date=server.date,
             http_minor=1 if request is None else request.http_minor,
             head_only=request is not None and request.method == "HEAD",
         )
         self.send(pieces)
-        return pieces
+        if self.num_unsent_bytes or self._is_write_blocked:
+            server.unsent.count(self, sum(map(len, pieces)) if self._is_write_blocked else 0)
+        server.on_finished(response.status, request)
 
     def _render(self, error: BaseException, request_id: str, request: HttpRequest | None) -> Response:
-        """The response to a failure, which is logged here. `request`: None if its head could not be parsed."""
+        """The response to a failure, which is logged here. `request` as in `_send_response`."""
         if request is not None:
             # Nothing of it comes from a client.
             request.timeline.error = error.code or error.type if isinstance(error, ApiError) else ServerError.type
@@ -447,8 +450,7 @@ class Connection(asyncio.Protocol):
         self._end_with(self._server.app.render_error(error, None), request_id)
 
     def _end_with(self, response: Response, request_id: str, request: HttpRequest | None = None) -> None:
-        self._send_response(response, request_id, request, keep_alive=False)
-        self._server.on_finished(response.status, request)
+        self._send_response(response, request_id, request)
         self._linger()
 
     def _linger(self) -> None:

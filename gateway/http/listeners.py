@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
-from functools import lru_cache, partial
+from functools import partial
 from ipaddress import ip_address
 
 from vecd.base.programs import return_free_memory
@@ -148,9 +148,6 @@ _ADMIN_DRAIN_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
 
 
-_http_date = lru_cache(maxsize=1)(partial(formatdate, usegmt=True))
-
-
 @dataclass(slots=True)
 class _Listener:
     sock: socket.socket
@@ -199,6 +196,8 @@ class Server:
         self._num_refused_of_address_since_sweep = 0
         self.num_plain_since_sweep = 0
         """Connections that spoke plain HTTP to the TLS listener."""
+        self.date = formatdate(usegmt=True)
+        """At the last sweep, for the header of all responses."""
         self.change(limits, trusted_proxies)
 
     @property
@@ -304,9 +303,6 @@ class Server:
 
     # --- called by connections ---
 
-    def http_date(self) -> str:
-        return _http_date(int(time.time()))
-
     def register(self, connection: Connection) -> str | None:
         """Returns the reason to refuse a new connection when there are too many, else None."""
         reason = self._admit(connection)
@@ -353,6 +349,7 @@ class Server:
         if self.unsent.num_most_bytes - self.unsent.num_bytes > _TRIMMED_BYTES:
             self.unsent.num_most_bytes = self.unsent.num_bytes
             return_free_memory()
+        self.date = formatdate(usegmt=True)
         now = self.clock()
         connections = self._all_connections()
         for connection in connections:

@@ -175,28 +175,14 @@ class RepeatedHead(NamedTuple):
     line: RequestLine
     headers: dict[str, str]
 
-    @classmethod
-    def of(cls, head: bytes, limits: Limits, line: RequestLine, request: HttpRequest) -> "RepeatedHead | None":
-        """What the next head is compared with; None without a Content-Length, for the last one of its connection, and
-        with a field that is for one request. `head`: all of its bytes."""
-        if len(head) > _MAX_HEAD_BYTES or not request.keep_alive or not _OF_ONE_REQUEST.isdisjoint(request.headers):
-            return None
-        length = _LENGTH.search(head)
-        if length is None:
-            return None
-        return cls(head[: length.start(1)], head[length.end(1) :], limits, line, request.headers)
 
-    def find_body(self, data: bytes, at: int) -> tuple[int, str] | None:
-        """Where the body of a request at `at` begins, and its length in digits; None if it has another head, or its
-        head is not complete."""
-        if not data.startswith(self.before, at):
-            return None
-        start = at + len(self.before)
-        stop = data.find(b"\r", start, start + _MAX_DIGITS + 1)
-        digits = data[start:stop]
-        if stop < 0 or not digits.isdigit() or not data.startswith(self.after, stop):
-            return None
-        return stop + len(self.after), digits.decode()
+def _repeatable(head: bytes, limits: Limits, line: RequestLine, request: HttpRequest) -> RepeatedHead | None:
+    """What the next head is compared with; None without a Content-Length, for the last one of its connection, and with
+    a field that is for one request. `head`: all of its bytes."""
+    length = _LENGTH.search(head) if len(head) <= _MAX_HEAD_BYTES else None
+    if length is None or not request.keep_alive or not _OF_ONE_REQUEST.isdisjoint(request.headers):
+        return None
+    return RepeatedHead(head[: length.start(1)], head[length.end(1) :], limits, line, request.headers)
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -264,12 +250,9 @@ class RequestReader:
     def read_whole(self, data: bytes) -> HttpRequest | None:
         """The request that the received bytes are, if its head is that of the one before; None if they must be fed.
         Nothing is kept of them."""
-        if self._head is None or self.state is not _IDLE:
+        if self.state is not _IDLE or (repeated := self._repeated(data, 0)) is None or repeated[1] < len(data):
             return None
-        found = self._head.find_body(data, 0)
-        if found is None or found[0] + int(found[1]) != len(data):
-            return None
-        return self._repeated(self._head, found[1], data, 0, found[0])
+        return repeated[0]
 
     def feed(self, data: bytes) -> None:
         """Add received bytes. Parses nothing yet."""
@@ -288,86 +271,59 @@ class RequestReader:
         `request` is the one refused, if its head was known."""
         if self.state is _IDLE or self.state is _CLOSED:
             return None
-        incoming, start = self._incoming, self._at
+        incoming, start = self._incoming, -1  # it began in other data
         if incoming is None:
-            if self._head is not None and (repeated := self._read_repeated(self._head)) is not None:
-                return repeated
-            incoming = self._incoming = IncomingRequest(self.limits)
-        else:
-            start = -1  # it began in other data
+            if (repeated := self._repeated(self._data, self._at)) is not None:
+                self._at = repeated[1]
+                self._seek_request()
+                return repeated[0]
+            incoming, start = IncomingRequest(self.limits), self._at
+            self._incoming = incoming
         try:
-            self._read(incoming)
+            self._at = incoming.read(self._data, self._at)
         except ApiError:
             self.close()
             raise
-        if incoming.request is None:
+        request = incoming.request
+        if request is None:
             return None
-        if incoming.body.is_complete:
-            if start >= 0 and incoming.line is not None:
-                head = self._data[start : self._at - incoming.body.num_bytes]
-                self._head = RepeatedHead.of(head, incoming.limits, incoming.line, incoming.request)
-            return self._end_request(incoming.request)
-        if self.state is _BODY:
-            return None
-        self.state = _BODY
-        return incoming.request
-
-    def _read_repeated(self, head: RepeatedHead) -> HttpRequest | None:
-        """The request that comes next, if all of it is there, within the limits, and its head is this one again."""
-        found = head.find_body(self._data, self._at)
-        if found is None:
-            return None
-        request = self._repeated(head, found[1], self._data, self._at, found[0])
-        if request is not None:
-            self._at = found[0] + int(found[1])
-            self._seek_request()
-        return request
-
-    def _repeated(self, head: RepeatedHead, digits: str, data: bytes, at: int, start: int) -> HttpRequest | None:
-        """The request at `at` with this head but for its length in `digits`, whose body begins at `start`; None for an
-        incomplete body, and beyond a limit."""
-        limits, num_body_bytes = head.limits, int(digits)
-        stop = start + num_body_bytes
-        if (
-            limits is not self.limits
-            or stop > len(data)
-            or num_body_bytes > limits.max_body_bytes
-            or start - at > limits.max_head_bytes
-        ):
-            return None
-        headers = {**head.headers, "content-length": digits}
-        method, path, query, http_minor = head.line
-        return HttpRequest(
-            method, path, query, headers, http_minor, True, new_request_id(), False, None, data[start:stop]
-        )
-
-    def _read(self, incoming: "IncomingRequest") -> None:
-        """Parse the received bytes of one request, and none beyond it."""
-        if incoming.line is None:
-            self._at = incoming.parse_line(self._data, self._at)
-            if incoming.line is None:
-                return
-        while incoming.request is None:
-            start, blank_line = self._at, self._data.find(_BLANK_LINE, self._at)
-            # llhttp must not get bytes beyond the head.
-            stop = blank_line + len(_BLANK_LINE) if blank_line >= 0 else len(self._data) - _MAX_KEPT_BACK_BYTES
-            if stop <= start:
-                return
-            self._at = stop
-            incoming.parse_head(self._data[start:stop])
         if not incoming.body.is_complete:
-            self._at = incoming.body.read(self._data, self._at)
-
-    def _end_request(self, request: HttpRequest) -> HttpRequest:
-        assert self._incoming is not None
-        request.body = self._incoming.body.take()
-        self._incoming.free()
+            is_known, self.state = self.state is _BODY, _BODY
+            return None if is_known else request
+        if start >= 0 and incoming.line is not None:
+            head = self._data[start : self._at - incoming.body.num_bytes]
+            self._head = _repeatable(head, incoming.limits, incoming.line, request)
+        request.body = incoming.body.take()
+        incoming.free()
         self._incoming = None
         if request.keep_alive:
             self._seek_request()
         else:
             self.close()
         return request
+
+    def _repeated(self, data: bytes, at: int) -> tuple[HttpRequest, int] | None:
+        """The request at `at`, and the position after it, if all of it is there, within the limits, and its head is the
+        one before but for its length."""
+        if self._head is None:
+            return None
+        before, after, limits, line, headers = self._head
+        if limits is not self.limits or not data.startswith(before, at):
+            return None
+        start = at + len(before)
+        stop = data.find(b"\r", start, start + _MAX_DIGITS + 1)
+        digits = data[start:stop]
+        if stop < 0 or not digits.isdigit() or not data.startswith(after, stop):
+            return None
+        start, num_body_bytes = stop + len(after), int(digits)
+        stop = start + num_body_bytes
+        if stop > len(data) or num_body_bytes > limits.max_body_bytes or start - at > limits.max_head_bytes:
+            return None
+        method, path, query, http_minor = line
+        headers = {**headers, "content-length": digits.decode()}
+        return HttpRequest(
+            method, path, query, headers, http_minor, True, new_request_id(), False, None, data[start:stop]
+        ), stop
 
     def _seek_request(self) -> None:
         """Skip empty lines, which may precede a request and are no part of it (RFC 9112, section 2.2)."""
@@ -404,25 +360,35 @@ class IncomingRequest:
         self.request: HttpRequest | None = None
         self.body: Body = _NO_BODY
 
-    def parse_line(self, data: bytes, at: int) -> int:
-        """Parse the request line at `at`, if all of it is there; returns the position of its CRLF, which is left for
-        `parse_head`, or `at`. Raises ApiError as soon as it is clear that the line is refused."""
-        end = data.find(b"\n", at) + 1
-        if end == 0:
-            self._num_head_bytes = len(data) - at
-            check_line_begun(data[at:], self.limits.max_target_bytes)
-            self._check_head_size()
-            return at
-        self.line = parse_line(data[at:end], self.limits.max_target_bytes)
-        assert self._parser is not None
-        self._parser.feed_data(_ANY_LINE)
-        self._num_head_bytes = end - len(b"\r\n") - at
-        return end - len(b"\r\n")
+    def read(self, data: bytes, at: int) -> int:
+        """Parse received bytes of this request, which begin at `at`, and none beyond it; returns the position after
+        them. Raises ApiError as soon as it is clear that the request is refused."""
+        if self.line is None:
+            end = data.find(b"\n", at) + 1
+            if end == 0:
+                check_line_begun(data[at:], self.limits.max_target_bytes)
+                self._check_head_size(len(data) - at)
+                return at
+            self.line = parse_line(data[at:end], self.limits.max_target_bytes)
+            end -= len(b"\r\n")  # which is left for llhttp
+            self._num_head_bytes = end - at
+            self.parse(_ANY_LINE)
+            at = end
+        while self.request is None:
+            blank_line = data.find(_BLANK_LINE, at)
+            # llhttp must not get bytes beyond the head.
+            stop = blank_line + len(_BLANK_LINE) if blank_line >= 0 else len(data) - _MAX_KEPT_BACK_BYTES
+            if stop <= at:
+                return at
+            self._num_head_bytes += stop - at
+            self.parse(data[at:stop])
+            self._check_head_size(self._num_head_bytes)
+            at = stop
+        return self.body.read(data, at)
 
-    def parse_head(self, segment: bytes) -> None:
-        """Parse the next bytes after the request line with llhttp. Raises ApiError when they are refused."""
+    def parse(self, segment: bytes) -> None:
+        """Parse the next bytes of the head with llhttp. Raises ApiError when they are refused."""
         assert self._parser is not None
-        self._num_head_bytes += len(segment)
         try:
             self._parser.feed_data(segment)
         except httptools.HttpParserUpgrade:
@@ -435,7 +401,6 @@ class IncomingRequest:
         except httptools.HttpParserError as error:
             # Its reasons are fixed sentences that quote nothing.
             raise BadRequest(f"not a well-formed HTTP request: {error}") from None
-        self._check_head_size()
 
     def free(self) -> None:
         """Free what was read now, rather than at the next garbage collection: parser and callbacks are a cycle."""
@@ -465,7 +430,7 @@ class IncomingRequest:
 
     def on_headers_complete(self) -> None:
         try:
-            self._check_head_size()
+            self._check_head_size(self._num_head_bytes)
             self._make_request()
         except ApiError as error:
             self._refuse(error)
@@ -476,9 +441,9 @@ class IncomingRequest:
         self._refusal = error
         raise error
 
-    def _check_head_size(self) -> None:
+    def _check_head_size(self, num_bytes: int) -> None:
         """llhttp has no limit of its own, and httptools collects what it is given."""
-        if self._num_head_bytes > self.limits.max_head_bytes:
+        if num_bytes > self.limits.max_head_bytes:
             self._refuse(
                 HeadersTooLarge(f"head of the request: longer than the {self.limits.max_head_bytes} bytes allowed")
             )
@@ -560,27 +525,25 @@ def encode_response(
     """The bytes of a response: one piece, or the head and the pieces of the body if that is too large to copy.
     `http_minor`: of the request. `date`: now, as HTTP writes it. Raises ValueError when a value would end its line
     (response splitting) or is not latin-1, and KeyError for a status that does not exist."""
-    lines = [_STATUS_LINES[response.status], f"x-request-id: {request_id}"]
-    is_bodiless = response.status in _BODILESS_STATUSES
-    num_body_bytes = response.num_body_bytes
-    if not is_bodiless:
-        lines += (f"content-type: {response.content_type}", f"content-length: {num_body_bytes}")
-    if response.headers:
-        lines += [f"{name}: {value}" for name, value in response.headers.items()]
-    if date is not None:
-        lines.append(f"date: {date}")
-    if not keep_alive:
-        lines.append("connection: close")
-    elif http_minor == 0:
-        lines.append("connection: keep-alive")
-    text = "\r\n".join(lines) + "\r\n\r\n"
-    num_line_ends = len(lines) + 1
-    # One check of the whole head instead of one for each value: it must have as many line ends as lines.
-    if text.count("\n") != num_line_ends or text.count("\r") != num_line_ends or "\0" in text:
+    status, body, headers = response.status, response.body, response.headers
+    num_body_bytes = len(body) if isinstance(body, bytes) else sum(map(len, body))
+    is_bodiless = status in _BODILESS_STATUSES
+    given = "".join((request_id, response.content_type, *headers, *headers.values()))
+    if "\n" in given or "\r" in given or "\0" in given:
         raise ValueError("a response header has a line end or a NUL in it")
-    head = text.encode("latin-1")
+    text = f"{_STATUS_LINES[status]}\r\nx-request-id: {request_id}\r\n"
+    if not is_bodiless:
+        text += f"content-type: {response.content_type}\r\ncontent-length: {num_body_bytes}\r\n"
+    for name, value in headers.items():
+        text += f"{name}: {value}\r\n"
+    if date is not None:
+        text += f"date: {date}\r\n"
+    if not keep_alive:
+        text += "connection: close\r\n"
+    elif http_minor == 0:
+        text += "connection: keep-alive\r\n"
+    head = f"{text}\r\n".encode("latin-1")
     if head_only or is_bodiless:
         return [head]
-    pieces: list[bytes | memoryview] = [head]
-    pieces += [response.body] if isinstance(response.body, bytes) else response.body
-    return [b"".join(pieces)] if num_body_bytes <= _MAX_JOINED_BYTES else pieces
+    pieces = (head, body) if isinstance(body, bytes) else (head, *body)
+    return [b"".join(pieces)] if num_body_bytes <= _MAX_JOINED_BYTES else [*pieces]

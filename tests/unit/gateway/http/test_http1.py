@@ -567,9 +567,9 @@ def test_malicious_and_broken_requests_are_refused(name):
 def test_llhttp_is_never_followed_beyond_the_end_of_a_request():
     """Were the end of a head ever seen elsewhere than llhttp sees it, what it takes for a second request is refused."""
     message = http1.IncomingRequest(LIMITS)
-    end = message.parse_line(get(), 0)
+    message.read(get(), 0)
     with pytest.raises(BadRequest, match="does not end where"):
-        message.parse_head(get()[end:] + get())
+        message.parse(get())
 
 
 READ_AS_ONE_REQUEST = {
@@ -708,7 +708,6 @@ def test_the_connection_header(keep_alive, http_minor, connection):
 def test_a_body_may_come_in_pieces():
     response = Response(200, [b"ab", memoryview(b"cd"), b"", b"e"])
     assert encode(response).endswith(b"\r\ncontent-length: 5\r\n\r\nabcde")
-    assert response.num_body_bytes == 5
     assert encode(response, head_only=True).endswith(b"\r\ncontent-length: 5\r\n\r\n")
     for status in (204, 304):
         assert encode(Response(status, [b"never sent"])).endswith(b"x-request-id: id-1\r\n\r\n")
