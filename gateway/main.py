@@ -324,6 +324,7 @@ class Gateway:
         everything_answered = await drain(self._services, self._server, order.deadline_s, order.grace_s)
         self._control.stop()
         self._timer.cancel()
+        self._shared_metrics.publish()
         self._services.stop()
         self._finished.report_dropped()
         if self._finished.sender is not None:

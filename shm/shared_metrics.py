@@ -8,28 +8,22 @@ Memory map, int64 in the machine's byte order throughout; each gateway has one s
     offset 0            section_nbytes       2 × section_nbytes
     ├── gateway 0 ──────┼── gateway 1 ───────┤   …  num_gateways
 
-    counters │ gauges │ gauges of   │ answers         │ histograms        │ workers       │ …
-    Counter  │ Gauge  │ num_places  │ MAX_ENDPOINTS × │ Histogram ×       │ num_workers × │
-             │        │ × Gauge     │ STATUSES        │ (buckets … │ sum) │ WorkerCell    │
+    gauges       │ model_names │ counts: num_places ×    │ workers       │ batches       │ up to
+    num_places × │ num_places  │ (counters │ answers │   │ num_workers × │ NUM_BATCHES × │ n × 64
+    Gauge        │             │ histograms)             │ WorkerCell    │ BatchCell     │
 
-    … │ batches       │ model_names │ models: num_places ×    │ up to
-      │ NUM_BATCHES × │ num_places  │ (counters │ answers │   │ n × 64
-      │ BatchCell     │             │ histograms)             │
-
-The first cells count what belongs to no model, and have the gauges of the whole gateway; what belongs to a model is
-counted at its place among `models`, and there alone. A place takes 25 KB, most of it for answers that a model seldom
-gets: so one code counts, sums and moves the answers of models and of gateways.
+The first place counts what belongs to no model, and has the gauges of the whole gateway; what belongs to a model is
+counted at its place, and there alone. A place takes 25 KB, most of it for answers that a model seldom gets: so one code
+counts, sums and moves the answers of models and of gateways.
 
     part              who writes                            at the death of the gateway
-    counters,         the section's gateway                 they stay; its next life counts on from there, so that
-    answers,                                                sums over all sections never decrease
-    histograms,
-    workers
-    model_names,      the section's gateway, when it is     they stay; its next life finds a model's place by the name
-    models            ready for a model
+    counts, workers   the section's gateway                 they stay; its next life counts on from there, so that
+                                                            sums over all sections never decrease
+    model_names       the section's gateway, when it is     they stay; its next life finds a model's place by the name
+                      ready for a model
     batches           the section's gateway, in a ring      they stay: readers go by their times
-    gauges, those of  the section's gateway; while it is    the supervisor clears them (`clear_gauges`)
-    models, too       dead, the supervisor
+    gauges            the section's gateway; while it is    the supervisor clears them (`clear_gauges`)
+                      dead, the supervisor
 
 Order: a section has one writer at a time. The supervisor writes only between the end of one life, which it has seen by
 a pidfd, and the start of the next. A value is eight bytes at a multiple of eight, stored and loaded by one instruction,
@@ -43,6 +37,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from hashlib import blake2b
 from typing import Self
 
@@ -232,13 +227,17 @@ class WorkerCell(IntEnum):
     COMPUTE_US = 4
 
 
-REMOVED_MODELS = 1
-"""The name of what counts for all models whose places were given to others. Its place is the first."""
+NO_MODEL, REMOVED_MODELS = 1, 2
+"""The names of what belongs to no model, and of what counts for all models whose places were given to others."""
+FIRST_MODEL = 2
+"""The first place of a model, behind those of NO_MODEL and REMOVED_MODELS."""
 
 
 def digest_of(model: str) -> int:
-    """What stands for a model's name in the metrics; never 0, which is no name, nor REMOVED_MODELS."""
-    return int.from_bytes(blake2b(model.encode(), digest_size=8).digest(), "little", signed=True) | 2
+    """What stands for a model's name in the metrics, NO_MODEL for ""; never 0, which is no name, nor REMOVED_MODELS."""
+    if not model:
+        return NO_MODEL
+    return int.from_bytes(blake2b(model.encode(), digest_size=8).digest(), "little", signed=True) | 4
 
 
 NUM_BATCHES = 128
@@ -268,18 +267,19 @@ class SharedMetricsSpec:
 
     @property
     def num_places(self) -> int:
-        """Of models: the first for `REMOVED_MODELS`, and two for each, because a reload may replace all of them."""
-        return 1 + 2 * self.num_models
+        """Two for each model, because a reload may replace all of them."""
+        return FIRST_MODEL + 2 * self.num_models
 
     @property
-    def cells_of_model(self) -> int:
+    def cells_of_place(self) -> int:
+        """Without its gauges."""
         num_answers = MAX_ENDPOINTS * len(STATUSES)
         return len(Counter) + num_answers + sum(histogram.num_cells for histogram in Histogram)
 
     @property
     def section_cells(self) -> int:
-        ours = (1 + self.num_places) * (self.cells_of_model + len(Gauge)) + self.num_places
-        cells = ours + self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell)
+        cells = self.num_places * (len(Gauge) + 1 + self.cells_of_place)
+        cells += self.num_workers * len(WorkerCell) + NUM_BATCHES * len(BatchCell)
         return -(-cells // _CELLS_PER_CACHE_LINE) * _CELLS_PER_CACHE_LINE
 
     @property
@@ -289,36 +289,41 @@ class SharedMetricsSpec:
 
 @dataclass(frozen=True, slots=True)
 class CountingCells:
-    """For what belongs to no model, and for each model. Memoryviews of int64, which borrow the memory of the file."""
+    """Of one place. Memoryviews of int64, which borrow the memory of the file."""
 
-    counters: "memoryview[int]"
     gauges: "memoryview[int]"
     """By `Gauge`. The whole gateway's, or those of a model: then of those that are of a model, `Gauge.is_of_model`."""
+    counters: "memoryview[int]"
     answers: "memoryview[int]"
     """By endpoint, and then by the place of the status among STATUSES, in one: endpoint × len(STATUSES) + place."""
     histograms: Sequence["memoryview[int]"]
 
 
-@dataclass(frozen=True, slots=True)
-class Section(CountingCells):
-    workers: Sequence["memoryview[int]"]
-    """By the worker's index, and then by `WorkerCell`."""
-    batches: Sequence["memoryview[int]"]
-    """A batch's number modulo NUM_BATCHES, and then `BatchCell`."""
-    model_names: "memoryview[int]"
-    """By the model's place: its name, by `digest_of`; 0 where there has been none."""
-    gauges_of_models: "memoryview[int]"
-    models: "memoryview[int]"
-    """By the model's place, the rest of its cells, in one."""
+class Section:
+    """The cells of one gateway."""
 
-    def of_model(self, place: int) -> CountingCells:
-        """Cut anew, because most places are never used."""
-        start = place * len(Gauge)
-        size = len(self.models) // len(self.model_names)
-        take = _cutter(self.models[place * size : (place + 1) * size])
+    def __init__(self, cells: "memoryview[int]", spec: SharedMetricsSpec) -> None:
+        """`cells`: those of all gateways' file from the section's first one on."""
+        take = _cutter(cells)
+        self.all_gauges = take(spec.num_places * len(Gauge))
+        """By place, and then by `Gauge`, in one."""
+        self.model_names = take(spec.num_places)
+        """By place: the name, by `digest_of`; 0 where there has been none."""
+        self._counts = [take(spec.cells_of_place) for _ in range(spec.num_places)]
+        self.workers = [take(len(WorkerCell)) for _ in range(spec.num_workers)]
+        """By the worker's index, and then by `WorkerCell`."""
+        self.batches = [take(len(BatchCell)) for _ in range(NUM_BATCHES)]
+        """A batch's number modulo NUM_BATCHES, and then `BatchCell`."""
+        self.at = cache(self._at)  # most places are never used
+        self.own = self.at(0)
+        """Of what belongs to no model."""
+        self.gauges = self.own.gauges
+
+    def _at(self, place: int) -> CountingCells:
+        take = _cutter(self._counts[place])
         return CountingCells(
+            gauges=self.all_gauges[place * len(Gauge) : (place + 1) * len(Gauge)],
             counters=take(len(Counter)),
-            gauges=self.gauges_of_models[start : start + len(Gauge)],
             answers=take(MAX_ENDPOINTS * len(STATUSES)),
             histograms=[take(histogram.num_cells) for histogram in Histogram],
         )
@@ -330,15 +335,12 @@ def create_shared_metrics(spec: SharedMetricsSpec) -> int:
 
 def clear_gauges(fd: int, spec: SharedMetricsSpec, gateway: int) -> None:
     """Without mapping the file."""
-    offset = (gateway * spec.section_cells + len(Counter)) * _BYTES_PER_CELL
-    os.pwrite(fd, bytes((1 + spec.num_places) * len(Gauge) * _BYTES_PER_CELL), offset)
+    nbytes = spec.num_places * len(Gauge) * _BYTES_PER_CELL
+    os.pwrite(fd, bytes(nbytes), gateway * spec.section_cells * _BYTES_PER_CELL)
 
 
 def cut_sections(cells: "memoryview[int]", spec: SharedMetricsSpec) -> list[Section]:
-    return [
-        _cut_section(cells[n * spec.section_cells : (n + 1) * spec.section_cells], spec)
-        for n in range(spec.num_gateways)
-    ]
+    return [Section(cells[gateway * spec.section_cells :], spec) for gateway in range(spec.num_gateways)]
 
 
 def _cutter(cells: "memoryview[int]") -> Callable[[int], "memoryview[int]"]:
@@ -350,18 +352,3 @@ def _cutter(cells: "memoryview[int]") -> Callable[[int], "memoryview[int]"]:
         return cells[start - num_cells : start]
 
     return take
-
-
-def _cut_section(cells: "memoryview[int]", spec: SharedMetricsSpec) -> Section:
-    take = _cutter(cells)
-    return Section(
-        counters=take(len(Counter)),
-        gauges=take(len(Gauge)),
-        gauges_of_models=take(spec.num_places * len(Gauge)),
-        answers=take(MAX_ENDPOINTS * len(STATUSES)),
-        histograms=[take(histogram.num_cells) for histogram in Histogram],
-        workers=[take(len(WorkerCell)) for _ in range(spec.num_workers)],
-        batches=[take(len(BatchCell)) for _ in range(NUM_BATCHES)],
-        model_names=take(spec.num_places),
-        models=take(spec.num_places * spec.cells_of_model),
-    )

@@ -1,13 +1,16 @@
 """Write this gateway's section of `vecd.shm.shared_metrics`, and read those of all gateways.
 
-Every write is a few plain stores: no lock, no system call. Measured: `add` takes 0.15 µs, `set` 0.1 µs.
+Every write is a few plain stores: no lock, no system call. Measured: `add` takes 0.15 µs, `set` 0.1 µs. The durations
+of requests are kept until `publish`, which counts those of 2,000 requests in as little time as it takes to store twelve
+of them one by one.
 """
 
 import mmap
 import os
 import time
+from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from itertools import count
 from weakref import WeakValueDictionary
@@ -15,8 +18,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.gateway.request import Durations
 from vecd.shm.shared_metrics import (
+    FIRST_MODEL,
     MAX_ENDPOINTS,
+    NO_MODEL,
     NUM_BATCHES,
     REMOVED_MODELS,
     STATUSES,
@@ -42,11 +48,13 @@ _GONE_PLACE = _PLACES[GONE]
 # Bound once, because Python 3.11 takes 0.2 µs to find a member of an enumeration.
 _BATCHES, _SEQUENCES, _TOKENS = Counter.BATCHES, Counter.SEQUENCES, Counter.TOKENS
 _COMPUTE_US, _PADDING_TOKENS = Counter.COMPUTE_US, Counter.PADDING_TOKENS
-_LEASED_BATCHES = Counter.LEASED_BATCHES
+_LEASED_BATCHES, _INPUTS, _INPUT_TOKENS = Counter.LEASED_BATCHES, Counter.INPUTS, Counter.INPUT_TOKENS
 _BATCH_SEQUENCES, _BATCH_TOKENS = Histogram.BATCH_SEQUENCES, Histogram.BATCH_TOKENS
 _BATCH_FILL = Histogram.BATCH_FILL
 _NUMBER, _WORKER, _NUM_SEQUENCES, _NUM_TOKENS, _SENT_NS, _DONE_NS, _COMPUTED_US = BatchCell
 _LIFE, _WORKER_BATCHES, _WORKER_SEQUENCES, _WORKER_TOKENS, _WORKER_COMPUTE_US = WorkerCell
+
+_STAGES = tuple(Histogram[field.removesuffix("_s").upper()] for field in Durations._fields)
 
 
 class SharedMetrics:
@@ -63,18 +71,17 @@ class SharedMetrics:
         """This gateway's section, writable."""
         self.was_ready = False
         """Whether this gateway has ever had a worker that it could send batches to, as `publish` found."""
-        self._counters, self._gauges, self._answers = self.ours.counters, self.ours.gauges, self.ours.answers
-        self._histograms, self._workers, self._batches = self.ours.histograms, self.ours.workers, self.ours.batches
-        self._bounds = [histogram.bounds for histogram in Histogram]
-        self._per_unit = [histogram.per_unit for histogram in Histogram]
+        self._workers, self._batches, self._gauges = self.ours.workers, self.ours.batches, self.ours.gauges
+        self.ours.model_names[0] = NO_MODEL
+        self._count_at(0)
+        self._have_durations: list[SharedMetrics] = []
         self._read: Callable[[], Mapping[Gauge, int]] = dict
         self._batch_numbers = count(1)
         self._of_models: WeakValueDictionary[str, SharedMetrics] = WeakValueDictionary()
         """Those that `of_model` has made and that are in use, by the model's name."""
         self._read_models: Callable[[], Mapping[str, Mapping[Gauge, int]]] = dict
-        for cells in (self.ours.gauges, self.ours.gauges_of_models):
-            for cell in range(len(cells)):
-                cells[cell] = 0
+        for cell in range(len(self.ours.all_gauges)):
+            self.ours.all_gauges[cell] = 0
         self.set(Gauge.PID, os.getpid())
         self.set(Gauge.STARTED_NS, time.monotonic_ns())
 
@@ -82,6 +89,11 @@ class SharedMetrics:
     def mapped(cls, fd: int, spec: SharedMetricsSpec, gateway: int) -> "SharedMetrics":
         """Map the file behind `fd`, which may be closed afterwards. Raises ValueError when it is too small."""
         return cls(memoryview(mmap.mmap(fd, spec.nbytes)).cast("q"), spec, gateway)
+
+    def _count_at(self, place: int) -> None:
+        cells = self.ours.at(place)
+        self._counters, self._answers, self._histograms = cells.counters, cells.answers, cells.histograms
+        self._durations = array("d")  # one after the other in the order of _STAGES
 
     # --- models ---------------------------------------------------------------------------------------------
 
@@ -93,8 +105,8 @@ class SharedMetrics:
             place = self._open_model(digest_of(model))
             if place is None:  # more models than a server may have: what was discarded is still in use
                 return self
-            made, cells = copy(self), self.ours.of_model(place)
-            made._counters, made._histograms, made._answers = cells.counters, cells.histograms, cells.answers
+            made = copy(self)
+            made._count_at(place)
             self._of_models[model] = made
         return made
 
@@ -106,21 +118,21 @@ class SharedMetrics:
         """The place of a model; None when all are in use. Where none is free, the counts of a model that is not in use
         go to REMOVED_MODELS, and it gets that one's place."""
         names = self.ours.model_names
-        places = {names[place]: place for place in reversed(range(1, len(names)))}  # the first free one
+        places = {names[place]: place for place in reversed(range(FIRST_MODEL, len(names)))}  # the first free one
         place = places.get(name, places.get(0))
         if place is None:
             in_use = {digest_of(model) for model in self._of_models}
             place = next((place for other, place in places.items() if other not in in_use), None)
             if place is None:
                 return None
-            self._add_to_removed(self.ours.of_model(place))
+            self._add_to_removed(self.ours.at(place))
         names[place] = name
         return place
 
     def _add_to_removed(self, cells: CountingCells) -> None:
         """A reader may see one cell twice for the moment between two stores, and none too few."""
-        self.ours.model_names[0] = REMOVED_MODELS
-        removed = self.ours.of_model(0)
+        self.ours.model_names[1] = REMOVED_MODELS
+        removed = self.ours.at(1)
         sources = cells.counters, cells.answers, *cells.histograms
         for source, target in zip(sources, (removed.counters, removed.answers, *removed.histograms), strict=True):
             for index, number in enumerate(source):
@@ -146,17 +158,29 @@ class SharedMetrics:
     def observe(self, histogram: Histogram, value: float) -> None:
         """Count `value`, in the metric's unit."""
         cells = self._histograms[histogram]
-        cells[bisect_left(self._bounds[histogram], value)] += 1
-        cells[-1] += int(value * self._per_unit[histogram])
+        cells[bisect_left(histogram.bounds, value)] += 1
+        cells[-1] += int(value * histogram.per_unit)
 
-    def observe_alike(self, histograms: Sequence[Histogram], values: Iterable[float]) -> None:
-        """Count a value in each of several histograms with the same bounds and unit. 0.4 µs for each."""
-        bounds, per_unit = self._bounds[histograms[0]], self._per_unit[histograms[0]]
-        all_cells = self._histograms
-        for histogram, value in zip(histograms, values, strict=True):
-            cells = all_cells[histogram]
-            cells[bisect_left(bounds, value)] += 1
-            cells[-1] += int(value * per_unit)
+    def add_embedded(self, num_inputs: int, num_tokens: int, durations: Durations) -> None:
+        """Count an embedding request that was answered."""
+        counters = self._counters
+        counters[_INPUTS] += num_inputs
+        counters[_INPUT_TOKENS] += num_tokens
+        if not self._durations:
+            self._have_durations.append(self)
+        self._durations.extend(durations)
+
+    def _count_durations(self) -> None:
+        while self._have_durations:
+            each = self._have_durations.pop()
+            durations = np.frombuffer(each._durations).reshape(-1, len(_STAGES))
+            each._durations = array("d")
+            for histogram, of_stage in zip(_STAGES, durations.T, strict=True):
+                cells = each._histograms[histogram]
+                places, nums = np.unique(np.searchsorted(histogram.bounds, of_stage), return_counts=True)
+                for place, num in zip(places.tolist(), nums.tolist(), strict=True):
+                    cells[place] += num
+                cells[-1] += int(of_stage.sum() * histogram.per_unit)
 
     def note_life(self, incarnation: Incarnation) -> None:
         """Batches of this worker are from now on of this life. Not for a generation that gets no new requests."""
@@ -223,14 +247,13 @@ class SharedMetrics:
 
     def publish(self) -> None:
         """Update the polled gauges. To be called regularly, and before metrics are read."""
+        self._count_durations()
         for gauge, value in self._read().items():
             self._gauges[gauge] = value
-        names = self.ours.model_names.tolist()
         for model, values in self._read_models().items():
-            if (name := digest_of(model)) in names:
-                cells = self.ours.of_model(names.index(name)).gauges
+            for cells in _at_names(self.ours, digest_of(model)):
                 for gauge, number in values.items():
-                    cells[gauge] = number
+                    cells.gauges[gauge] = number
         self.was_ready = self.was_ready or self._gauges[Gauge.WORKERS] > 0
 
     # --- reading, over all gateways -------------------------------------------------------------------------
@@ -239,11 +262,8 @@ class SharedMetrics:
 
     def _parts(self, model: str | None) -> list[CountingCells]:
         """At all gateways."""
-        if model == "":
-            return [*self.sections]
-        if model is None:
-            return [part for section in self.sections for part in (section, *_models_of(section))]
-        return [part for section in self.sections for part in _models_of(section, digest_of(model))]
+        name = None if model is None else digest_of(model)
+        return [part for section in self.sections for part in _at_names(section, name)]
 
     def total(self, cell: Counter | Gauge, model: str | None = None) -> int:
         """As it is stored: `per_unit` of it make one of the metric's unit."""
@@ -253,10 +273,8 @@ class SharedMetrics:
 
     def by_gateway(self, gauge: Gauge, model: str | None = None) -> list[int]:
         """The value of each gateway, or those that the model has there."""
-        if model is None:
-            return [section.gauges[gauge] for section in self.sections]
-        name = digest_of(model)
-        return [sum(part.gauges[gauge] for part in _models_of(section, name)) for section in self.sections]
+        name = digest_of(model or "")
+        return [sum(part.gauges[gauge] for part in _at_names(section, name)) for section in self.sections]
 
     def others(self, gauge: Gauge) -> list[int]:
         """The values of all gateways but this one."""
@@ -264,6 +282,7 @@ class SharedMetrics:
 
     def histogram(self, histogram: Histogram, model: str | None = None) -> tuple[list[int], float]:
         """The count of each bucket, and the sum of all values in the metric's unit."""
+        self._count_durations()
         parts = self._parts(model)
         no_values = [0] * histogram.num_cells
         *counts, total = map(sum, zip(no_values, *(part.histograms[histogram] for part in parts), strict=True))
@@ -278,7 +297,7 @@ class SharedMetrics:
 
     def num_answered_by(self, section: Section) -> int:
         """Requests that one gateway has answered, in all its lives."""
-        sums = _sum_of_answers([section, *_models_of(section)])
+        sums = _sum_of_answers(_at_names(section))
         return int(sums.sum() - sums[:, _GONE_PLACE].sum())
 
     def known_workers(self) -> list[int]:
@@ -306,7 +325,7 @@ class SharedMetrics:
         return sorted(found, key=lambda batch: batch[1 + _SENT_NS])
 
 
-def _sum_of_answers(parts: Sequence[CountingCells]) -> NDArray[np.int64]:
+def _sum_of_answers(parts: Iterable[CountingCells]) -> NDArray[np.int64]:
     """[endpoint, place of the status]."""
     sums = np.zeros((MAX_ENDPOINTS, _NUM_STATUSES), np.int64)
     for part in parts:
@@ -314,7 +333,8 @@ def _sum_of_answers(parts: Sequence[CountingCells]) -> NDArray[np.int64]:
     return sums
 
 
-def _models_of(section: Section, name: int | None = None) -> list[CountingCells]:
-    """The cells of the models that there are, or of the one with this name."""
-    found = [place for place, other in enumerate(section.model_names) if other and name in (None, other)]
-    return [*map(section.of_model, found)]
+def _at_names(section: Section, name: int | None = None) -> Iterator[CountingCells]:
+    """Of the place with this name, or of all that there are."""
+    for place, other in enumerate(section.model_names):
+        if other and name in (None, other):
+            yield section.at(place)

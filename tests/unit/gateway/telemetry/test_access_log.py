@@ -76,7 +76,7 @@ class Log:
 
     @property
     def num_dropped(self) -> int:
-        return self.shared_metrics.ours.counters[Counter.LINES_DROPPED]
+        return self.shared_metrics.total(Counter.LINES_DROPPED)
 
     def fields(self) -> list[dict[str, Any]]:
         return [made.fields for made in self.records]  # type: ignore[attr-defined]

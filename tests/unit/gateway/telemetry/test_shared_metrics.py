@@ -52,7 +52,7 @@ def test_a_status_that_is_not_among_those_known_is_counted_with_its_kind(shared_
 
 
 def test_the_last_endpoint_has_a_cell_for_every_status(shared_metrics_of_all):
-    last = len(shared_metrics_of_all[0].ours.answers) // len(STATUSES) - 1
+    last = len(shared_metrics_of_all[0].ours.own.answers) // len(STATUSES) - 1
     for status in STATUSES:
         shared_metrics_of_all[0].add_answer(last, status)
     assert shared_metrics_of_all[1].answers() == dict.fromkeys(((last, status) for status in STATUSES), 1)
@@ -153,7 +153,7 @@ def test_batches_of_a_dead_gateway_that_has_no_successor_yet_are_not_under_way(
 
 def test_a_gateway_cannot_write_to_another_s_row(shared_metrics_of_all):
     with pytest.raises(TypeError, match="read-only"):
-        shared_metrics_of_all[0].sections[1].counters[0] = 1
+        shared_metrics_of_all[0].sections[1].own.counters[0] = 1
 
 
 def request(**noted: Any) -> HttpRequest:
@@ -204,6 +204,19 @@ def test_an_answered_embedding_request_is_counted_with_its_stages():
     assert sum(counts) == 1
     assert sum_s == pytest.approx(0.016)
     assert sum(shared_metrics.histogram(Histogram.TOTAL)[0]) == 1
+
+
+def test_stages_are_seen_by_another_gateway_once_they_are_published(shared_metrics_of_all):
+    ours, other = shared_metrics_of_all
+    finished = finished_requests(ours)
+    for done_at in (10.031, 10.031, 10.016):
+        finished.on_finished(200, request(**{**EMBEDDED, "done_at": done_at}))
+    ours.publish()
+    for reader in (ours, other):
+        counts, sum_s = reader.histogram(Histogram.COMPUTE)
+        bounds = Histogram.COMPUTE.bounds
+        assert {bounds[place]: num for place, num in enumerate(counts) if num} == {0.001: 1, 0.02: 2}
+        assert sum_s == pytest.approx(0.033)
 
 
 @pytest.mark.parametrize(
