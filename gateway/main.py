@@ -270,8 +270,8 @@ class Gateway:
             on_finished=self._finished.on_finished,
             is_ahead=self._is_ahead if config.gateways > 1 else None,
         )
-        shared_metrics.poll(self._gauges)
-        shared_metrics.poll_models(self._services.gauges_of_models)
+        shared_metrics.read_gauges = self._gauges
+        shared_metrics.read_gauges_of_models = self._services.gauges_of_models
 
     def _gauges(self) -> dict[Gauge, int]:
         return {

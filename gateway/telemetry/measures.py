@@ -75,11 +75,13 @@ class SharedMetrics:
         self.ours.model_names[0] = NO_MODEL
         self._count_at(0)
         self._have_durations: list[SharedMetrics] = []
-        self._read: Callable[[], Mapping[Gauge, int]] = dict
+        self.read_gauges: Callable[[], Mapping[Gauge, int]] = dict
+        """`publish` sets what this returns: gauges that would change too often."""
+        self.read_gauges_of_models: Callable[[], Mapping[str, Mapping[Gauge, int]]] = dict
+        """The same by the model's name."""
         self._batch_numbers = count(1)
         self._of_models: WeakValueDictionary[str, SharedMetrics] = WeakValueDictionary()
         """Those that `of_model` has made and that are in use, by the model's name."""
-        self._read_models: Callable[[], Mapping[str, Mapping[Gauge, int]]] = dict
         for cell in range(len(self.ours.all_gauges)):
             self.ours.all_gauges[cell] = 0
         self.set(Gauge.PID, os.getpid())
@@ -237,20 +239,12 @@ class SharedMetrics:
             cells[_COMPUTED_US] = compute_us
             cells[_DONE_NS] = time.monotonic_ns()
 
-    def poll(self, read: Callable[[], Mapping[Gauge, int]]) -> None:
-        """Let `publish` read gauges by a call, rather than have them set whenever they change."""
-        self._read = read
-
-    def poll_models(self, read: Callable[[], Mapping[str, Mapping[Gauge, int]]]) -> None:
-        """Let `publish` read the gauges of models, by name, by a call."""
-        self._read_models = read
-
     def publish(self) -> None:
-        """Update the polled gauges. To be called regularly, and before metrics are read."""
+        """Count what was kept, and set the gauges. To be called regularly, and before metrics are read."""
         self._count_durations()
-        for gauge, value in self._read().items():
+        for gauge, value in self.read_gauges().items():
             self._gauges[gauge] = value
-        for model, values in self._read_models().items():
+        for model, values in self.read_gauges_of_models().items():
             for cells in _at_names(self.ours, digest_of(model)):
                 for gauge, number in values.items():
                     cells.gauges[gauge] = number

@@ -16,13 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from prometheus_client import generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vecd.gateway.telemetry.measures import SharedMetrics
@@ -125,12 +119,18 @@ def render_metrics(
     told_apart = names if len(names) > 1 else []
     awaited = [each.name for each in stated if not each.has_workers]
     worker_states = {at: state for each in models if each.name not in awaited for at, state in each.workers.items()}
-    versions = [{"version": version, _MODEL: name} for name in names]
-    known = [{_MODEL: name, "identity": each} for model in models for name, each in model.identities.items()]
+    known = [((name, each), 1) for model in models for name, each in model.identities.items()]
     files = [((each.name,), bool(each.changed_files)) for each in models]
     families = (
-        _info("vecd", "What is served, by which version", versions),
-        _info("vecd_model_identity", "What decides a model's vectors: equal on servers that may be mixed", known),
+        _gauge(
+            "info", "What is served, by which version", [_MODEL, "version"], [((name, version), 1) for name in names]
+        ),
+        _gauge(
+            "model_identity_info",
+            "What decides a model's vectors: equal on servers that may be mixed",
+            [_MODEL, "identity"],
+            known,
+        ),
         _gauge("model_files_changed", "1 while files of a model are no longer those that were loaded", [_MODEL], files),
         _requests(shared_metrics, endpoints, told_apart),
         *_counters(shared_metrics, told_apart),
@@ -138,7 +138,7 @@ def render_metrics(
         *_histograms(shared_metrics, told_apart),
         *_workers(shared_metrics, worker_states, models if told_apart else ()),
         *_models(shared_metrics, stated),
-        *_processes(usages),
+        *_attributes("process", _OF_PROCESSES, usages),
     )
     return generate_latest(_Families(families))
 
@@ -154,24 +154,17 @@ _Make: TypeAlias = Callable[[str, str, Iterable[str], _Samples], Metric]
 
 
 def _counter(name: str, help: str, labels: Iterable[str], samples: _Samples) -> Metric:
-    return _with_samples(CounterMetricFamily(f"vecd_{name}", help, labels=list(labels)), samples)
+    return _with(CounterMetricFamily(f"vecd_{name}", help, labels=[*labels]), samples)
 
 
 def _gauge(name: str, help: str, labels: Iterable[str], samples: _Samples) -> Metric:
-    return _with_samples(GaugeMetricFamily(f"vecd_{name}", help, labels=list(labels)), samples)
+    return _with(GaugeMetricFamily(f"vecd_{name}", help, labels=[*labels]), samples)
 
 
-def _with_samples(metric: CounterMetricFamily | GaugeMetricFamily, samples: _Samples) -> Metric:
+def _with(metric: CounterMetricFamily | GaugeMetricFamily, samples: _Samples) -> Metric:
     for values, number in samples:
-        metric.add_metric([str(value) for value in values], number)
+        metric.add_metric([*map(str, values)], number)
     return metric
-
-
-def _info(name: str, help: str, samples: Iterable[dict[str, str]]) -> Metric:
-    info = InfoMetricFamily(name, help)
-    for labels in samples:
-        info.add_metric([], labels)
-    return info
 
 
 # `models`: the names that are told apart by the label `model`; empty: there is no such label.
@@ -254,22 +247,19 @@ def _histograms(shared_metrics: SharedMetrics, models: Sequence[str]) -> Iterato
         yield metric
 
 
-_OF_MODELS: tuple[tuple[_Make, str, str, str], ...] = (
+_SHARED_HELP = "Memory of a process, of what n share an n-th: these add up to the server's"
+_Table: TypeAlias = tuple[tuple[_Make, str, str, str], ...]
+"""Of each metric of a thing its name, its help text, and the attribute of the thing that has its value."""
+_OF_MODELS: _Table = (
     (_counter, "loads", "Times that a model was loaded", "num_loads"),
     (_counter, "failed_loads", "Loads of a model that failed", "num_failed_loads"),
     (_gauge, "load_seconds", "Duration of the last load of a model; 0 before the first", "load_s"),
     (_gauge, "memory_bytes", "Memory that a model has, or is expected to need", "nbytes"),
 )
-"""The last: an attribute of `ModelIs`, or of `Usage`."""
-_OF_PROCESSES: tuple[tuple[_Make, str, str, str], ...] = (
+_OF_PROCESSES: _Table = (
     (_counter, "cpu_seconds", "Processor time of a process", "cpu_s"),
     (_gauge, "resident_bytes", "Memory of a process, with what others have, too", "resident_bytes"),
-    (
-        _gauge,
-        "proportional_bytes",
-        "Memory of a process, of what n share an n-th: these add up to the server's",
-        "proportional_bytes",
-    ),
+    (_gauge, "proportional_bytes", _SHARED_HELP, "proportional_bytes"),
 )
 _OF_WORKERS = (
     (WorkerCell.BATCHES, "batches", "Batches embedded by all lives of a worker", 1),
@@ -311,8 +301,7 @@ def _models(shared_metrics: SharedMetrics, models: Sequence[ServedModel]) -> Ite
         [_MODEL, "state"],
         [((each.name, state), state == each.status.state) for each in models for state in ModelState],
     )
-    for make, name, help, of in _OF_MODELS:
-        yield make(f"model_{name}", help, [_MODEL], [((each.name,), getattr(each.status, of)) for each in models])
+    yield from _attributes(_MODEL, _OF_MODELS, {each.name: each.status for each in models})
     yield _counter(
         "model_unloads",
         "Times that a model was unloaded",
@@ -330,6 +319,6 @@ def num_waiting(shared_metrics: SharedMetrics, model: ServedModel, *, is_only: b
     return shared_metrics.total(Gauge.REQUESTS, None if is_only else model.name)
 
 
-def _processes(usages: Mapping[str, Usage]) -> Iterator[Metric]:
-    for make, name, help, of in _OF_PROCESSES:
-        yield make(f"process_{name}", help, ["process"], [((at,), getattr(each, of)) for at, each in usages.items()])
+def _attributes(label: str, table: _Table, things: Mapping[str, object]) -> Iterator[Metric]:
+    for make, name, help, of in table:
+        yield make(f"{label}_{name}", help, [label], [((at,), getattr(each, of)) for at, each in things.items()])

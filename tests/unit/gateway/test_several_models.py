@@ -747,7 +747,7 @@ async def test_stats_tell_each_model_s_load_and_state_and_sum_up_all(bench: Benc
     services[0].pipeline.shared_metrics.add(Counter.TOKENS, 5)
     services[1].pipeline.shared_metrics.add(Counter.TOKENS, 40)
     services[1].policy.queued_tokens = 7  # read by the gauge alone
-    bench.services.shared_metrics.poll_models(bench.services.gauges_of_models)
+    bench.services.shared_metrics.read_gauges_of_models = bench.services.gauges_of_models
     told = ModelIs(2, "loading", wait_s=3.0, nbytes=9000, num_loads=2, num_failed_loads=1, num_unloads={"idle": 1})
     bench.services.on_message(told, [])
     stats = json_of(await bench.get("/stats"))

@@ -33,8 +33,7 @@ def sections_of(fd: int) -> list[Section]:
 
 def cells_of(section: Section) -> list[memoryview]:
     own = section.own
-    ours = [own.counters, own.gauges, own.answers, *own.histograms]
-    return [*ours, *section.workers, *section.batches]
+    return [own.counters, own.gauges, own.answers, *own.histograms, *section.workers, *section.batches]
 
 
 def test_every_cell_is_a_piece_of_memory_of_its_own(metrics_fd):

@@ -89,7 +89,7 @@ def make(caplog: pytest.LogCaptureFixture):
     def made(rate: float = 100.0, log_format: str = "text", level: int = logging.INFO, num_workers: int = 1) -> Log:
         caplog.set_level(level, ACCESS)
         shared_metrics, timers = private_metrics(), list[tuple[float, Any]]()
-        shared_metrics.poll(lambda: {Gauge.WORKERS: num_workers})
+        shared_metrics.read_gauges = lambda: {Gauge.WORKERS: num_workers}
         shared_metrics.publish()
         access = FinishedRequests(
             settings(rate, log_format), shared_metrics, ENDPOINTS, lambda seconds, call: timers.append((seconds, call))
@@ -272,7 +272,7 @@ def test_what_no_client_should_ask_for_is_no_failure_of_the_server(make, status)
 def test_a_probe_that_fails_is_never_a_warning(make):
     """Nor does a worker's death make it one: that has a line of its own."""
     log = make()
-    log.shared_metrics.poll(lambda: {Gauge.WORKERS: 0})
+    log.shared_metrics.read_gauges = lambda: {Gauge.WORKERS: 0}
     log.shared_metrics.publish()
     for status in (401, 500, 503):
         log.access.log(status, request(HEALTH), NOW)

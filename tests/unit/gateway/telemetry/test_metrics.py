@@ -190,7 +190,7 @@ def test_a_model_s_name_cannot_break_out_of_its_label(shared_metrics_of_all):
 
 
 def test_every_metric_has_words_and_a_type_and_what_is_published_is_in_it(shared_metrics_of_all):
-    shared_metrics_of_all[0].poll(lambda: {Gauge.QUEUED_SEQUENCES: 17})
+    shared_metrics_of_all[0].read_gauges = lambda: {Gauge.QUEUED_SEQUENCES: 17}
     shared_metrics_of_all[0].publish()
     text = text_of(shared_metrics_of_all[0])
     families = list(text_string_to_metric_families(text))
@@ -242,7 +242,7 @@ def test_a_gateway_that_is_started_again_counts_on(
 ) -> None:
     kept = gateway.of_model("org/b")
     kept.add(Counter.TOKENS, 5)
-    gateway.poll_models(lambda: {"org/b": {Gauge.QUEUED_TOKENS: 9}})
+    gateway.read_gauges_of_models = lambda: {"org/b": {Gauge.QUEUED_TOKENS: 9}}
     gateway.publish()
     assert gateway.total(Gauge.QUEUED_TOKENS, "org/b") == 9
     clear_gauges(metrics_fd, metrics_spec, 0)
@@ -298,9 +298,14 @@ def test_batches_have_numbers_of_their_own_over_all_models(gateway: SharedMetric
 def test_levels_and_workers_are_told_apart(shared_metrics_of_all: list[SharedMetrics]) -> None:
     first, other = shared_metrics_of_all
     kept = [each.of_model(name) for each in shared_metrics_of_all for name in ("a", "org/b")]
-    first.poll_models(lambda: {"a": {Gauge.QUEUED_TOKENS: 3, Gauge.QUEUE_AGE_US: 2_000_000, Gauge.WORKERS: 1}})
-    other.poll_models(lambda: {"org/b": {Gauge.QUEUED_TOKENS: 4, Gauge.WORKERS: 2}, "a": {Gauge.QUEUED_TOKENS: 5}})
-    first.poll(lambda: {Gauge.CONNECTIONS: 8})
+    first.read_gauges_of_models = lambda: {
+        "a": {Gauge.QUEUED_TOKENS: 3, Gauge.QUEUE_AGE_US: 2_000_000, Gauge.WORKERS: 1}
+    }
+    other.read_gauges_of_models = lambda: {
+        "org/b": {Gauge.QUEUED_TOKENS: 4, Gauge.WORKERS: 2},
+        "a": {Gauge.QUEUED_TOKENS: 5},
+    }
+    first.read_gauges = lambda: {Gauge.CONNECTIONS: 8}
     for each in shared_metrics_of_all:
         each.publish()
     first.note_life(Incarnation(1, 2))
@@ -318,7 +323,7 @@ def test_levels_and_workers_are_told_apart(shared_metrics_of_all: list[SharedMet
 
 def test_the_state_of_each_model_and_what_it_took(gateway: SharedMetrics) -> None:
     kept = gateway.of_model("org/b")
-    gateway.poll_models(lambda: {"org/b": {Gauge.REQUESTS: 4, Gauge.WORKERS: 0}})
+    gateway.read_gauges_of_models = lambda: {"org/b": {Gauge.REQUESTS: 4, Gauge.WORKERS: 0}}
     gateway.publish()
     status = ModelIs(
         2, "loading", nbytes=5000, num_loads=3, num_failed_loads=1, load_s=2.5, num_unloads={"idle": 2, "memory": 1}
