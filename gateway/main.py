@@ -24,7 +24,9 @@ import uvloop
 from vecd.base import logs
 from vecd.base.files import load
 from vecd.base.tasks import NoTasks, Pool, naming_limit
-from vecd.gateway.app.app import ENDPOINTS, App, StartingApp
+from vecd.gateway.app.app import App
+from vecd.gateway.app.routes import ENDPOINTS
+from vecd.gateway.app.table import ROUTES, StartingApp
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.encoding.forms import RangesError
 from vecd.gateway.http.forwarded import TrustedProxies
@@ -32,7 +34,7 @@ from vecd.gateway.http.listeners import Server
 from vecd.gateway.http.tls import ServerTls, TlsError
 from vecd.gateway.request import Limits
 from vecd.gateway.scheduling.cores import CoreClaim, Cores, OtherPrograms
-from vecd.gateway.service import Services
+from vecd.gateway.service import GatewayProcess
 from vecd.gateway.telemetry.finished import FinishedRequests, make_sender
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.model.card import ModelError
@@ -242,22 +244,15 @@ class Gateway:
         self._cores = Cores(config.num_cores)
         self._other_programs = OtherPrograms()
         self._published_at = 0.0
-        self._services = Services(
-            config,
-            start,
-            shared_metrics=shared_metrics,
-            send=self._control.send,
-            cores=self._cores,
-            vector_cache=vector_cache,
-        )
-        self._services.active.dispatcher.start_stage = start.start_stage
-        self._app = App(self._services)
-        self._services.on_activated = self._change
+        process = GatewayProcess(start, shared_metrics, self._control.send, self._cores, vector_cache)
+        self._app = App(ROUTES, config, process)
+        self._app.active.dispatcher.start_stage = start.start_stage
+        self._app.on_activated = self._change
         self._core_claim: CoreClaim | None = None
         if config.gateways > 1:
             self._core_claim = CoreClaim(
                 self._cores,
-                num_waiting=self._services.num_waiting,
+                num_waiting=self._app.num_waiting,
                 send=self._control.send,
                 call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
             )
@@ -271,11 +266,11 @@ class Gateway:
             is_ahead=self._is_ahead if config.gateways > 1 else None,
         )
         shared_metrics.read_gauges = self._gauges
-        shared_metrics.read_gauges_of_models = self._services.gauges_of_models
+        shared_metrics.read_gauges_of_models = self._app.gauges_of_models
 
     def _gauges(self) -> dict[Gauge, int]:
         return {
-            **self._services.gauges(),
+            **self._app.gauges(),
             Gauge.CORES_LEASED: self._cores.leased,
             Gauge.OTHERS_USE: self._read_others_use(),
             Gauge.CONNECTIONS: self._server.num_connections,
@@ -283,7 +278,7 @@ class Gateway:
 
     def _read_others_use(self) -> int:
         """Thousandths of a core. Side effect: no core that other programs use is lent."""
-        links = [link for service in self._services.all.values() for link in service.dispatcher.links]
+        links = [link for service in self._app.all.values() for link in service.dispatcher.links]
         pids = {os.getpid(), os.getppid(), *self._shared_metrics.others(Gauge.PID)}
         pids.update(link.facts[name] for link in links for name in ("pid", "parent_pid"))
         used = self._other_programs.read(time.monotonic(), pids)
@@ -305,12 +300,12 @@ class Gateway:
         loop = asyncio.get_running_loop()
         config = self._config
         try:
-            self._services.active.dispatcher.start(zmq_fd)
+            self._app.active.dispatcher.start(zmq_fd)
         except NoTasks as error:
             self._control.send(ChildFailed(str(error)))
             return 3
         loop.set_default_executor(self._pool)
-        self._services.active.dispatcher.activate()
+        self._app.active.dispatcher.activate()
         self._address = _address_of(listening)
         self._start_tracing(config)
         await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
@@ -321,11 +316,11 @@ class Gateway:
         self._drain_order: asyncio.Future[Drain] = loop.create_future()
         self._control.start(self._on_message)
         order = await self._drain_order
-        everything_answered = await drain(self._services, self._server, order.deadline_s, order.grace_s)
+        everything_answered = await drain(self._app, self._server, order.deadline_s, order.grace_s)
         self._control.stop()
         self._timer.cancel()
         self._shared_metrics.publish()
-        self._services.stop()
+        self._app.stop()
         self._finished.report_dropped()
         if self._finished.sender is not None:
             self._finished.sender.close(_LAST_SPANS_S)
@@ -342,9 +337,9 @@ class Gateway:
             case CoresGranted():
                 assert self._core_claim is not None
                 self._core_claim.grant(message.num)
-                self._services.schedule_dispatch()  # batches may have waited for a core
+                self._app.schedule_dispatch()  # batches may have waited for a core
             case _:
-                self._services.on_message(message, fds)
+                self._app.on_message(message, fds)
 
     def _tick_in(self, seconds: float) -> None:
         self._due = time.perf_counter() + seconds
@@ -363,7 +358,6 @@ class Gateway:
     def _change(self, config: GatewayConfig) -> None:
         """Apply the first model's configuration to what all generations share."""
         logs.change(config.log_level, config.log_format)
-        self._app.change(config)
         self._finished.change(config)
         self._start_tracing(config)
         self._server.change(_limits_of(config), TrustedProxies(config.trusted_proxies))
@@ -382,12 +376,12 @@ class Gateway:
             asyncio.get_running_loop().run_in_executor(None, before.close, _LAST_SPANS_S)
 
 
-async def drain(services: Services, server: Server, deadline_s: float, grace_s: float) -> bool:
+async def drain(app: App, server: Server, deadline_s: float, grace_s: float) -> bool:
     """Answer what has been sent, and close everything within `deadline_s`. True when everything was answered. For the
     first `grace_s` everything is served as before, but `/health` says 503."""
-    services.is_draining = True
+    app.process.is_draining = True
     last_responses_s = min(_LAST_RESPONSES_S, deadline_s / 4)
-    asyncio.get_running_loop().call_later(deadline_s - last_responses_s, services.give_up)
+    asyncio.get_running_loop().call_later(deadline_s - last_responses_s, app.give_up)
     # The server spends the last part of the grace on connections that are being opened.
     quiet_s = min(grace_s, _QUIET_S)
     await asyncio.sleep(grace_s - quiet_s)

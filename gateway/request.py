@@ -334,7 +334,7 @@ class RequestTimeline:
     """Made with its request, in 0.1 µs: what is not noted has the value here."""
 
     endpoint = 0
-    """The index in `vecd.gateway.app.app.ENDPOINTS`."""
+    """The index in `vecd.gateway.app.routes.ENDPOINTS`."""
     principal = ""
     """The name of the request's key."""
     model = ""
@@ -444,7 +444,7 @@ _PROBED = {
 
 
 class Endpoint(NamedTuple):
-    """What a request is counted under. `vecd.gateway.app.app` has the table of all."""
+    """What a request is counted under. `vecd.gateway.app.routes` has the list of all."""
 
     route: str
     """A path of the table of routes, never as the client wrote it."""
@@ -463,7 +463,7 @@ NO_ROUTE = Endpoint("other", "none")
 @dataclass(slots=True)
 class ModelChoice:
     """Which model a request is for, where several are served. `vecd.gateway.app.app` reads the path and the header; for
-    a request that names no model there, `vecd.gateway.app.handle` chooses by the body."""
+    a request that names no model there, `App` chooses by the body."""
 
     named: str
     """By the path or the header, as the client wrote it; "" if neither names a model."""

@@ -84,7 +84,7 @@ class Bodies:
             if inflating.is_complete:
                 body, inflating = inflating.take(), None
         if inflating is None and len(body) <= INLINE_BYTES:
-            return parse_fields(parse_small(body, names))
+            return parse_fields(_parse_small(body, names))
         with self.room.share(tenant) as share:
             share.take(len(body))
             if inflating is not None:
@@ -102,7 +102,7 @@ class Bodies:
         return inflating.take()
 
 
-def parse_small(body: bytes, names: FieldNames) -> JsonObject:
+def _parse_small(body: bytes, names: FieldNames) -> JsonObject:
     """The JSON object in a body of at most `INLINE_BYTES`, not compressed; otherwise as `Bodies.parse`."""
     try:
         fields = orjson.loads(body)

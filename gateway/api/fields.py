@@ -6,6 +6,7 @@ other. Null is the same as absent. Unknown fields are ignored, because clients s
 the limit and the value, but never quotes a text. Pure.
 """
 
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.gateway.errors import BadRequest, quoted
+from vecd.gateway.request import Encoding, Priority
 
 Schema: TypeAlias = JsonObject
 """A JSON Schema, as OpenAPI 3.1 has them."""
@@ -173,10 +175,10 @@ class Fields:
     def __init__(self, *fields: Field[Any]) -> None:
         self._words = {field.name: field for field in fields}
         self._readers = {field.name: (field.key, None if field.read is _as_sent else field.read) for field in fields}
-        self._names: dict[str, list[str]] = {}
-        """Of the words for each attribute, by its key."""
+        self.words: dict[str, list[str]] = {}
+        """The words for each attribute, by its key; those that speak of several by SEVERAL."""
         for field in self._words.values():
-            self._names.setdefault(field.key, []).append(field.name)
+            self.words.setdefault(field.key, []).append(field.name)
         self._objects = frozenset(name.partition(".")[0] for name in self._words if "." in name)
         self.large = frozenset(field.name for field in self if field.is_large)
         self.small = frozenset(field.name for field in self if not field.is_large)
@@ -206,16 +208,12 @@ class Fields:
                     values[key] = value if read is None else read(value, name)
         return Wanted(values, self, body)
 
-    def words_for(self, attribute: Field[Any]) -> Sequence[str]:
-        """All words for an attribute, without those that speak of several."""
-        return self._names.get(attribute.key, ())
-
     def word_for(self, key: str, body: JsonMapping) -> str | None:
         """One of a body's words for the attribute of that key; None if it has none."""
-        for name in self._names.get(key, ()):
+        for name in self.words.get(key, ()):
             if body.get(name) is not None:
                 return name
-        several = (name for name in self._names.get(SEVERAL, ()) if body.get(name) is not None)
+        several = (name for name in self.words.get(SEVERAL, ()) if body.get(name) is not None)
         return next((name for name in several if key in self._words[name].read(body[name], name)), None)
 
     def _flat(self, body: JsonMapping) -> JsonMapping:
@@ -356,3 +354,80 @@ _JSON_TYPES: dict[type, str] = {
 def json_type(value: Any) -> str:
     """The name of a value's type in JSON, for an error message."""
     return _JSON_TYPES.get(type(value), "an object")
+
+
+# --- headers that mean the same in every dialect ----------------------------------------------------------------
+
+Headers: TypeAlias = Mapping[str, str]
+"""Names in lower case."""
+MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
+
+_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,8}")
+_QUALITY = re.compile(r"\s*q\s*=\s*(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)\s*", re.IGNORECASE)
+_MAX_MEDIA_RANGES = 32
+BINARY_MEDIA_TYPES = {Encoding.BYTES: "application/octet-stream", Encoding.NPY: "application/x-npy"}
+_MAY_BE_BINARY = re.compile("|".join(map(re.escape, BINARY_MEDIA_TYPES.values())), re.IGNORECASE)
+_ANY_OR_JSON = ("*/*", "application/json")
+"""What most clients accept."""
+
+
+def parse_priority(headers: Headers) -> Priority | None:
+    """Raises BadRequest."""
+    name = headers.get("x-vecd-priority")
+    return None if name is None else priority_named(name, "header x-vecd-priority:")
+
+
+def priority_named(name: str, where: str, param: str | None = None) -> Priority:
+    """Raises BadRequest with a message that begins with `where`."""
+    if name not in _PRIORITIES:
+        raise BadRequest(f"{where} must be 'interactive', 'normal' or 'bulk', is {quoted(name)}", param=param)
+    return _PRIORITIES[name]
+
+
+def priority_numbered(number: int) -> Priority:
+    """The priority of a number of vLLM's and Cohere's: lower goes first, 0 is normal."""
+    return Priority.NORMAL if number == 0 else Priority.INTERACTIVE if number < 0 else Priority.BULK
+
+
+def parse_timeout_s(headers: Headers) -> float | None:
+    """Raises BadRequest."""
+    value = headers.get("x-vecd-timeout-ms")
+    if value is None:
+        return None
+    if not _WHOLE_NUMBER.fullmatch(value) or not 1 <= int(value) <= MAX_TIMEOUT_MS:
+        raise BadRequest(
+            f"header x-vecd-timeout-ms: must be a whole number from 1 to {MAX_TIMEOUT_MS}, is {quoted(value)}"
+        )
+    return int(value) / 1000
+
+
+def parse_accept(headers: Headers) -> Encoding | None:
+    """The binary encoding that `Accept` prefers to JSON; None if there is none.
+
+    The response is JSON if the client likes it as much, or accepts none of the types, instead of a 406.
+    Source: RFC 9110, section 12.5.1; only the parameter q counts.
+    """
+    accept = headers.get("accept")
+    if accept is None or accept in _ANY_OR_JSON or not _MAY_BE_BINARY.search(accept):
+        return None
+    accept = accept.lower()
+    qualities = dict(map(_media_range, accept.split(",", _MAX_MEDIA_RANGES)[:_MAX_MEDIA_RANGES]))
+    preferred, highest = None, _quality_of("application/json", qualities)
+    for encoding, media_type in BINARY_MEDIA_TYPES.items():
+        if (quality := _quality_of(media_type, qualities)) > highest:
+            preferred, highest = encoding, quality
+    return preferred
+
+
+def _media_range(text: str) -> tuple[str, float]:
+    """A media range and its quality: 1 if there is none, 0 if it cannot be parsed."""
+    media_range, *parameters = map(str.strip, text.split(";"))
+    match = _QUALITY.fullmatch(next((each for each in parameters if each.startswith("q")), "q=1"))
+    return media_range, float(match[1]) if match else 0.0
+
+
+def _quality_of(media_type: str, qualities: Mapping[str, float]) -> float:
+    """That of the most specific range that includes the type."""
+    ranges = (media_type, "application/*", "*/*")
+    return next((qualities[each] for each in ranges if each in qualities), 0.0)

@@ -1,7 +1,7 @@
 """What a dialect is made of: operations, and what each needs of the model.
 
 Runs no operation. A dialect is one file of `vecd.gateway.dialects` with a `DIALECT` at its end, and one row of
-`vecd.gateway.app.app.DIALECTS`.
+`vecd.gateway.app.table.DIALECTS`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from vecd.base.files import JsonMapping
-from vecd.gateway.api.answer import Headers
-from vecd.gateway.api.fields import Fields, Schema, Wanted
+from vecd.gateway.api.fields import Fields, Headers, Schema, Wanted
 from vecd.gateway.api.served import ModelInfo, listed
 from vecd.gateway.errors import ApiError, WrongModel
 from vecd.gateway.request import Embedded, EmbedRequest, Response, TokenCollector, TokenIds
@@ -160,20 +159,16 @@ _MAX_ROUTES = 8
 """Routes that a message names."""
 
 
-def is_able(operation: Operation, capabilities: Sequence[str]) -> bool:
-    """Whether a model of these capabilities has one that the operation needs."""
-    return not operation.needs or any(need in capabilities for need in operation.needs)
-
-
-def check_model(operation: Operation, capabilities: Sequence[str], routes: Mapping[str, Sequence[str]]) -> None:
-    """Raises WrongModel unless `is_able`. `routes`: by capability, the paths of the operations that need it."""
-    if not is_able(operation, capabilities):
-        can = " and ".join(_CAN[capability] for capability in capabilities)
-        cannot = " or ".join(_CAN[need] for need in operation.needs)
-        raise WrongModel(
-            f"This model can {can} ({', '.join(capabilities)}); it cannot {cannot}{_served_at(capabilities, routes)}",
-            can=lambda info: True,
-        )
+def wrong_model(operation: Operation, model_info: ModelInfo, routes: Mapping[str, Sequence[str]]) -> WrongModel:
+    """For a model that cannot what the operation needs. `routes`: by capability, the paths of the operations that need
+    it."""
+    capabilities = model_info.card.capabilities
+    can = " and ".join(_CAN[capability] for capability in capabilities)
+    cannot = " or ".join(_CAN[need] for need in operation.needs)
+    return WrongModel(
+        f"This model can {can} ({', '.join(capabilities)}); it cannot {cannot}{_served_at(capabilities, routes)}",
+        can=lambda info: True,
+    )
 
 
 def add_others(
@@ -191,7 +186,7 @@ def add_others(
     if isinstance(error, WrongModel) and served not in error.message:
         error.add(served)
     others = (info for info in all_infos if info is not model_info)
-    able = [info.model for info in others if is_able(operation, info.card.capabilities) and error.can(info)]
+    able = [info.model for info in others if info.can(operation.needs) and error.can(info)]
     if able:
         error.add(f". Models of this server that can: {listed(able)}")
 

@@ -75,6 +75,7 @@ class ModelInfo:
     def __post_init__(self) -> None:
         config, card, defaults = self.config, self.config.card, self.defaults
         self.card, self.outputs = card, card.outputs
+        self.capabilities = frozenset(card.capabilities)
         self.model = config.model
         """Reported in every response."""
         self.names = (config.model, *config.aliases)
@@ -124,6 +125,10 @@ class ModelInfo:
         if purpose in (*_QUERY, "code.query"):
             return Role.QUERY
         return Role.DOCUMENT if purpose in _RETRIEVAL else None
+
+    def can(self, needs: Sequence[str]) -> bool:
+        """Whether the model has one of these capabilities, or none is needed."""
+        return not needs or not self.capabilities.isdisjoint(needs)
 
     def what_it_is(self) -> str:
         """For an error message."""
@@ -352,9 +357,7 @@ class Models:
 
     def able(self, needs: Sequence[str]) -> tuple[ModelInfo, ...]:
         """The models that have one of the capabilities; all, if none is needed."""
-        if not needs:
-            return self.all
-        return tuple(model for model in self.all if not set(needs).isdisjoint(model.card.capabilities))
+        return tuple(model for model in self.all if model.can(needs))
 
     def split(self, path: str) -> tuple[str, str] | None:
         """The name and the rest of a path that begins with PREFIX; None if no model has such a name.

@@ -10,12 +10,11 @@ import re
 from collections.abc import Sequence
 
 from vecd.base.files import JsonMapping, JsonObject
-from vecd.gateway.api.answer import MAX_TIMEOUT_MS
-from vecd.gateway.api.fields import Schema
-from vecd.gateway.api.operation import Dialect, Operation, is_able
+from vecd.gateway.api.fields import MAX_TIMEOUT_MS, Schema
+from vecd.gateway.api.operation import Dialect, Operation
 from vecd.gateway.api.served import HEADER, PREFIX, ModelInfo
-from vecd.gateway.app.handle import CONDITION, Claim, claims_of
-from vecd.gateway.app.routes import Route, Table
+from vecd.gateway.app.conditions import CONDITION
+from vecd.gateway.app.routes import Claim, Route, Table
 from vecd.gateway.dialects.ask import DIMENSIONS
 from vecd.gateway.request import HEADER as IDENTITY
 
@@ -78,7 +77,7 @@ def describe_api(
     for path, methods in table.items():
         has_name = "*" in path
         for method, route in methods.items():
-            claims = claims_of(route)
+            claims = route.claims
             able = [claim for claim in claims if not are_several or _able(claim.operation, model_infos)]
             if claims and not able:
                 continue
@@ -153,7 +152,7 @@ def _servers(prefix: str, names: Sequence[str]) -> JsonObject:
 
 
 def _able(operation: Operation, model_infos: Sequence[ModelInfo]) -> list[ModelInfo]:
-    return [each for each in model_infos if is_able(operation, each.card.capabilities)]
+    return [each for each in model_infos if each.can(operation.needs)]
 
 
 def _operation_id(method: str, path: str) -> str:

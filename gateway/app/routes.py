@@ -1,22 +1,23 @@
 """The routes as data, and the lookup of a path."""
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from vecd.gateway.api.operation import Operation
-from vecd.gateway.errors import MethodNotAllowed, NotFound
+from vecd.base.files import JsonMapping
+from vecd.gateway.api.large_json import FieldNames
+from vecd.gateway.api.operation import Dialect, Operation
+from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.errors import ApiError, MethodNotAllowed, NotFound
 from vecd.gateway.request import NO_ROUTE, Endpoint, HttpRequest, Response
-from vecd.gateway.scheduling.keys import Principal
-from vecd.gateway.service import Service
 
 # Clients write paths in many ways: a base URL with or without /v1, a trailing or a double slash, the whole URL in place
 # of a base. Those that can mean only one route are served directly. They are never redirected, because a redirect turns
 # a POST into a GET. A spelling never leads to a route with another first part, so that a proxy may route by prefix.
 
-Handler: TypeAlias = Callable[[Service, HttpRequest, Principal], Awaitable[Response]]
-
+Handler: TypeAlias = Callable[..., Awaitable[Response]]
+"""Takes the `vecd.gateway.app.app.App`, the service of the model, the request and its principal."""
 
 ENDPOINTS = [NO_ROUTE]
 """By the index that `Route.endpoint` and `RequestTimeline.endpoint` have; complete once the table of routes is made."""
@@ -32,15 +33,58 @@ def endpoint_of(route: str, dialect: str) -> int:
     return _indices[endpoint]
 
 
+class Claim(NamedTuple):
+    """An operation of one dialect, at the path that it shares with others."""
+
+    dialect: Dialect
+    operation: Operation
+    endpoint: int = 0
+    """As in `RequestTimeline.endpoint`."""
+
+
 class Route(NamedTuple):
-    handler: Handler
+    handler: Handler | None = None
+    """None: a dialect's operation is run."""
     scope: str | None = "embed"
     """The scope that a key must have: one of `vecd.gateway.config.SCOPES`, or ANY_SCOPE. None: no key is needed,
     because the probes of a load balancer have none. Decides which listeners serve the route, too."""
     about: Operation | None = None
-    """For the documentation, if the handler is not a `vecd.gateway.app.handle.OperationsHandler`."""
+    """For the documentation, if there is a handler."""
     endpoint: int = 0
     """As in `RequestTimeline.endpoint`; that of the first dialect, if several share the path."""
+    claims: tuple[Claim, ...] = ()
+    """A body belongs to the first claim whose field it has, or else to the first that the model can answer, or to the
+    first of all. None if there is a handler."""
+    path: str = ""
+    """Of the claims. A `*` inside it stands for the name of a model, which replaces the one in the body."""
+    names: FieldNames = FieldNames(frozenset())
+    """Those of all claims."""
+
+    def claim_of(self, body: JsonMapping, info: ModelInfo) -> Claim:
+        """The claim that a body for a model belongs to."""
+        able = (claim for claim in self.claims if info.can(claim.operation.needs))
+        return self._claimed(body) or next(able, self.claims[0])
+
+    def claims_for(self, body: JsonMapping) -> Sequence[Claim]:
+        """Those that a body may belong to, for a model that is still to be chosen."""
+        if len(self.claims) > 1 and (claimed := self._claimed(body)) is not None:
+            return [claimed]
+        return [claim for claim in self.claims if not claim.operation.claims] or self.claims
+
+    def _claimed(self, body: JsonMapping) -> Claim | None:
+        """The first claim that the body has a field of."""
+        claims = (claim for claim in self.claims for name in claim.operation.claims if body.get(name) is not None)
+        return next(claims, None)
+
+
+def route_of(claims: Sequence[Claim], path: str) -> Route:
+    operations = [claim.operation for claim in claims]
+    names = FieldNames(
+        frozenset[str]().union(*(operation.fields.large for operation in operations)),
+        frozenset[str]().union(*(operation.fields.small for operation in operations)),
+        next((operation.bare_list for operation in operations if operation.bare_list), ""),
+    )
+    return Route(endpoint=claims[0].endpoint, claims=tuple(claims), path=path, names=names)
 
 
 Table: TypeAlias = Mapping[str, Mapping[str, Route]]
@@ -86,6 +130,44 @@ def served(
     return {path: methods for path, methods in found.items() if methods}
 
 
+def paths_of(table: Table) -> dict[str, list[str]]:
+    """By capability, the paths of the operations that need it, for errors. These name no path that holds the name of a
+    model, and none below /openai, which repeats another."""
+    paths: dict[str, list[str]] = {}
+    for path, methods in table.items():
+        for route in methods.values() if "*" not in path and not path.startswith("/openai/") else ():
+            for claim in route.claims:
+                for capability in claim.operation.needs:
+                    paths.setdefault(capability, []).append(path)
+    return paths
+
+
+def dialects_of(table: Table) -> dict[str, Dialect]:
+    """By name."""
+    routes = [route for methods in table.values() for route in methods.values()]
+    return {claim.dialect.name: claim.dialect for route in routes for claim in route.claims}
+
+
+def render_error(error: ApiError, http: HttpRequest | None, table: Table, dialects: Mapping[str, Dialect]) -> Response:
+    """In the shape of the request's dialect, or in that of the first of all if the dialect is not known. `http`: None:
+    its head could not be parsed."""
+    dialect = dialects.get(error.dialect or "") or (http and _dialect_at(table, http, dialects))
+    response = (dialect or next(iter(dialects.values()))).render_error(error)
+    response.headers.update(error.headers)
+    return response
+
+
+def _dialect_at(table: Table, http: HttpRequest, dialects: Mapping[str, Dialect]) -> Dialect | None:
+    """That of the method at the path, or else of another method there, or else of all paths that begin so."""
+    methods = methods_at(table, http.path) or {}
+    routes = [methods[http.method]] if http.method in methods else []
+    for route in (*routes, *methods.values()):
+        if route.claims:
+            return route.claims[0].dialect
+    prefixed = (each for each in dialects.values() if each.prefix and http.path.startswith(each.prefix))
+    return next(prefixed, None)
+
+
 def find_route(table: Table, method: str, path: str) -> Route:
     """Raises NotFound for an unknown path, MethodNotAllowed for a known one with another method. OPTIONS is answered at
     every known path, and needs no key: the methods are no secret."""
@@ -110,7 +192,7 @@ def allowed_methods(methods: Mapping[str, object]) -> str:
     return ", ".join(sorted({*methods, "OPTIONS", *(["HEAD"] if "GET" in methods else [])}))
 
 
-async def _respond_to_options(allow: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def _respond_to_options(allow: str, *_: object) -> Response:
     return Response(204, headers={"allow": allow})
 
 

@@ -15,6 +15,7 @@ from vecd.base.files import JsonObject
 from vecd.gateway.api.answer import json_response
 from vecd.gateway.api.fields import BOOLEAN, STRING, Schema, nullable, record
 from vecd.gateway.api.operation import Operation
+from vecd.gateway.app.app import App
 from vecd.gateway.app.routes import ENDPOINTS, Handler, Route, normalize
 from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.errors import NotFound
@@ -34,18 +35,18 @@ _LIMITS = (
 )  # fmt: skip
 
 
-def describe_info(service: Service, *, shows_tenants: bool) -> JsonObject:
+def describe_info(app: App, service: Service, *, shows_tenants: bool) -> JsonObject:
     """The body of `/info`, of the whole server: no text, no key, no path, no address. `shows_tenants`: the caller may
     see the names of keys. Side effect: the polled gauges are published."""
-    config, shared_metrics = service.config, service.services.shared_metrics
+    config, shared_metrics = service.config, service.process.shared_metrics
     shared_metrics.publish()
     return {
         **describe_for_tei(service),
         "model": describe_model(service),
         "limits": {"max_wait_s" if name == "max_wait" else name: getattr(config, name) for name in _LIMITS},
         "queue": describe_queue(shared_metrics),
-        **({"tenants": _describe_tenants(service)} if shows_tenants else {}),
-        "cores": service.services.cores.describe() | {"learned": service.dispatcher.thread_model.describe()},
+        **({"tenants": _describe_tenants(app, service)} if shows_tenants else {}),
+        "cores": service.process.cores.describe() | {"learned": service.dispatcher.thread_model.describe()},
         "workers": _describe_workers(service),
         "gateway": {
             "gateway": shared_metrics.gateway,
@@ -77,10 +78,10 @@ def describe_state(service: Service) -> JsonObject:
     }
 
 
-def shows_models(service: Service) -> bool:
+def shows_models(app: App) -> bool:
     """There are several models, or the only one is not loaded all the time."""
-    config = service.config
-    return service.services.models.are_several or config.is_loaded_on_demand or config.keep_alive_s is not None
+    config = app.active.config
+    return app.models.are_several or config.is_loaded_on_demand or config.keep_alive_s is not None
 
 
 def links_of(service: Service) -> list[tuple[int, WorkerLink | None]]:
@@ -176,7 +177,7 @@ INFO_SCHEMA = record(
 """The schema of the fields of `/info` that every caller sees."""
 
 
-def _describe_tenants(service: Service) -> JsonObject:
+def _describe_tenants(app: App, service: Service) -> JsonObject:
     """Without keys a tenant is an address, and only their number is shown."""
     keys = [
         {
@@ -184,7 +185,7 @@ def _describe_tenants(service: Service) -> JsonObject:
             "requests": service.admission.num_requests_of(holder.tenant),
             "queued_tokens": service.policy.queued_tokens_of(holder.tenant),
         }
-        for holder in service.services.principals.with_keys
+        for holder in app.principals.with_keys
     ]
     return {"present": service.admission.num_tenants, "keys": keys}
 
@@ -267,14 +268,14 @@ _TOTALS = {
 }
 
 
-def describe_stats(service: Service, usages: Mapping[str, Usage]) -> JsonObject:
+def describe_stats(app: App, service: Service, usages: Mapping[str, Usage]) -> JsonObject:
     """The body of `/stats`. `usages`: of the server's processes. Side effect: the polled gauges are published."""
-    config, shared_metrics, of_models = service.config, service.services.shared_metrics, service.services.of_models
+    config, shared_metrics, of_models = service.config, service.process.shared_metrics, app.of_models
     total, now_ns = shared_metrics.total, time.monotonic_ns()
     shared_metrics.publish()
     models = [
         _describe_load(one, partial(total, model=one.config.model if len(of_models) > 1 else None))
-        for one in (of_models if shows_models(service) else ())
+        for one in (of_models if shows_models(app) else ())
     ]
     return {
         "now_s": now_ns / 1e9,
@@ -347,7 +348,7 @@ def _describe_load(service: Service, total: Callable[..., int]) -> JsonObject:
 
 def _describe_work(service: Service, worker: int, link: WorkerLink | None, without: str) -> JsonObject:
     """What a worker has done. `without`: the state of one that is not up."""
-    shared_metrics = service.services.shared_metrics
+    shared_metrics = service.process.shared_metrics
     facts, done = {} if link is None else link.facts, partial(shared_metrics.worker_total, worker)
     return {
         "worker": worker,
@@ -375,36 +376,36 @@ def _describe_batch(batch: tuple[int, ...]) -> JsonObject:
 # The server's own routes, which belong to no dialect: health, figures, documentation, commands of the operator.
 
 
-async def health(service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def health(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """200 only while a worker can serve and the server takes requests. Is about this gateway and its own links to the
     workers, because the caller's requests would go to it, and about the models of `_named_services`."""
-    services = _named_services(service, http, principal)
-    if (reason := _why_unavailable(services)) is not None:
+    services = _named_services(app, service, http, principal)
+    if (reason := _why_unavailable(app, services)) is not None:
         return unavailable(reason)
     changed = [(each.info.model, what) for each in services if (what := each.known.changed_files)]
     files = [what if len(services) == 1 else f"{model}: {what}" for model, what in changed]
     body = {"status": "ok", "model_files": "; ".join(files) or "as loaded"}
-    if len(services) == 1 and (service.services.models.are_several or services[0].residence.is_told):
+    if len(services) == 1 and (app.models.are_several or services[0].residence.is_told):
         body["state"] = services[0].residence.state
     return json_response(200, body)
 
 
-def _why_unavailable(services: Sequence[Service]) -> str | None:
+def _why_unavailable(app: App, services: Sequence[Service]) -> str | None:
     """The reason why no embedding request can be served; None while one can. A model that is loaded on demand and
     cannot be loaded makes the server of others no less available."""
     if len(services) == 1:
         return services[0].why_unavailable()
     needed = [each for each in services if not (each.config.is_loaded_on_demand and each.residence.is_awaited)]
     reasons = [f"{each.info.model}: {reason}" for each in needed if (reason := each.why_unavailable()) is not None]
-    return "; ".join(reasons) or (None if services[0].services.models.is_complete else "models are loading")
+    return "; ".join(reasons) or (None if app.models.is_complete else "models are loading")
 
 
-def _named_services(service: Service, http: HttpRequest, principal: Principal) -> Sequence[Service]:
+def _named_services(app: App, service: Service, http: HttpRequest, principal: Principal) -> Sequence[Service]:
     """Those of the models that a request is about: of the one that its path, its header or its query names, or else of
     all that its sender reaches. Raises ApiError for an unknown name in the query, whatever the policy is."""
     if not http.may_choose:
         return (service,)
-    models, all_services = service.models_for(principal), service.services.all
+    models, all_services = app.models_for(principal), app.all
     [name, *_] = parse_qs(http.query.decode("ascii", "replace")).get("model", [""])
     if not name:
         return [all_services[info.generation] for info in models.all]
@@ -424,18 +425,18 @@ LIVE = {"/live": {"status": "ok"}, "/v2/health/live": {"live": True}}
 """By path, the body of its response for as long as the gateway runs."""
 
 
-async def _live(path: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def _live(path: str, app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     return json_response(200, LIVE[path])
 
 
-async def ready_v2(service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def ready_v2(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """The same truth as /health, for KServe, which probes the Open Inference Protocol: 503 is what its own servers
     answer, where the protocol only says 4xx."""
-    reason = _why_unavailable(_named_services(service, http, principal))
+    reason = _why_unavailable(app, _named_services(app, service, http, principal))
     return json_response(200, {"ready": True}) if reason is None else unavailable(reason, ready=False)
 
 
-async def root(service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def root(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """The page for a browser, and a health check for other clients: text-embeddings-inference has its health here, and
     Ollama's clients request this path first. The page is the server's, and is not served behind a model's name."""
     if (
@@ -444,21 +445,21 @@ async def root(service: Service, http: HttpRequest, principal: Principal) -> Res
         and not (http.choice is not None and http.choice.is_by_path)
     ):
         response = _page("page.html")
-    elif (response := await health(service, http, principal)).status == 200:
+    elif (response := await health(app, service, http, principal)).status == 200:
         response = Response(200, b"vecd is running", content_type=_TEXT)
     if service.config.ui:
         response.headers["vary"] = "accept"  # a cache must not answer one kind of client with the other's response
     return response
 
 
-async def info(service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def info(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """Operators get everything; other callers get the fields of text-embeddings-inference, which its clients need. Of
     several models it is about the first that the request may mean, with a list of all for operators."""
-    services = _named_services(service, http, principal)
+    services = _named_services(app, service, http, principal)
     service = services[0]
     if not (principal.sees_metrics and (http.is_admin or not service.config.has_admin_listener)):
         return json_response(200, describe_for_tei(service))
-    body = describe_info(service, shows_tenants=http.is_admin or principal.is_admin)
+    body = describe_info(app, service, shows_tenants=http.is_admin or principal.is_admin)
     if len(services) > 1:
         body["models"] = [
             {**describe_model(each), **describe_state(each), "workers": _describe_workers(each)} for each in services
@@ -466,16 +467,16 @@ async def info(service: Service, http: HttpRequest, principal: Principal) -> Res
     return json_response(200, body)
 
 
-async def metrics(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    usages = await _usages(service)
-    service.services.shared_metrics.publish()
+async def metrics(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+    usages = await _usages(app)
+    service.process.shared_metrics.publish()
     render = partial(
         render_metrics,
-        service.services.shared_metrics,
+        service.process.shared_metrics,
         version=service.config.version,
         endpoints=ENDPOINTS,
-        models=[*map(_served_model, service.services.of_models)],
-        have_states=shows_models(service),
+        models=[*map(_served_model, app.of_models)],
+        have_states=shows_models(app),
         usages=usages,
     )
     return Response(200, await asyncio.to_thread(render), content_type=CONTENT_TYPE)
@@ -493,36 +494,36 @@ def _served_model(service: Service) -> ServedModel:
     )
 
 
-async def stats(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    return json_response(200, describe_stats(service, await _usages(service)), headers={"cache-control": "no-store"})
+async def stats(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, describe_stats(app, service, await _usages(app)), headers={"cache-control": "no-store"})
 
 
-async def _usages(service: Service) -> dict[str, Usage]:
+async def _usages(app: App) -> dict[str, Usage]:
     """Of the supervisor, all gateways, the workers that are up, and their fork server."""
     pids = {"supervisor": os.getppid()}
-    sections = enumerate(service.services.shared_metrics.sections)
+    sections = enumerate(app.process.shared_metrics.sections)
     pids |= {f"gateway-{index}": pid for index, section in sections if (pid := section.gauges[Gauge.PID])}
-    for each in service.services.of_models:
-        fork_server = f"forkserver-{each.config.model}" if service.services.models.are_several else "forkserver"
+    for each in app.of_models:
+        fork_server = f"forkserver-{each.config.model}" if app.models.are_several else "forkserver"
         for link in each.dispatcher.links:
             pids |= {f"worker-{link.incarnation.worker}": link.facts["pid"], fork_server: link.facts["parent_pid"]}
-    return await service.services.processes.usages(pids)
+    return await app.processes.usages(pids)
 
 
-async def reload(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    service.services.send(ReloadAsked())
+async def reload(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+    app.process.send(ReloadAsked())
     return json_response(202, {"status": "reloading"})
 
 
-async def models(service: Service, http: HttpRequest, principal: Principal) -> Response:
-    return json_response(200, {"models": [describe_state(each) for each in service.services.of_models]})
+async def models(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+    return json_response(200, {"models": [describe_state(each) for each in app.of_models]})
 
 
-async def _change_state(action: str, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def _change_state(action: str, app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """Have a model of the configuration loaded or unloaded: 200 once it is so, 503 if it has failed, and 202
     where the caller does not wait for that. Raises NotFound for all other names."""
     name = normalize(http.path).removeprefix(_MODELS).removesuffix(f"/{action}")
-    named = next((each for each in service.services.of_models if name in each.info.names), None)
+    named = next((each for each in app.of_models if name in each.info.names), None)
     if named is None:
         raise NotFound(
             "No model of the configuration has this name; GET /admin/models lists them", code="model_not_found"
@@ -535,13 +536,13 @@ async def _change_state(action: str, service: Service, http: HttpRequest, princi
     return json_response(200 if is_done else 202, described)
 
 
-async def keys(service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def keys(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """Neither a key nor its digest."""
-    described = [holder.describe() for holder in service.services.principals.with_keys]
-    return json_response(200, {"gateway": service.services.shared_metrics.gateway, "keys": described})
+    described = [holder.describe() for holder in app.principals.with_keys]
+    return json_response(200, {"gateway": service.process.shared_metrics.gateway, "keys": described})
 
 
-async def docs(service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def docs(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
     """A page that shows /openapi.json, for which it asks for a key, and loads nothing else."""
     return _page("docs.html")
 

@@ -33,19 +33,12 @@ import orjson
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import (
-    Headers,
-    parse_accept,
-    parse_priority,
-    parse_timeout_s,
-    priority_named,
-    priority_numbered,
-)
 from vecd.gateway.api.fields import (
     REQUEST_ID,
     SEVERAL,
     Field,
     Fields,
+    Headers,
     Said,
     Schema,
     Wanted,
@@ -55,6 +48,11 @@ from vecd.gateway.api.fields import (
     json_type,
     list_of,
     nullable,
+    parse_accept,
+    parse_priority,
+    parse_timeout_s,
+    priority_named,
+    priority_numbered,
     record,
 )
 from vecd.gateway.api.operation import Call, ParsedMessages

@@ -15,15 +15,7 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import (
-    BINARY_MEDIA_TYPES,
-    json_response,
-    list_schema,
-    parse_accept,
-    render_rows,
-    report_json,
-    usage,
-)
+from vecd.gateway.api.answer import json_response, list_schema, render_rows, report_json, usage
 from vecd.gateway.api.fields import Fields, Schema, Wanted, agreed, any_of, described, list_of, nullable, record
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedMessages, posted
 from vecd.gateway.api.served import ModelInfo
@@ -63,7 +55,7 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
         return render_conversations(call, value, parse_embeddings)
     inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
     if model_info.is_dense and model_info.defaults is None and wanted.is_within(USUAL):  # most requests
-        forms = ACCEPTED_FORMS[parse_accept(call.headers)] if encoding is None else USUAL_FORMS[encoding]
+        forms = ACCEPTED_FORMS[fields.parse_accept(call.headers)] if encoding is None else USUAL_FORMS[encoding]
         request = usual_request(call, inputs, forms)
     else:
         kinds = outputs.requested_kinds(wanted, model_info)
@@ -281,7 +273,7 @@ EMBEDDINGS = Operation(
     response=outputs.chunks_schema(outputs.response_schema(response_schema("embedding", "embedding", VECTOR))),
     needs=outputs.NEEDS,
     asks_for=outputs.asks_for,
-    binary_media_types=tuple(BINARY_MEDIA_TYPES.values()),
+    binary_media_types=tuple(fields.BINARY_MEDIA_TYPES.values()),
 )
 _MULTI_VECTOR = replace(
     EMBEDDINGS, summary="Embed each token of texts", parse=parse_multi_vector, needs=("multi-vector",)

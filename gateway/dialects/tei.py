@@ -22,7 +22,6 @@ import orjson
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import (
-    BINARY_MEDIA_TYPES,
     fragments_of,
     json_list,
     json_response,
@@ -31,6 +30,7 @@ from vecd.gateway.api.answer import (
     written,
 )
 from vecd.gateway.api.fields import (
+    BINARY_MEDIA_TYPES,
     NUMBER,
     SEVERAL,
     STRING,

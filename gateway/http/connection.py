@@ -44,7 +44,7 @@ from vecd.gateway.telemetry.measures import GONE
 
 
 class Application(Protocol):
-    """What handles requests: `vecd.gateway.service.Services`. An ApiError that it raises is rendered by `render_error`,
+    """What handles requests: `vecd.gateway.app.app.App`. An ApiError that it raises is rendered by `render_error`,
     anything else as a 500."""
 
     def check_head(self, request: HttpRequest) -> Response | None:
@@ -54,8 +54,8 @@ class Application(Protocol):
     async def handle(self, request: HttpRequest) -> Response:
         """Handle a complete request. Cancelled when the client disconnects."""
 
-    def render_error(self, error: ApiError, path: str | None) -> Response:
-        """The response to a failed request; `path` is None when its head could not be parsed."""
+    def render_error(self, error: ApiError, request: HttpRequest | None) -> Response:
+        """The response to a failed request; None: its head could not be parsed."""
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:
         """Add the headers that every response to `request` has but on the admin listener, errors included; None: its
@@ -416,7 +416,7 @@ class Connection(asyncio.Protocol):
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("request %s: unexpected %s\n%s", request_id, type(error).__qualname__, where)
             error = ServerError("The server failed on this request. Its log says more under the id of the request.")
-        return self._server.app.render_error(error, request.path if request is not None else None)
+        return self._server.app.render_error(error, request)
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """uvloop takes pieces as they are, and counts their bytes until the client's kernel has them."""

@@ -6,13 +6,14 @@ from functools import cache
 from typing import Any, cast
 
 from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, admitting, private_metrics, tokenized
+from vecd.gateway.app.app import App
+from vecd.gateway.app.table import ROUTES
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.pipeline import Pipeline
 from vecd.gateway.request import Chunk, Embedded, EmbedRequest, RequestTimeline, TokenizedInput
 from vecd.gateway.scheduling.keys import Principal
-from vecd.gateway.service import Services, read_tokenizer
+from vecd.gateway.service import GatewayProcess
 from vecd.gateway.telemetry.measures import SharedMetrics
-from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelCard
@@ -28,7 +29,7 @@ def planned_config() -> GatewayConfig:
     return make_plan(load_settings(["--port", "0"])).gateway
 
 
-def services_of(
+def app_of(
     config: GatewayConfig,
     tokenizer: Any = None,
     *,
@@ -36,15 +37,14 @@ def services_of(
     shared_metrics: SharedMetrics | None = None,
     num_models: int = 1,
     **options: Any,
-) -> Services:
-    """A gateway's services, with this as the first generation. `tokenizer`: that of the configuration, without. `sent`
+) -> App:
+    """A gateway's app, with this as the first generation. `tokenizer`: that of the configuration, without. `sent`
     gets what the supervisor is told."""
-    read = read_tokenizer if tokenizer is None else lambda config: cast(Tokenizer, tokenizer)
+    if tokenizer:
+        options["read_tokenizer"] = lambda config: tokenizer
     start = GatewayStart({}, 0, EPOCH, generation=1, quarantine_key="aa" * 32, num_models=num_models)
-    return Services(
-        config, start, shared_metrics=shared_metrics or private_metrics(),
-        send=([] if sent is None else sent).append, **{"read_tokenizer": read, **options},
-    )  # fmt: skip
+    process = GatewayProcess(start, shared_metrics or private_metrics(), ([] if sent is None else sent).append)
+    return App(ROUTES, config, process, **options)
 
 
 class Ids:

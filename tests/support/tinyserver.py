@@ -111,11 +111,11 @@ class TinyApp:
                 await asyncio.sleep(0)
             self.tidied_up = True
 
-    def render_error(self, error: ApiError, path: str | None) -> Response:
+    def render_error(self, error: ApiError, request: HttpRequest | None) -> Response:
         if not self.can_render:
             raise RuntimeError("cannot even render")
         response = openai.render_error(error)
-        response.headers |= {**error.headers, "x-path": str(path)}
+        response.headers |= {**error.headers, "x-path": f"{request and request.path}"}
         return response
 
     def add_headers(self, response: Response, request: HttpRequest | None) -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from tests.support.asking import body_of
 from tests.support.dispatching import DEADLINE_S, SPEC, Worker
-from tests.support.pipelines import planned_config, services_of
+from tests.support.pipelines import app_of, planned_config
 from tests.unit.gateway.test_service import NoTexts, http_request
-from vecd.gateway.app.app import App
 from vecd.gateway.errors import ApiError
 from vecd.gateway.request import HttpRequest, Response, TokenizedInput
 from vecd.gateway.service import Service
@@ -61,19 +60,18 @@ class Bench:
             planned_config(), model="m", card=card, arena=SPEC, max_batch_tokens=16, max_tokens=16, num_workers=1,
             chat_template=None, **{"keep_alive_s": 300.0, "load": "demand", **changes},
         )  # fmt: skip
-        self.services = services_of(self._config, self.tokenizer, sent=self.sent)
-        self.app = App(self.services)
-        self.service = self.services.active
+        self.app = app_of(self._config, self.tokenizer, sent=self.sent)
+        self.service = self.app.active
         self._listening, self._address_fd = make_zmq_endpoint()
         self.service.dispatcher.start(self._listening.detach())
         self._worker: Worker | None = None
         self._num_lives = 0
 
     def make(self, generation: int) -> Service:
-        return Service(self._config, generation, cast(Tokenizer, self.tokenizer), self.services)
+        return Service(self._config, generation, cast(Tokenizer, self.tokenizer), self.app.process)
 
     def tell(self, message: Message, fds: Iterable[int] = ()) -> None:
-        self.services.on_message(message, list(fds))
+        self.app.on_message(message, list(fds))
 
     def change(self, state: str, **fields: Any) -> None:
         self.tell(ModelIs(GENERATION, state, **fields))
@@ -109,7 +107,7 @@ class Bench:
         try:
             return await self.app.handle(request)
         except ApiError as error:
-            return self.app.render_error(error, request.path)
+            return self.app.render_error(error, request)
 
     def embed(self, *numbers: int, **options: Any) -> "asyncio.Task[Response]":
         return self.ask("/v1/embeddings", {"input": [str(number) for number in numbers]}, **options)
@@ -285,9 +283,9 @@ async def test_a_client_that_goes_while_it_waits_leaves_nothing(bench: Bench):
 async def test_the_drain_of_the_server_answers_those_who_wait(bench: Bench):
     asking = [bench.embed(7), bench.ask("/admin/models/m/load", {}), bench.ask("/api/embed", {"input": ""})]
     await turns()
-    bench.services.is_draining = True
+    bench.app.process.is_draining = True
     assert not any(each.done() for each in asking)
-    bench.services.give_up()
+    bench.app.give_up()
     for each in asking:
         response = await each
         assert response.status == 503
@@ -297,7 +295,7 @@ async def test_the_drain_of_the_server_answers_those_who_wait(bench: Bench):
 async def test_those_who_wait_for_a_generation_that_is_replaced_come_again(bench: Bench):
     asking = bench.embed(7)
     await turns()
-    after = bench.services.all[2] = bench.make(2)
+    after = bench.app.all[2] = bench.make(2)
     cast(Any, after.dispatcher).activate = lambda: None  # it has no socket
     bench.tell(Activate(2))
     assert error_of(await asking) == (503, "reloading", "1")

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.dispatching import SPEC, Worker
-from tests.support.pipelines import planned_config, services_of
-from vecd.gateway.app.app import App
+from tests.support.pipelines import app_of, planned_config
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.request import Limits
 from vecd.launch.sockets import make_zmq_endpoint
@@ -135,9 +134,9 @@ async def trace() -> list[Holder]:
     planned = planned_config()
     card = replace(planned.card, dim=SPEC.dim, hidden_size=SPEC.dim)
     config = replace(planned, card=card, arena=SPEC, gateways=1)
-    services = services_of(config)
-    service = services.active
-    server = Server(App(services), Limits(max_body_bytes=1 << 20))
+    app = app_of(config)
+    service = app.active
+    server = Server(app, Limits(max_body_bytes=1 << 20))
     listening, address_fd = make_zmq_endpoint()
     service.dispatcher.start(listening.detach())
     worker = Worker(address_fd)
@@ -145,7 +144,7 @@ async def trace() -> list[Holder]:
     address = public.getsockname()
     await server.start(public)
     try:
-        services.on_message(WorkerUp(1, 0, 1, {}), [worker.fd])
+        app.on_message(WorkerUp(1, 0, 1, {}), [worker.fd])
         reader, writer = await asyncio.open_connection(*address)
 
         async def exchange() -> bytes:

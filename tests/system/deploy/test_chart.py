@@ -20,7 +20,7 @@ import yaml
 
 from vecd.base.flags import Rules, kinds_in
 from vecd.gateway.api.served import PREFIX
-from vecd.gateway.app.app import ROUTES
+from vecd.gateway.app.table import ROUTES
 from vecd.launch.config.models import TABLE, load_models
 from vecd.launch.config.settings import SETTINGS, load_settings
 from vecd.shm.shared_metrics import Gauge

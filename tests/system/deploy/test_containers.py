@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tools.binary.lean_requirements import requirements
-from vecd.gateway.app.app import ROUTES
+from vecd.gateway.app.table import ROUTES
 from vecd.launch.config.settings import load_settings
 from vecd.shm.shared_metrics import Gauge
 

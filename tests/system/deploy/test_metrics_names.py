@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.shared_servers import DUMMY, shared_server
 from tests.system.deploy.test_pages import anchors_of
-from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.app.table import ENDPOINTS
 from vecd.gateway.request import Endpoint
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.telemetry.prometheus import ServedModel, Usage, render_metrics

@@ -158,6 +158,6 @@ async def test_an_alias_is_listed_with_its_defaults(bench: Bench):
 
 
 async def test_the_configuration_travels_as_json(bench: Bench):
-    config = bench.services.active.config
+    config = bench.app.active.config
     assert config.alias_defaults == OF_ALIASES
     assert load(GatewayConfig, dump(config)) == config

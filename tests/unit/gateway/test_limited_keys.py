@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.asking import body_of
 from tests.unit.gateway.test_several_models import CARDS, DEFAULTS, NAMED, TEXT, Bench, json_of, serving
-from vecd.gateway.app import app
+from vecd.gateway.app import table
 from vecd.gateway.app.openapi import describe_api
 from vecd.gateway.config import ApiKey
 from vecd.gateway.request import Response
@@ -32,7 +32,7 @@ OTHERS = ("dense", "text-embedding-3-small", "MiniLM-dense", "DENSE:latest", "or
 async def limited(*names: str, **options: Any) -> AsyncIterator[Bench]:
     keys = [ApiKey(name, sha256(name.encode()).hexdigest(), models=models) for name, models in KEYS.items()]
     async with serving(*names, **options) as bench:
-        bench.services.on_message(NewKeys(orjson.loads(orjson.dumps([asdict(key) for key in keys]))), [])
+        bench.app.on_message(NewKeys(orjson.loads(orjson.dumps([asdict(key) for key in keys]))), [])
         yield bench
 
 
@@ -178,7 +178,7 @@ async def test_without_a_right_key_no_name_is_told(bench: Bench):
 
 async def test_models_that_are_still_to_come_are_not_unknown():
     async with limited("dense", num_models=3) as bench:
-        bench.services.active.dispatcher.start_stage = "loading"
+        bench.app.active.dispatcher.start_stage = "loading"
         response = await ask(bench, "ranks", "/v1/embeddings", {"input": TEXT, "model": "ranker"})
         assert response.status == 503
 
@@ -199,11 +199,11 @@ async def test_the_documentation_is_of_its_own_models(bench: Bench):
 async def test_a_document_is_made_once_for_all_that_see_the_same(bench: Bench, monkeypatch):
     made: list[list[str]] = []
 
-    def count(table: Any, infos: Any, **options: Any) -> dict[str, Any]:
+    def count(routes: Any, infos: Any, **options: Any) -> dict[str, Any]:
         made.append([info.model for info in infos])
-        return describe_api(table, infos, **options)
+        return describe_api(routes, infos, **options)
 
-    monkeypatch.setattr(app, "describe_api", count)
+    monkeypatch.setattr(table, "describe_api", count)
     for _ in range(3):
         for key, path in (("all", "/openapi.json"), ("ranks", "/openapi.json"), ("all", "/m/dense/openapi.json")):
             assert json_of(await ask(bench, key, path))["paths"]
@@ -212,6 +212,6 @@ async def test_a_document_is_made_once_for_all_that_see_the_same(bench: Bench, m
     assert json_of(await ask(bench, "all", "/openapi.json"))
     assert len(made) == 4, "a model has changed, and its name has not"
     num_made = len(made)
-    bench.services.on_message(NewKeys([]), [])
+    bench.app.on_message(NewKeys([]), [])
     assert b'"bearer"' not in body_of(await ask(bench, "", "/openapi.json")), "keys have changed"
     assert len(made) == num_made + 1

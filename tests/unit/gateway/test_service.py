@@ -13,7 +13,7 @@ from unittest.mock import ANY, Mock, call
 import pytest
 
 from tests.support.dispatching import private_metrics
-from tests.support.pipelines import planned_config, services_of
+from tests.support.pipelines import app_of, planned_config
 from tests.support.supervision import VIRTUAL_TIME
 from vecd.base.files import dump
 from vecd.gateway.api.served import ModelInfo
@@ -24,7 +24,7 @@ from vecd.gateway.errors import ApiError, Unavailable
 from vecd.gateway.http.listeners import Server
 from vecd.gateway.main import drain
 from vecd.gateway.request import HttpRequest, Identity
-from vecd.gateway.service import Service, Services
+from vecd.gateway.service import GatewayProcess, Service
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import NO_VOCABULARY, Tokenizer
 from vecd.model.card import ModelError
@@ -91,7 +91,7 @@ class FakeService:
 
 
 class Bench:
-    """`Services` with a first generation, 1, whose services are fakes."""
+    """An app with a first generation, 1, whose services are fakes."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -103,13 +103,13 @@ class Bench:
         self.activated: list[GatewayConfig] = []
         self.shared_metrics = private_metrics()
         self.is_running = False
-        self.services = services_of(
+        self.app = app_of(
             planned_config(), sent=self.sent, shared_metrics=self.shared_metrics,
             read_tokenizer=self._read_tokenizer, make_service=self._make_service,
         )  # fmt: skip
         self.is_running = True
         self.first = self.made.pop(1)
-        self.services.on_activated = self.activated.append
+        self.app.on_activated = self.activated.append
 
     def _read_tokenizer(self, config: GatewayConfig) -> Tokenizer:
         if self.is_running:
@@ -119,7 +119,7 @@ class Bench:
         return cast(Tokenizer, tokenizer)
 
     def _make_service(
-        self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, services: Services
+        self, config: GatewayConfig, generation: int, tokenizer: Tokenizer, process: GatewayProcess
     ) -> Service:
         assert cast(Any, tokenizer).model == config.model
         made = self.made[generation] = FakeService(config, generation)
@@ -128,7 +128,7 @@ class Bench:
 
     def order(self, generation: int, listening: socket.socket, model: str = "other") -> None:
         config = replace(planned_config(), model=model)
-        self.services.prepare(Prepare(generation, dump(config)), listening)
+        self.app.prepare(Prepare(generation, dump(config)), listening)
 
     async def prepared(self, generation: int, listening: socket.socket, model: str = "other") -> FakeService:
         self.order(generation, listening, model)
@@ -165,13 +165,13 @@ async def test_a_prepared_generation_gets_no_requests_yet(bench: Bench, listenin
     service.dispatcher.start.assert_called_once_with(fd)
     assert listening.fileno() == -1, "the dispatcher owns it"
     os.close(fd)
-    assert bench.services.active.generation == 1
-    assert sorted(bench.services.all) == [1, 2]
+    assert bench.app.active.generation == 1
+    assert sorted(bench.app.all) == [1, 2]
     assert not service.dispatcher.activate.called
 
 
 async def test_the_listening_socket_of_a_message_is_taken_as_a_copy(bench: Bench, listening):
-    bench.services.on_message(Prepare(2, dump(planned_config())), [listening.fileno()])
+    bench.app.on_message(Prepare(2, dump(planned_config())), [listening.fileno()])
     await bench.reported(Prepared(2))
     [fd] = bench.made[2].dispatcher.start.call_args.args
     assert fd != listening.fileno()
@@ -183,7 +183,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_reported_and_nothing_changes(b
     bench.read = Mock(side_effect=ModelError("tokenizer.json is damaged"))
     bench.order(2, listening)
     await bench.reported(Prepared(2, "tokenizer.json is damaged"))
-    assert [*bench.services.all] == [1]
+    assert [*bench.app.all] == [1]
     assert not bench.made
     assert listening.fileno() != -1, "whoever ordered it still owns it"
 
@@ -197,13 +197,13 @@ async def test_whatever_fails_is_reported_by_its_kind_alone(bench: Bench, listen
     bench.make = lambda service: setattr(service.dispatcher.start, "side_effect", error)
     bench.order(2, listening)
     await bench.reported(Prepared(2, f"a gateway failed with {type(error).__name__}"))
-    assert [*bench.services.all] == [1]
+    assert [*bench.app.all] == [1]
     bench.make = lambda service: None
     await bench.prepared(3, listening)
 
 
 async def test_a_configuration_that_is_not_understood_is_reported(bench: Bench, listening):
-    bench.services.prepare(Prepare(2, {"model": "without the rest"}), listening)
+    bench.app.prepare(Prepare(2, {"model": "without the rest"}), listening)
     await bench.reported(Prepared(2, "a gateway failed with TypeError"))
 
 
@@ -212,19 +212,19 @@ async def test_a_configuration_that_is_not_understood_is_reported(bench: Bench, 
 
 async def test_the_newest_keys_and_what_was_used_are_those_of_the_active_generation(bench: Bench, listening):
     service = await bench.prepared(2, listening)
-    bench.services.on_message(NewKeys([asdict(key) for key in KEYS]), [])
-    before = bench.services.principals.with_keys
-    bench.services.on_message(Activate(2), [])
+    bench.app.on_message(NewKeys([asdict(key) for key in KEYS]), [])
+    before = bench.app.principals.with_keys
+    bench.app.on_message(Activate(2), [])
     assert service.dispatcher.activate.called
-    assert (bench.services.principals.with_keys, [principal.name for principal in before]) == (before, ["a"])
+    assert (bench.app.principals.with_keys, [principal.name for principal in before]) == (before, ["a"])
     assert bench.activated == [service.config]
 
 
 @IN_VIRTUAL_TIME
 async def test_a_generation_is_retired_when_its_last_request_is_answered(bench: Bench):
-    bench.services.all[2] = cast(Service, FakeService(planned_config(), 2))
+    bench.app.all[2] = cast(Service, FakeService(planned_config(), 2))
     bench.first.num_handled = 1
-    bench.services.on_message(Activate(2), [])
+    bench.app.on_message(Activate(2), [])
     await asyncio.sleep(60)
     assert bench.sent == []
     bench.first.admission.num_requests = 1
@@ -243,13 +243,13 @@ async def test_a_generation_is_retired_when_its_last_request_is_answered(bench: 
 
 async def test_a_discarded_generation_answers_what_it_still_has_and_stops(bench: Bench, listening):
     service = await bench.prepared(2, listening)
-    bench.services.on_message(Discard(2), [])
+    bench.app.on_message(Discard(2), [])
     [error] = service.errors
     assert isinstance(error, Unavailable)
     assert error.headers == {"retry-after": "1"}
     assert service.dispatcher.stop.called
-    bench.services.on_message(Discard(9), [])  # which is not known
-    assert [*bench.services.all] == [1]
+    bench.app.on_message(Discard(9), [])  # which is not known
+    assert [*bench.app.all] == [1]
     assert not bench.first.dispatcher.stop.called
 
 
@@ -263,15 +263,15 @@ async def test_a_generation_that_is_being_prepared_can_be_discarded(bench: Bench
     bench.read = wait
     bench.order(2, listening)
     await asyncio.to_thread(is_reading.wait, 30)
-    bench.services.on_message(Discard(2), [])
+    bench.app.on_message(Discard(2), [])
     may_go_on.set()
     bench.read = lambda: None
     await bench.prepared(3, listening)
     assert bench.sent == [Prepared(3)], "nothing is said of the one that was discarded"
-    assert sorted(bench.services.all) == [1, 3]
+    assert sorted(bench.app.all) == [1, 3]
     # `Prepared` is sent before the task has ended, and the task is forgotten only after that.
-    await asyncio.gather(*bench.services.preparing.values(), return_exceptions=True)
-    assert not bench.services.preparing
+    await asyncio.gather(*bench.app.preparing.values(), return_exceptions=True)
+    assert not bench.app.preparing
 
 
 # --- what is told of workers ----------------------------------------------------------------------------------------
@@ -281,13 +281,13 @@ async def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(bench: 
     service = await bench.prepared(2, listening)
     fd = create_arena(planned_config().arena)
     try:
-        bench.services.on_message(WorkerUp(2, 0, 7, {"pid": 1}), [fd])
+        bench.app.on_message(WorkerUp(2, 0, 7, {"pid": 1}), [fd])
     finally:
         os.close(fd)
     service.dispatcher.worker_up.assert_called_once_with(Incarnation(0, 7), ANY, {"pid": 1})
     assert not bench.first.dispatcher.worker_up.called
     assert bench.shared_metrics.worker_life(0) == 0, "the lives that are shown are the active generation's"
-    bench.services.on_message(WorkerDown(0, 7, "killed", has_crashed=True), [])
+    bench.app.on_message(WorkerDown(0, 7, "killed", has_crashed=True), [])
     for each in (bench.first, service):
         each.dispatcher.worker_down.assert_called_once_with(
             Incarnation(0, 7), "killed", has_crashed=True, is_planned=False
@@ -296,14 +296,14 @@ async def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(bench: 
 
 async def test_only_the_generation_without_workers_is_broken_and_poison_is_refused_by_all(bench: Bench, listening):
     service = await bench.prepared(2, listening, planned_config().model)
-    bench.services.on_message(ModelBroken(2, "it does not start"), [])
+    bench.app.on_message(ModelBroken(2, "it does not start"), [])
     model = planned_config().model
     messages = [
         Quarantined(model, "ab"), InputDeaths(model, ["ab"], is_isolated=True, has_crashed=False),
         InputsCleared(model, ["ab"]),
     ]  # fmt: skip
     for message in (*messages, Quarantined("another", "ab")):
-        bench.services.on_message(message, [])
+        bench.app.on_message(message, [])
     assert not bench.first.dispatcher.set_broken.called
     service.dispatcher.set_broken.assert_called_once_with("it does not start")
     assert bench.first.errors == []
@@ -314,12 +314,12 @@ async def test_only_the_generation_without_workers_is_broken_and_poison_is_refus
 
 async def test_identity_and_changed_files_are_those_of_a_generation(bench: Bench, listening):
     service = await bench.prepared(2, listening)
-    bench.services.on_message(ModelIdentity(2, 32 * "a"), [])
+    bench.app.on_message(ModelIdentity(2, 32 * "a"), [])
     assert (bench.first.info.identity.digest, service.info.identity.digest) == ("", 32 * "a")
-    bench.services.on_message(ModelIdentity(2, "", problem="no file"), [])
+    bench.app.on_message(ModelIdentity(2, "", problem="no file"), [])
     assert (service.info.identity.digest, service.info.identity.problem) == ("", "no file"), "it may be withdrawn"
     assert bench.first.info.identity.problem == ""
-    bench.services.on_message(ModelFiles(1, "a.json has changed"), [])
+    bench.app.on_message(ModelFiles(1, "a.json has changed"), [])
     assert (bench.first.known.changed_files, service.known.changed_files) == ("a.json has changed", "")
 
 
@@ -348,9 +348,9 @@ class FakeServer:
 async def test_a_drain(deadline_s, grace_s, called_at, quiet_s, gives_up_at):
     """The server closes within the deadline; shortly before, what still waits is answered with a 503."""
     bench, server = Bench(), FakeServer()
-    everything_answered = await drain(bench.services, cast(Server, server), deadline_s, grace_s)
+    everything_answered = await drain(bench.app, cast(Server, server), deadline_s, grace_s)
     assert not everything_answered
-    assert bench.services.is_draining
+    assert bench.app.process.is_draining
     assert server.calls == [(called_at, deadline_s - called_at, quiet_s)]
     assert asyncio.get_running_loop().time() == deadline_s
     assert bench.first.has_ended_at == gives_up_at
@@ -376,34 +376,35 @@ class NoTexts:
         """No token is in its vocabulary."""
 
 
-def service(vector_cache: VectorCacheMemory | None = None, **changes: Any) -> tuple[Service, list[Message]]:
+def made(**changes: Any) -> tuple[App, list[Message]]:
     sent: list[Message] = []
     tokenizer = NoTexts()
     tokenizer.threads.close()  # nothing is tokenized
     config = replace(planned_config(), **changes)
-    return services_of(config, tokenizer, sent=sent, vector_cache=vector_cache).active, sent
+    return app_of(config, tokenizer, sent=sent), sent
 
 
 @IN_VIRTUAL_TIME
 async def test_a_reload_is_requested_from_the_supervisor() -> None:
-    made, sent = service()
+    app, sent = made()
     asked = http_request("/admin/reload", is_admin=True)
-    assert (await App(made.services).handle(asked)).status == 202
+    assert (await app.handle(asked)).status == 202
     assert sent == [ReloadAsked()]
 
 
 @IN_VIRTUAL_TIME
 async def test_a_model_has_its_weight_and_needs_no_core_on_a_gpu() -> None:
-    share = service(weight=3.0)[0].dispatcher._share
+    share = made(weight=3.0)[0].active.dispatcher._share
     assert (share.needs_cores, share.clock.weight) == (True, 3.0)
-    assert not service(weight=3.0, compute_type="gpu")[0].dispatcher._share.needs_cores
+    assert not made(weight=3.0, compute_type="gpu")[0].active.dispatcher._share.needs_cores
 
 
 @IN_VIRTUAL_TIME
 @pytest.mark.parametrize(("who", "is_shared"), [("tenant", False), ("all", True)])
 async def test_what_is_computed_is_shared_by_tenants_only_if_the_operator_wants_it(who, is_shared):
-    made, _ = service(share_computed=who, vector_cache=cast(VectorCacheMemory, SimpleNamespace()))
-    dispatcher = made.dispatcher
+    app, _ = made(share_computed=who)
+    app.process.vector_cache = cast(VectorCacheMemory, SimpleNamespace())
+    dispatcher = Service(app.active.config, 2, app.active.tokenizer, app.process).dispatcher
     cache = dispatcher.vector_cache
     assert cache is not None
     assert cache._is_shared_by_tenants is dispatcher._flights._is_shared_by_tenants is is_shared
@@ -412,16 +413,16 @@ async def test_what_is_computed_is_shared_by_tenants_only_if_the_operator_wants_
 
 @IN_VIRTUAL_TIME
 async def test_health_says_why_there_is_no_worker_and_that_the_server_drains() -> None:
-    async def health(made: Service) -> tuple[int, bytes]:
-        response = await App(made.services).handle(http_request("/health", method="GET"))
+    async def health() -> tuple[int, bytes]:
+        response = await app.handle(http_request("/health", method="GET"))
         assert isinstance(response.body, bytes)
         return response.status, response.body
 
-    made, _ = service()
-    status, body = await health(made)
+    app, _ = made()
+    status, body = await health()
     assert status == 503
     assert b"shutting down" not in body
-    made.dispatcher.set_broken("no worker stays alive")
-    assert b"no worker stays alive" in (await health(made))[1]
-    made.services.is_draining = True
-    assert (await health(made)) == (503, b'{"status":"unavailable","reason":"the server is shutting down"}')
+    app.active.dispatcher.set_broken("no worker stays alive")
+    assert b"no worker stays alive" in (await health())[1]
+    app.process.is_draining = True
+    assert (await health()) == (503, b'{"status":"unavailable","reason":"the server is shutting down"}')

@@ -14,10 +14,9 @@ import pytest
 
 from tests.support.asking import body_of, embedded_of
 from tests.support.cards import DENSE, RERANKER, SPARSE
-from tests.support.pipelines import planned_config, services_of
+from tests.support.pipelines import app_of, planned_config
 from tests.unit.gateway.test_service import IN_VIRTUAL_TIME, NoTexts, http_request
 from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
-from vecd.gateway.app.app import App
 from vecd.gateway.config import AliasDefaults, ApiKey, GatewayConfig
 from vecd.gateway.dispatch.workers import WorkerLink
 from vecd.gateway.encoding.fragments import Encoder
@@ -96,7 +95,7 @@ class Recorder:
 
 
 class Bench:
-    """`Services` with a generation for each of CARDS."""
+    """An app with a generation for each of CARDS."""
 
     def __init__(self, names: tuple[str, ...] = tuple(CARDS), num_models: int = len(CARDS), **changes: Any) -> None:
         self._names = names
@@ -108,13 +107,12 @@ class Bench:
         self.made: list[Service] = []
         self._recorders: dict[Service, Recorder] = {}
         self.activated: list[GatewayConfig] = []
-        self.services = services_of(
+        self.app = app_of(
             self._config(names[0]), sent=self.sent, shared_metrics=shared_metrics, num_models=num_models,
             read_tokenizer=self._read_tokenizer,
         )  # fmt: skip
-        self.app = App(self.services)
-        self._begin(self.services.active)
-        self.services.on_activated = self.activated.append
+        self._begin(self.app.active)
+        self.app.on_activated = self.activated.append
         for generation, name in enumerate(names[1:], 2):
             self.add(name, generation)
 
@@ -143,9 +141,9 @@ class Bench:
 
     def add(self, name: str, generation: int) -> Service:
         config = self._config(name)
-        made = self.services.all[generation] = Service(config, generation, self._read_tokenizer(config), self.services)
+        made = self.app.all[generation] = Service(config, generation, self._read_tokenizer(config), self.app.process)
         self._begin(made)
-        self.services.on_message(Activate(generation), [])
+        self.app.on_message(Activate(generation), [])
         return made
 
     def close(self) -> None:
@@ -153,14 +151,14 @@ class Bench:
             threads.close()
 
     def recorder(self, name: str) -> Recorder:
-        [service] = [each for each in self.services.of_models if each.config.model == name]
+        [service] = [each for each in self.app.of_models if each.config.model == name]
         return self._recorders[service]
 
     def recorder_of(self, made: Service) -> Recorder:
         return self._recorders[made]
 
     def counts(self) -> dict[str, int]:
-        return {service.config.model: service.num_handled for service in self.services.of_models}
+        return {service.config.model: service.num_handled for service in self.app.of_models}
 
     async def get(self, path: str, query: bytes = b"", **options: Any) -> Response:
         return await self.ask("GET", path, query=query, **options)
@@ -177,7 +175,7 @@ class Bench:
                 self.app.check_head(request)
             response = await self.app.handle(request)
         except ApiError as error:
-            response = self.app.render_error(error, request.path)
+            response = self.app.render_error(error, request)
         self.app.add_headers(response, request)
         assert set(self.counts().values()) <= {0}, "nothing is held for a request that is over"
         return response
@@ -499,27 +497,27 @@ async def test_another_generation_of_a_model_replaces_that_one_alone(bench: Benc
     before = bench.made[1]
     bench.add("ranker", 7)
     assert bench.sent == [Retired(before.generation)]
-    assert [service.generation for service in bench.services.of_models] == [1, 7, 3]
+    assert [service.generation for service in bench.app.of_models] == [1, 7, 3]
     assert bench.activated == [], "the server's settings are the first model's"
     bench.add("dense", 8)
-    assert [service.generation for service in bench.services.of_models] == [8, 7, 3]
+    assert [service.generation for service in bench.app.of_models] == [8, 7, 3]
     assert [config.model for config in bench.activated] == ["dense"]
     assert recorded_by(await bench.post("/v2/rerank", RANKED)) == "ranker"
     assert len(bench.recorder_of(bench.made[3]).requests) == 1
 
 
 async def test_a_withdrawn_model_is_unknown(bench: Bench):
-    bench.services.on_message(Withdrawn(2), [])
+    bench.app.on_message(Withdrawn(2), [])
     assert bench.sent == [Retired(2)]
     assert (await bench.post("/m/ranker/score", {"text_1": "a", "text_2": "b"})).status == 404
     response = await bench.post("/v2/rerank", {**RANKED, "model": "ranker"})
     assert (response.status, recorded_by(response)) == (400, "dense")
-    bench.services.on_message(Withdrawn(1), [])
+    bench.app.on_message(Withdrawn(1), [])
     assert [config.model for config in bench.activated] == ["org/splade"]
-    assert bench.services.active.config.model == "org/splade"
+    assert bench.app.active.config.model == "org/splade"
     only = await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})
     assert "x-vecd-model" not in only.headers, "it is the only one"
-    assert not bench.services.models.are_several
+    assert not bench.app.models.are_several
 
 
 @pytest.mark.parametrize("are_others", [True, False])
@@ -529,7 +527,7 @@ async def test_no_model_answers_for_one_that_is_withdrawn_while_a_body_arrives(b
     request = http_request(path, headers=headers)
     bench.app.check_head(request)
     for generation in (2,) if are_others else (2, 3):
-        bench.services.on_message(Withdrawn(generation), [])
+        bench.app.on_message(Withdrawn(generation), [])
     request.body = b'{"input": "a"}'
     with pytest.raises(ApiError) as raised:
         await bench.app.handle(request)
@@ -538,11 +536,11 @@ async def test_no_model_answers_for_one_that_is_withdrawn_while_a_body_arrives(b
 
 async def test_the_last_model_answers_a_request_for_itself_that_began_when_there_were_others(bench: Bench):
     for generation in (2, 3):
-        bench.services.on_message(Withdrawn(generation), [])
+        bench.app.on_message(Withdrawn(generation), [])
     request = http_request("/m/dense/v1/embeddings", body=b'{"input": "a"}')
     bench.add("ranker", 7)
     bench.app.check_head(request)
-    bench.services.on_message(Withdrawn(7), [])
+    bench.app.on_message(Withdrawn(7), [])
     assert (await bench.app.handle(request)).status == 200
 
 
@@ -550,8 +548,8 @@ async def test_an_input_that_ends_the_workers_of_one_model_is_no_other_s_fault(b
     """Models of one vocabulary get the same token ids for the same text."""
     dense, ranker, _ = (service.dispatcher.known for service in bench.made)
     digest = dense.digest(b"the same ids")
-    bench.services.on_message(InputDeaths("dense", [digest], is_isolated=True, has_crashed=True), [])
-    bench.services.on_message(Quarantined("dense", digest), [])
+    bench.app.on_message(InputDeaths("dense", [digest], is_isolated=True, has_crashed=True), [])
+    bench.app.on_message(Quarantined("dense", digest), [])
     assert [len(known) for known in (dense, ranker)] == [1, 0], "it has room for its own alone"
     again = bench.add("dense", 7).dispatcher.known
     assert again.digest(b"the same ids") == digest, "which other gateways tell all generations"
@@ -561,23 +559,23 @@ async def test_no_core_is_wanted_for_what_waits_without_a_worker(bench: Bench):
     dense, ranker, _ = bench.made
     for service, num in ((dense, 2), (ranker, 5)):
         service.policy.queued_sequences = num
-    assert bench.services.num_waiting() == 0
+    assert bench.app.num_waiting() == 0
     link = SimpleNamespace(is_usable=False)
     dense.dispatcher._links[b"0"] = cast(WorkerLink, link)
-    assert bench.services.num_waiting() == 0
+    assert bench.app.num_waiting() == 0
     link.is_usable = True
-    assert bench.services.num_waiting() == 2
+    assert bench.app.num_waiting() == 2
 
 
 async def test_keys_and_their_use_are_the_server_s(bench: Bench):
-    bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
+    bench.app.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
     bench.add("ranker", 7)
-    assert bench.services.principals.have_keys
+    assert bench.app.principals.have_keys
 
 
 async def test_until_all_models_are_activated_none_answers_for_another():
     async with serving("dense", num_models=3) as bench:
-        bench.services.active.dispatcher.start_stage = "loading weights"
+        bench.app.active.dispatcher.start_stage = "loading weights"
         assert (await bench.post("/v1/embeddings", {"input": TEXT, "model": "dense"})).status == 200
         for body in ({"input": TEXT}, {"input": TEXT, "model": "org/splade"}):
             response = await bench.post("/v1/embeddings", body)
@@ -618,9 +616,9 @@ async def test_a_body_that_is_still_arriving_waits_too():
         body = orjson.dumps({"text_1": "a" * 20_000, "text_2": "b"})
         asking = asyncio.ensure_future(bench.post("/m/ranker/score", body))
         await asyncio.sleep(0)
-        bench.services.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
+        bench.app.on_message(NewKeys([asdict(ApiKey("a", "00"))]), [])
         assert (await bench.post("/m/ranker/score", body)).status == 401
-        bench.services.on_message(NewKeys([]), [])
+        bench.app.on_message(NewKeys([]), [])
         assert not asking.done()
         bench.add("ranker", 2)
         assert recorded_by(await asking) == "ranker"
@@ -699,7 +697,7 @@ async def test_the_only_model_is_described_by_any_of_its_names_alone(is_strict):
 
 
 async def test_health_is_that_of_all_models_or_of_the_named_one(bench: Bench):
-    for service in bench.services.of_models:
+    for service in bench.app.of_models:
         cast(Any, service).why_unavailable = lambda: None
     assert json_of(await bench.get("/health")) == {"status": "ok", "model_files": "as loaded"}
     cast(Any, bench.made[1]).why_unavailable = lambda: "no worker stays alive"
@@ -747,9 +745,9 @@ async def test_stats_tell_each_model_s_load_and_state_and_sum_up_all(bench: Benc
     services[0].pipeline.shared_metrics.add(Counter.TOKENS, 5)
     services[1].pipeline.shared_metrics.add(Counter.TOKENS, 40)
     services[1].policy.queued_tokens = 7  # read by the gauge alone
-    bench.services.shared_metrics.read_gauges_of_models = bench.services.gauges_of_models
+    bench.app.process.shared_metrics.read_gauges_of_models = bench.app.gauges_of_models
     told = ModelIs(2, "loading", wait_s=3.0, nbytes=9000, num_loads=2, num_failed_loads=1, num_unloads={"idle": 1})
-    bench.services.on_message(told, [])
+    bench.app.on_message(told, [])
     stats = json_of(await bench.get("/stats"))
     dense, ranker, _ = stats["models"]
     assert stats["totals"]["tokens"] == 45
@@ -760,7 +758,7 @@ async def test_stats_tell_each_model_s_load_and_state_and_sum_up_all(bench: Benc
     assert [worker["state"] for worker in stats["workers"]] == ["down", "loading", "down"]
     metrics = body_of(await bench.get("/metrics")).decode()
     assert 'vecd_model_state{model="ranker",state="loading"} 1.0' in metrics
-    bench.services.on_message(ModelIs(2, "ready"), [])
+    bench.app.on_message(ModelIs(2, "ready"), [])
     assert json_of(await bench.get("/stats"))["models"][1]["state"] == "ready"
 
 
@@ -774,7 +772,7 @@ async def test_a_server_of_one_model_knows_no_prefix_and_no_header():
         assert "x-vecd-model" not in response.headers
         assert (await bench.post("/m/dense/v1/embeddings", {"input": TEXT})).status == 404
         assert "models" not in json_of(await bench.get("/info", b"model=gpt-4"))
-        assert not bench.services.models.are_several
+        assert not bench.app.models.are_several
         assert "models" not in json_of(await bench.get("/stats"))
         assert 'model="' not in body_of(await bench.get("/metrics")).decode().replace(
             'vecd_info{model="dense"', ""
@@ -791,8 +789,8 @@ def states_of(response: Response) -> dict[str, str]:
 async def test_the_lists_tell_the_states(bench: Bench):
     for generation in (1, 2):
         bench.made[generation - 1].dispatcher.start_stage = None
-    bench.services.on_message(ModelIs(2, "draining", nbytes=7, num_loads=3, load_s=1.5), [])
-    bench.services.on_message(ModelIs(3, "unloaded"), [])
+    bench.app.on_message(ModelIs(2, "draining", nbytes=7, num_loads=3, load_s=1.5), [])
+    bench.app.on_message(ModelIs(3, "unloaded"), [])
     states = states_of(await bench.get("/v1/models"))
     assert (states["dense"], states["ranker"], states["org/splade"], states["sparse"]) == (
         "ready", "draining", "unloaded", "unloaded",
@@ -808,9 +806,9 @@ async def test_the_lists_tell_the_states(bench: Bench):
 
 
 async def test_health_and_metrics_tell_whose_files_have_changed(bench: Bench):
-    for service in bench.services.of_models:
+    for service in bench.app.of_models:
         cast(Any, service).why_unavailable = lambda: None
-    bench.services.on_message(ModelFiles(2, "tokenizer.json has changed"), [])
+    bench.app.on_message(ModelFiles(2, "tokenizer.json has changed"), [])
     told = "tokenizer.json has changed"
     response = await bench.get("/health")
     assert (response.status, json_of(response)["model_files"]) == (200, f"ranker: {told}")
@@ -825,8 +823,8 @@ async def test_health_and_metrics_tell_whose_files_have_changed(bench: Bench):
 async def test_a_model_that_has_failed_makes_the_server_unavailable_unless_it_is_loaded_on_demand(loads_on_demand):
     async with serving(load="demand" if loads_on_demand else "start") as bench:
         for generation in (1, 2):
-            bench.services.on_message(ModelIs(generation, "unloaded"), [])
-        bench.services.on_message(ModelIs(3, "failed", reason="no file", wait_s=9.0), [])
+            bench.app.on_message(ModelIs(generation, "unloaded"), [])
+        bench.app.on_message(ModelIs(3, "failed", reason="no file", wait_s=9.0), [])
         assert (await bench.get("/health")).status == (200 if loads_on_demand else 503)
         response = await bench.get("/health", b"model=sparse")
         assert response.status == 503

@@ -11,14 +11,14 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.support.asking import body_of
+from tests.support.asking import PLAIN, body_of, changed
 from tests.support.cards import CLASSIFIER, DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
-from tests.support.pipelines import services_of
-from vecd.gateway.api.operation import Operation, check_model
+from tests.support.pipelines import app_of
+from vecd.gateway.api.operation import Operation, wrong_model
+from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.app.app import App
-from vecd.gateway.errors import ApiError, WrongModel
+from vecd.gateway.errors import ApiError
 from vecd.gateway.request import HttpRequest, Response
-from vecd.gateway.service import Services
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.launch.sockets import make_zmq_endpoint
@@ -50,15 +50,15 @@ def with_heads_of(kind: ModelCard) -> ModelCard:
 class Gateway:
     """A gateway's routes and what is behind them, without a socket and without a worker."""
 
-    def __init__(self, services: Services) -> None:
-        self._app = App(services)
+    def __init__(self, app: App) -> None:
+        self._app = app
 
     async def respond(self, method: str, path: str, body: bytes = b"", **headers: str) -> Response:
         request = HttpRequest(method, path, b"", headers, 1, True, "id", body=body)
         try:
             return await self._app.handle(request)
         except ApiError as error:
-            return self._app.render_error(error, path)
+            return self._app.render_error(error, request)
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
         response = await self.respond(method, path, body)
@@ -68,14 +68,14 @@ class Gateway:
 @contextmanager
 def gateway_of(kind: ModelCard, **changes: Any) -> Iterator[Gateway]:
     config = replace(planned().gateway, card=with_heads_of(kind), **changes)
-    services = services_of(config)
+    app = app_of(config)
     listening, address_fd = make_zmq_endpoint()
-    services.active.dispatcher.start(listening.detach())
+    app.active.dispatcher.start(listening.detach())
     try:
-        yield Gateway(services)
+        yield Gateway(app)
     finally:
-        services.stop()
-        services.active.tokenizer.threads.close()
+        app.stop()
+        app.active.tokenizer.threads.close()
         os.close(address_fd)
 
 
@@ -155,16 +155,18 @@ async def test_info_says_what_the_model_can_do_and_tells_text_embeddings_inferen
 
 
 def test_the_message_names_some_of_the_routes_that_the_model_has():
+    def able_to(*capabilities: str) -> ModelInfo:
+        return changed(PLAIN, capabilities=capabilities)
+
     operation = Operation(summary="", response={}, needs=("sparse", "dense"))
     routes = {"rerank": ["/rerank", "/v1/rerank"], "classify": ["/rerank", *(f"/{n}" for n in range(9))]}
-    with pytest.raises(WrongModel) as caught:
-        check_model(operation, ("rerank", "classify"), routes)
-    assert caught.value.message == (
+    assert wrong_model(operation, able_to("rerank", "classify"), routes).message == (
         "This model can rerank texts and classify texts (rerank, classify); it cannot make sparse vectors or make "
         "dense vectors. It is served at /rerank, /v1/rerank, /0, /1, /2, /3, /4, /5 and 3 more"
     )
-    check_model(operation, ("rerank", "dense"), routes)
-    check_model(replace(operation, needs=()), ("rerank",), routes)
+    assert not able_to("rerank", "classify").can(operation.needs)
+    assert able_to("rerank", "dense").can(operation.needs)
+    assert able_to("rerank").can(())
 
 
 # --- the summary of the start -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.collector import Collector, Span
 from tests.support.dispatching import finished_requests, private_metrics
 from tests.support.serving import eventually
-from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.app.table import ENDPOINTS
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.request import BatchShare, Endpoint, HttpRequest, Trace
 from vecd.gateway.telemetry.finished import make_sender, parse_traceparent, trace_of

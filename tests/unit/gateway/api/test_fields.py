@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import parse_accept
-from vecd.gateway.api.fields import SEVERAL, Field, Fields, Said, inside
+from vecd.gateway.api.fields import SEVERAL, Field, Fields, Said, inside, parse_accept
 from vecd.gateway.errors import BadRequest, quoted
 from vecd.gateway.request import Encoding
 

@@ -13,12 +13,14 @@ import orjson
 import pytest
 
 from tests.support import cards
-from tests.support.pipelines import planned_config, services_of
+from tests.support.asking import PLAIN, changed
+from tests.support.pipelines import app_of, planned_config
 from tests.unit.gateway.test_service import NoTexts
 from vecd.gateway.api.fields import Field, Fields
 from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
-from vecd.gateway.app.app import ROUTES, App
-from vecd.gateway.app.handle import OperationsHandler
+from vecd.gateway.app.app import App
+from vecd.gateway.app.routes import Route
+from vecd.gateway.app.table import ROUTES
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.errors import ApiError
 from vecd.gateway.request import Coding, EmbedRequest, HttpRequest, Pair
@@ -112,12 +114,10 @@ BASES: dict[str, Bases] = {
 """Valid bodies, with the kind of model that takes them, of one of the paths that have the same operations."""
 
 
-def reading_routes() -> dict[str, OperationsHandler]:
-    handlers = {path: methods["POST"].handler for path, methods in ROUTES.items() if "POST" in methods}
+def reading_routes() -> dict[str, Route]:
+    routes = {path: methods["POST"] for path, methods in ROUTES.items() if "POST" in methods}
     return {
-        path: handler
-        for path, handler in handlers.items()
-        if isinstance(handler, OperationsHandler) and handler.claims[0].operation.describe is None
+        path: route for path, route in routes.items() if route.claims and route.claims[0].operation.describe is None
     }
 
 
@@ -251,7 +251,7 @@ def apps() -> Iterator[dict[str, App]]:
 
     async def make() -> dict[str, App]:
         return {
-            kind: App(services_of(replace(config, card=card), tokenizer, shared_metrics=shared_metrics))
+            kind: app_of(replace(config, card=card), tokenizer, shared_metrics=shared_metrics)
             for kind, card in CARDS.items()
         }
 
@@ -261,7 +261,7 @@ def apps() -> Iterator[dict[str, App]]:
 
 async def ask(app: App, path: str, body: bytes, coding: Coding | None = None) -> tuple[Exception | None, Gate]:
     gate = Gate()
-    app.services.active.pipeline = cast(Any, gate)
+    app.active.pipeline = cast(Any, gate)
     http = HttpRequest(
         "POST", path.replace("*", "m"), b"", {}, 1, keep_alive=True, request_id="id", body=body, coding=coding
     )
@@ -298,7 +298,8 @@ def cases() -> Iterator[Case]:
     read: set[int] = set()
     for path in BASES:
         for kind, base in BASES[path]:
-            fields = reading_routes()[path].claim_of(base, CARDS[kind].capabilities).operation.fields
+            model = changed(PLAIN, capabilities=CARDS[kind].capabilities)
+            fields = reading_routes()[path].claim_of(base, model).operation.fields
             unread = {field.name for field in fields if field.name in base or id(field) not in read}
             unlike = {field.name for field in fields if field.name in base and id(field) not in read}
             yield Case(path, kind, base, fields, unread, unlike)

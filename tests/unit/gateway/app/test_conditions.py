@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from vecd.gateway.app import handle
-from vecd.gateway.app.handle import Demand, check_after, check_before, parse_demand
+from vecd.gateway.app import conditions
+from vecd.gateway.app.conditions import Demand, check_after, check_before, parse_demand
 from vecd.gateway.errors import BadRequest, IdentityMismatch, NotReady, Unavailable
 from vecd.gateway.request import HttpRequest, Identity
 from vecd.gateway.service import Service
@@ -40,8 +40,8 @@ class Model:
         request = HttpRequest(
             method="POST", path="/embed", query=b"", headers=names, http_minor=1, keep_alive=True, request_id="r"
         )
-        request.timeline.arrived_at, request.identity = time.monotonic(), self.identity
-        return check_before(demand(text), self.service, request)
+        request.timeline.arrived_at = time.monotonic()
+        return check_before(demand(text), self.service, self.identity, Service.deadline_of(self.service, request))
 
 
 def demand(text: str) -> Demand:
@@ -114,7 +114,7 @@ async def test_a_request_waits_until_it_is_known() -> None:
     ("timeout_s", "headers", "max_wait_s"), [(0.01, {}, 30), (30, {"x_vecd_timeout_ms": "10"}, 30), (300, {}, 0.01)]
 )
 async def test_it_waits_until_its_deadline_at_most_and_never_for_long(monkeypatch, timeout_s, headers, max_wait_s):
-    monkeypatch.setattr(handle, "MAX_WAIT_S", max_wait_s)
+    monkeypatch.setattr(conditions, "MAX_WAIT_S", max_wait_s)
     with pytest.raises(NotReady) as refused:
         await asyncio.wait_for(Model(timeout_s=timeout_s).check(OWN, **headers), 10)
     assert (refused.value.status, refused.value.code) == (503, "not_ready")

@@ -1,11 +1,8 @@
-import asyncio
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vecd.gateway.app.app import Cors
+from vecd.gateway.app.cors import Cors
 from vecd.gateway.http.reader import encode_response
 from vecd.gateway.request import HttpRequest, Response
 
@@ -96,14 +93,9 @@ def test_every_header_of_an_answer_can_be_read_and_what_it_varies_by_is_kept():
     assert len(shared) == 4
 
 
-def preflight_response(cors: Cors, asked: HttpRequest) -> Response:
-    anything: Any = None
-    return asyncio.run(cors.respond_to_preflight(anything, asked, anything))
-
-
 def test_a_preflight_allows_what_it_asks_for():
     asked = preflight(access_control_request_headers=ASKED)
-    answer = preflight_response(Cors((ORIGIN,)), asked)
+    answer = Cors((ORIGIN,)).respond_to_preflight(asked)
     assert (answer.status, answer.headers) == (
         204,
         {
@@ -117,14 +109,14 @@ def test_a_preflight_allows_what_it_asks_for():
 
 @pytest.mark.parametrize("headers", ["", "a b", "a,,b", "a: b", "\xe9"])
 def test_a_preflight_that_asks_for_nothing_that_is_a_name(headers):
-    answer = preflight_response(Cors((ORIGIN,)), preflight(access_control_request_headers=headers))
+    answer = Cors((ORIGIN,)).respond_to_preflight(preflight(access_control_request_headers=headers))
     assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
 
 
 @pytest.mark.parametrize(("value", "is_allowed"), [("true", True), ("false", False), (None, False)])
 def test_a_page_may_reach_into_a_private_network_if_it_asks(value, is_allowed):
     asked = preflight() if value is None else preflight(access_control_request_private_network=value)
-    headers = preflight_response(Cors((ORIGIN,)), asked).headers
+    headers = Cors((ORIGIN,)).respond_to_preflight(asked).headers
     assert headers.get("access-control-allow-private-network") == ("true" if is_allowed else None)
 
 
@@ -139,7 +131,7 @@ def test_no_value_can_split_an_answer_or_allow_more_than_it_names(origin, header
     if not cors.is_preflight(asked):
         assert origin not in origins
         return
-    answer = preflight_response(cors, asked)
+    answer = cors.respond_to_preflight(asked)
     cors.add_headers(answer, asked)
     encode_response(answer, request_id="id", keep_alive=True)
     assert answer.headers["access-control-allow-origin"] in origins

@@ -117,7 +117,7 @@ class Gateway(Bench):
         try:
             response = await self.app.handle(request)
         except ApiError as error:
-            response = self.app.render_error(error, request.path)
+            response = self.app.render_error(error, request)
         self.app.add_headers(response, request)
         came = played.asked, played.rendered, played.kept_s
         written = response.headers, response.content_type, body_of(response)

@@ -614,6 +614,12 @@ def test_an_exchange_is_as_written(client: Client, example: Example):
         check_documented(client, example, exchange.status, orjson.loads(exchange.body))
 
 
+def test_a_bad_header_is_refused_in_the_shape_of_the_path_and_the_method(client: Client):
+    """GET of this path is OpenAI's."""
+    exchange = client.exchange("dense", "/models/m", {"inputs": "a"}, {"if-vecd-identity": "x"})
+    assert (exchange.status, orjson.loads(exchange.body)["error_type"]) == (400, "Validation")
+
+
 def check_documented(client: Client, example: Example, status: int, body: Any) -> None:
     document = client.document(example.model)
     at = document["paths"].get(re.sub(r"(?<=models/)(dense|classifier|gpt-4)", "m", example.path), {})

@@ -7,9 +7,11 @@ import orjson
 import pytest
 
 from tests.support.asking import PLAIN, ask, body_of, changed
+from tests.unit.gateway.test_service import http_request
 from vecd.gateway.api.operation import Call
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.app.app import ROUTES, render_error
+from vecd.gateway.app.routes import dialects_of, render_error
+from vecd.gateway.app.table import ROUTES
 from vecd.gateway.dialects.ollama import DIALECT
 from vecd.gateway.errors import ApiError, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.request import EmbedRequest, Response
@@ -122,4 +124,4 @@ def test_a_digest_is_of_the_model_that_is_served(path):
 )
 def test_errors_have_the_shape_of_the_path(error: ApiError, path: str, body: dict[str, Any]):
     """Even where there is nothing: clients of one API read no other's errors."""
-    assert orjson.loads(body_of(render_error(error, path, ROUTES))) == body
+    assert orjson.loads(body_of(render_error(error, http_request(path), ROUTES, dialects_of(ROUTES)))) == body

@@ -12,8 +12,10 @@ import pytest
 
 from tests.support import asking
 from tests.support.asking import PLAIN, answer, ask, body_of, changed
-from vecd.gateway.api.answer import add_headers
+from vecd.gateway.api.operation import ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
+from vecd.gateway.app.app import render
+from vecd.gateway.app.routes import Claim
 from vecd.gateway.dialects.openai import DIALECT, EMBEDDINGS
 from vecd.gateway.errors import ApiError, BadRequest
 from vecd.gateway.request import (
@@ -176,9 +178,8 @@ def test_headers_tell_what_was_not_embedded_as_it_came():
         (Embedded(num_truncated=3, sources={Source.MODEL}), {"x-vecd-truncated": "3", "x-vecd-token-ids": "model"}),
         (Embedded(sources={Source.TEXT}), {}),
     ):
-        headers: dict[str, str] = {}
-        add_headers(headers, embedded)
-        assert headers == expected
+        work = ParsedEmbed(EmbedRequest(["a"]), lambda embedded: Response(200))
+        assert render(work, Claim(DIALECT, EMBEDDINGS), PLAIN, embedded).headers == expected
 
 
 # --- models -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,14 @@ import pytest
 from tests.support.arrays import COLBERT, NER, SPLADE
 from tests.support.asking import PLAIN, ask, changed, embedded_of
 from vecd.gateway.api.operation import ParsedEmbed
-from vecd.gateway.app import handle
+from vecd.gateway.app.app import render_steps
+from vecd.gateway.app.routes import Claim
 from vecd.gateway.dialects import openai, tei, vllm
 from vecd.gateway.encoding.fragments import JsonRows, Matrix, conversion, matrix_pieces
 from vecd.gateway.encoding.labels import AGGREGATIONS, TOKENS_PER_STEP
 from vecd.gateway.encoding.result import TokenRows
 from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.request import Dtype, Encoding, Form, RequestTimeline, Response, SparseOptions
-from vecd.gateway.scheduling.keys import Principal
+from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form, Response, SparseOptions
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import TokenVocabulary
 
@@ -174,17 +173,10 @@ async def test_whoever_tokenizes_waits_for_one_step_of_large_responses():
 
         return Response(200, pieces())
 
-    async def embed(*_: Any) -> Any:
-        return embedded_of()
-
     def respond(name: str) -> "asyncio.Task[Response]":
-        request: Any = SimpleNamespace(inputs=["a"])
-        tokenizer, pipeline = SimpleNamespace(threads=threads), SimpleNamespace(embed=embed)
-        service: Any = SimpleNamespace(pipeline=pipeline, tokenizer=tokenizer)
-        work = ParsedEmbed(request, partial(render, name), is_large=True)
-        parsed = handle.Parsed(PLAIN, handle.Claim(tei.DIALECT, SPARSE), work, 1, "")
-        http: Any = SimpleNamespace(timeline=RequestTimeline(), request_id="r")
-        return asyncio.ensure_future(handle.respond(service, parsed, http, Principal("a")))
+        work = ParsedEmbed(EmbedRequest(["a"]), partial(render, name), is_large=True)
+        steps = render_steps(work, Claim(tei.DIALECT, SPARSE), PLAIN, embedded_of())
+        return asyncio.ensure_future(threads.run(steps, "a"))
 
     responses = [respond("first"), respond("second")]
     try:

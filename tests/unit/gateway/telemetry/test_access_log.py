@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.dispatching import private_metrics
 from vecd.base.logs import ACCESS, JsonFormatter, TextFormatter
-from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.app.table import ENDPOINTS
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.http.reader import RequestReader
 from vecd.gateway.request import Endpoint, HttpRequest

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.dispatching import finished_requests
-from vecd.gateway.app.app import ENDPOINTS
+from vecd.gateway.app.table import ENDPOINTS
 from vecd.gateway.request import Endpoint, HttpRequest
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.telemetry.prometheus import CONTENT_TYPE, WORKER_STATES, ServedModel, Usage, render_metrics
