@@ -25,8 +25,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol, cast
 
 from vecd.gateway.errors import ApiError, PermissionDenied, RequestTimeout, ServerError, TooManyRequests, Unavailable
 from vecd.gateway.http.budgets import BodyBudget, ResponseBudget
@@ -82,24 +82,36 @@ class Timeouts:
     sweep_s: float = 1.0
 
 
-class ConnectionHost(Protocol):
-    """What a connection uses of its server."""
+@dataclass(eq=False)
+class Host:
+    """What connections use of their server, `vecd.gateway.http.listeners.Server`, and what they count there."""
 
     app: Application
     limits: Limits
-    timeouts: Timeouts
-    trusted_proxies: TrustedProxies
-    clock: Callable[[], float]
-    on_finished: Callable[[int, HttpRequest | None], None]
-    arriving: BodyBudget
-    unsent: ResponseBudget
-    is_draining: bool
-    num_requests_in_flight: int
-    num_plain_since_sweep: int
-    date: str
+    _: KW_ONLY
+    timeouts: Timeouts = Timeouts()
+    trusted_proxies: TrustedProxies = field(default_factory=TrustedProxies)
+    """The peers of the public listener whose headers say who the caller is."""
+    clock: Callable[[], float] = time.monotonic
+    on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None
+    """Called with the status of each response, or with `vecd.gateway.telemetry.measures.GONE` where the client
+    disconnected before it, and with the request, if its head could be parsed."""
+    arriving: BodyBudget = field(default_factory=BodyBudget, init=False)
+    """Of requests that cannot be handled yet."""
+    unsent: ResponseBudget = field(default_factory=ResponseBudget, init=False)
+    """Of responses that are being made or are not sent."""
+    is_draining = False
+    num_requests_in_flight = num_plain_since_sweep = 0
+    """The second: connections that spoke plain HTTP to the TLS listener."""
+    date = ""
+    """At the last sweep, for the header of all responses."""
 
-    def register(self, connection: Any) -> str | None: ...
-    def forget(self, connection: Any) -> None: ...
+    def register(self, connection: "Connection") -> str | None:
+        """Returns the reason to refuse a new connection when there are too many, else None."""
+        raise NotImplementedError
+
+    def forget(self, connection: "Connection") -> None:
+        raise NotImplementedError
 
 
 log = logging.getLogger("vecd.gateway")
@@ -117,18 +129,14 @@ _MAX_WRITE_PERIODS = 32
 """In each `write_s`, a client must read _MIN_TAKEN_BYTES, and enough to have all of a response after this number of
 periods."""
 _PLAIN_HTTP = b"This port speaks HTTPS. Use https:// instead of http:// in the URL.\n"
-_CLOSED, _IDLE, _BODY = (
-    ReadState.CLOSED,
-    ReadState.IDLE,
-    ReadState.BODY,
-)  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+_IDLE, _HEAD, _BODY, _CLOSED = ReadState  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 _RESET = struct.pack("ii", 1, 0)  # struct linger: close drops unsent bytes and resets the connection
 
 
 class Connection(asyncio.Protocol):
     def __init__(
         self,
-        server: ConnectionHost,
+        server: Host,
         loop: asyncio.AbstractEventLoop,
         *,
         is_admin: bool = False,
@@ -147,10 +155,9 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self.reader = RequestReader(server.limits)
         self._since = server.clock()  # when the present wait began
-        self._awaited: ReadState | None = ReadState.IDLE  # None while a request is handled
+        self._awaited: ReadState | None = _IDLE  # None while a request is handled
         self.task: asyncio.Task[None] | None = None
         self._request: HttpRequest | None = None  # the one that the task handles
-        self._checked: HttpRequest | None = None  # the one whose head is known and whose body is still arriving
         self._why_refused: str | None = None  # None: it is not refused
         self.num_held_bytes = 0
         """Of an incomplete body, of a request that waits for room for its response, and of those behind the one being
@@ -248,13 +255,25 @@ class Connection(asyncio.Protocol):
             self._advance()
 
     def _count_held(self) -> None:
-        num_held_bytes = self.reader.num_waiting_bytes
+        """Count what is held, and drop it where it is too much: here, or on a connection that holds more."""
+        num_waiting_bytes = num_held_bytes = self.reader.num_waiting_bytes
         if self.task is None:
             num_held_bytes += self.reader.num_body_bytes
         elif self._room is not None and not self._room.done():
             num_held_bytes += self._num_input_bytes
-        if num_held_bytes or self.num_held_bytes or self._is_reading_paused:
-            self._hold(num_held_bytes)
+        if num_held_bytes != self.num_held_bytes:
+            arriving = self._server.arriving
+            arriving.count(self, num_held_bytes)
+            while (largest := arriving.next_to_drop(self)) is not None:
+                largest.drop_held()
+        is_full = num_waiting_bytes > _MAX_WAITING_BYTES
+        if is_full == self._is_reading_paused:
+            return
+        self._is_reading_paused = is_full
+        if is_full:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
 
     def _await_bytes(self) -> None:
         if self.reader.has_more:
@@ -267,22 +286,6 @@ class Connection(asyncio.Protocol):
         if self.reader.state is not self._awaited:
             self._awaited, self._since = self.reader.state, self._server.clock()
 
-    def _hold(self, num_bytes: int) -> None:
-        """Count what is held, and drop it where it is too much: here, or on a connection that holds more."""
-        if num_bytes != self.num_held_bytes:
-            arriving = self._server.arriving
-            arriving.count(self, num_bytes)
-            while (largest := arriving.next_to_drop(self)) is not None:
-                largest.drop_held()
-        is_full = self.reader.num_waiting_bytes > _MAX_WAITING_BYTES
-        if is_full == self._is_reading_paused:
-            return
-        self._is_reading_paused = is_full
-        if is_full:
-            self.transport.pause_reading()
-        else:
-            self.transport.resume_reading()
-
     def _stop_reading(self) -> None:
         self.reader.close()
         if self.num_held_bytes:
@@ -290,7 +293,6 @@ class Connection(asyncio.Protocol):
 
     def _check_head(self, request: HttpRequest) -> None:
         self._identify(request)
-        self._checked = request
         try:
             if self.is_admin:
                 self._check_page(request)
@@ -323,9 +325,7 @@ class Connection(asyncio.Protocol):
     # --- handling ---
 
     def _start(self, request: HttpRequest) -> None:
-        if request is not self._checked:
-            self._identify(request)
-        self._checked = None
+        self._identify(request)
         self._request = request
         request.timeline.take_room = self._take_room
         request.timeline.started_at = time.monotonic()
@@ -347,7 +347,7 @@ class Connection(asyncio.Protocol):
             try:
                 if self.is_admin:
                     self._check_page(request)
-                is_last = self._write_response(request, await self._server.app.handle(request))
+                is_last = self._write_response(await self._server.app.handle(request), request.request_id, request)
             except asyncio.CancelledError as error:
                 if self.task is None or self.task.cancelling():
                     raise
@@ -369,29 +369,25 @@ class Connection(asyncio.Protocol):
     def _write_failure(self, request: HttpRequest, failure: BaseException) -> bool:
         """As `_write_response`, with an error."""
         try:
-            return self._write_response(request, self._render(failure, request.request_id, request))
+            response = self._render(failure, request.request_id, request)
+            return self._write_response(response, request.request_id, request)
         finally:
             _drop_frames(failure)
 
-    def _write_response(self, request: HttpRequest, response: Response) -> bool:
-        """Returns whether it is the connection's last. Nothing is sent when it raises (ValueError, KeyError)."""
-        is_leaving = self._has_eof or self._server.is_draining
-        # Closed by the request itself, or because too much was sent behind it.
-        is_last = self.reader.state is _CLOSED or (is_leaving and self.reader.state is _IDLE)
-        self._send_response(response, request.request_id, request, keep_alive=not is_last)
-        return is_last
-
-    def _send_response(
-        self, response: Response, request_id: str, request: HttpRequest | None = None, *, keep_alive: bool = False
-    ) -> None:
-        """`request`: None if its head could not be parsed."""
-        server = self._server
+    def _write_response(
+        self, response: Response, request_id: str, request: HttpRequest | None, *, is_last: bool = False
+    ) -> bool:
+        """`request`: None if its head could not be parsed. Returns whether it is the connection's last response, as it
+        is where the request itself says so, or too much was sent behind it. Nothing is sent when it raises (ValueError,
+        KeyError)."""
+        server, state = self._server, self.reader.state
+        is_last = is_last or state is _CLOSED or (state is _IDLE and (self._has_eof or server.is_draining))
         if not self.is_admin:
             server.app.add_headers(response, request)
         pieces = encode_response(
             response,
             request_id=request_id,
-            keep_alive=keep_alive,
+            keep_alive=not is_last,
             date=server.date,
             http_minor=1 if request is None else request.http_minor,
             head_only=request is not None and request.method == "HEAD",
@@ -400,9 +396,10 @@ class Connection(asyncio.Protocol):
         if self.num_unsent_bytes or self._is_write_blocked:
             server.unsent.count(self, sum(map(len, pieces)) if self._is_write_blocked else 0)
         server.on_finished(response.status, request)
+        return is_last
 
     def _render(self, error: BaseException, request_id: str, request: HttpRequest | None) -> Response:
-        """The response to a failure, which is logged here. `request` as in `_send_response`."""
+        """The response to a failure, which is logged here. `request` as in `_write_response`."""
         if request is not None:
             # Nothing of it comes from a client.
             request.timeline.error = error.code or error.type if isinstance(error, ApiError) else ServerError.type
@@ -450,7 +447,7 @@ class Connection(asyncio.Protocol):
         self._end_with(self._server.app.render_error(error, None), request_id)
 
     def _end_with(self, response: Response, request_id: str, request: HttpRequest | None = None) -> None:
-        self._send_response(response, request_id, request)
+        self._write_response(response, request_id, request, is_last=True)
         self._linger()
 
     def _linger(self) -> None:
@@ -497,7 +494,7 @@ class Connection(asyncio.Protocol):
     @property
     def owes_response(self) -> bool:
         """A request has begun to arrive whose response is not sent completely."""
-        has_request = self.task is not None or self.reader.state in (ReadState.HEAD, ReadState.BODY)
+        has_request = self.task is not None or self.reader.state in (_HEAD, _BODY)
         return (has_request and not self._is_ending) or self.transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
@@ -535,7 +532,7 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def close_if_silent(self, since: float) -> None:
-        if self._awaited is ReadState.IDLE and self._since <= since and not self._is_ending:
+        if self._awaited is _IDLE and self._since <= since and not self._is_ending:
             self._close_unless_readable()
 
     def check_deadlines(self, now: float) -> None:
@@ -543,17 +540,10 @@ class Connection(asyncio.Protocol):
         if self.task is None and (num_unsent_bytes or self.num_unsent_bytes):
             num_held_bytes = max(num_unsent_bytes, self.num_unsent_bytes) if num_unsent_bytes else 0
             self._server.unsent.count(self, num_held_bytes)
-        is_stalled = False
         if num_unsent_bytes > 0 or self._is_ending:
             # A kernel buffers megabytes: what counts is what the client's kernel has acknowledged.
             num_unsent_bytes += self._num_bytes_in_kernel()
-            is_stalled = self._is_stalled(now, num_unsent_bytes)
-            num_taken_bytes = self.num_sent_bytes - num_unsent_bytes
-            takes_nothing = num_taken_bytes == self._num_taken_at_look
-            self.num_silent_checks = self.num_silent_checks + 1 if takes_nothing else 0
-            self._num_taken_at_look = num_taken_bytes if num_unsent_bytes else None
-        else:
-            self._num_due_bytes, self._num_taken_at_look, self.num_silent_checks = 0, None, 0
+        is_stalled = self._is_stalled(now, num_unsent_bytes)
         if is_stalled:
             self.reset()
         elif self.task is not None:
@@ -567,10 +557,13 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _is_stalled(self, now: float, num_unsent_bytes: int) -> bool:
+        num_taken_bytes = self.num_sent_bytes - num_unsent_bytes
+        takes_nothing = num_unsent_bytes > 0 and num_taken_bytes == self._num_taken_at_look
+        self.num_silent_checks = self.num_silent_checks + 1 if takes_nothing else 0
+        self._num_taken_at_look = num_taken_bytes if num_unsent_bytes else None
         if num_unsent_bytes == 0:
             self._num_due_bytes = 0
             return False
-        num_taken_bytes = self.num_sent_bytes - num_unsent_bytes
         if self._num_due_bytes == 0 or num_taken_bytes - self._num_taken_bytes >= self._num_due_bytes:
             self._num_taken_bytes, self._last_taken_at = num_taken_bytes, now
         self._num_due_bytes = max(self._num_due_bytes, _MIN_TAKEN_BYTES, num_unsent_bytes // _MAX_WRITE_PERIODS)
@@ -591,14 +584,15 @@ class Connection(asyncio.Protocol):
         if self._why_refused is not None:
             if waited_s >= timeouts.linger_s:
                 self._refuse_connection(self._why_refused)
-        elif self._awaited is ReadState.IDLE:
+        elif self._awaited is _IDLE:
             if waited_s >= timeouts.idle_s:
                 self._close_unless_readable()
-        elif self._awaited is ReadState.HEAD:
-            if waited_s >= timeouts.head_s:
-                self._refuse(RequestTimeout(f"head of the request: not complete after {timeouts.head_s:g} s"))
-        elif waited_s >= timeouts.body_s + self.num_held_bytes / _MIN_BODY_BYTES_PER_S:
-            self._refuse(RequestTimeout(f"body of the request: not complete after {timeouts.body_s:g} s"))
+        else:
+            part, limit_s, more_s = "head", timeouts.head_s, 0.0
+            if self._awaited is _BODY:
+                part, limit_s, more_s = "body", timeouts.body_s, self.num_held_bytes / _MIN_BODY_BYTES_PER_S
+            if waited_s >= limit_s + more_s:
+                self._refuse(RequestTimeout(f"{part} of the request: not complete after {limit_s:g} s"))
 
 
 def _drop_frames(error: BaseException | None) -> None:

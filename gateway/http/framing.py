@@ -6,6 +6,7 @@ Owns the reading of chunks and lengths, and the content codings. Parses no head.
 import re
 import sys
 import zlib
+from collections.abc import Iterator
 from io import SEEK_CUR, BytesIO
 from typing import NoReturn, TypeAlias
 
@@ -39,60 +40,64 @@ _FRAMING_TRAILERS = {b"content-length", b"transfer-encoding"}
 _SMALL_SIZES = {line: size for size in range(1, 1024) for line in (b"%x" % size, b"%X" % size)}
 
 
-class KnownBody:
-    """A body whose Content-Length is known, or 0: then `read` and `take` change nothing."""
+class Body:
+    """What was received of a body."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._whole = b""
-        self._pieces: BytesIO | None = None
+    def __init__(self) -> None:
         self.num_bytes = 0
-        """Received of the body, without its framing."""
+        """Without its framing."""
         self.has_more = False
         """The last `read` had done enough for one turn of the event loop."""
-        self.is_complete = length == 0
+        self.is_complete = False
+        self._pieces = BytesIO()  # not a list: two-byte chunks as objects would take twenty times the body's size
 
     def read(self, data: bytes, at: int) -> int:
         """Take bytes of the body, which begin at `at` in `data`; returns the position after them. Until the body is
         complete, pass the bytes that are left again, with those that follow. Raises ApiError when it is refused."""
-        if self.is_complete:
-            return at
-        stop = min(len(data), at + self._length - self.num_bytes)
-        self.num_bytes += stop - at
-        self.is_complete = self.num_bytes == self._length
-        if self._pieces is not None:
-            self._pieces.write(data[at:stop])
-        elif self.is_complete:
-            self._whole = data[at:stop]
-        elif stop > at:
-            self._pieces = BytesIO()
-            self._pieces.write(data[at:stop])
-        return stop
+        raise NotImplementedError
 
     def take(self) -> bytes:
         """The body, once complete, which is dropped here."""
-        body = self._whole if self._pieces is None else self._pieces.getvalue()
-        self._whole, self._pieces = b"", None
+        body, self._pieces = self._pieces.getvalue(), BytesIO()
         return body
 
+    def _take(self, data: bytes, at: int, num_most: int) -> int:
+        """Take up to `num_most` bytes; returns the number taken."""
+        piece = data[at : at + num_most]
+        self._pieces.write(piece)
+        self.num_bytes += len(piece)
+        return len(piece)
 
-class ChunkedBody:
+
+class KnownBody(Body):
+    """A body whose Content-Length is known, or 0: then `read` and `take` change nothing."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self.is_complete = length == 0
+
+    def read(self, data: bytes, at: int) -> int:
+        if not self.is_complete:
+            at += self._take(data, at, self._length - self.num_bytes)
+            self.is_complete = self.num_bytes == self._length
+        return at
+
+
+class ChunkedBody(Body):
     """A body of chunks. Trailers are checked and dropped: taken as headers, they would evade the checks of headers."""
 
     def __init__(self, max_bytes: int, max_framing_bytes: int) -> None:
         """`max_bytes` of body; `max_framing_bytes` between two bytes of it, and of trailers."""
+        super().__init__()
         self._max_bytes = max_bytes
         self._max_framing_bytes = max_framing_bytes
-        self._pieces = BytesIO()  # not a list: two-byte chunks as objects would take twenty times the body's size
         self._num_left_bytes = 0  # of the chunk being read
         self._is_at_line_end = False  # all its bytes were received, but not the CRLF after them
         self._is_in_trailers = False
         self._num_framing_bytes = 0  # in all
         self._num_since_bytes = 0  # of them, since the last byte of body
         self._num_left_steps = 0
-        self.num_bytes = 0
-        self.has_more = False
-        self.is_complete = False
 
     def read(self, data: bytes, at: int) -> int:
         self._num_left_steps, self.has_more = STEPS_PER_READ, False
@@ -114,11 +119,6 @@ class ChunkedBody:
             if at == start:
                 break
         return at
-
-    def take(self) -> bytes:
-        body = self._pieces.getvalue()
-        self._pieces = BytesIO()
-        return body
 
     def _read_small_chunks(self, data: bytes, at: int) -> int:
         """Take small chunks that are complete and have no extensions, by one step each; the other methods need
@@ -174,13 +174,11 @@ class ChunkedBody:
         return at + len(line) + 2
 
     def _read_chunk(self, data: bytes, at: int) -> int:
-        stop = min(len(data), at + self._num_left_bytes)
-        self._pieces.write(data[at:stop])
-        self.num_bytes += stop - at
-        self._num_left_bytes -= stop - at
+        num_taken = self._take(data, at, self._num_left_bytes)
+        self._num_left_bytes -= num_taken
         self._is_at_line_end = self._num_left_bytes == 0
         self._num_since_bytes = 0
-        return stop
+        return at + num_taken
 
     def _read_line_end(self, data: bytes, at: int) -> int:
         found = data[at : at + 2]
@@ -224,9 +222,6 @@ class ChunkedBody:
     def _count_framing(self, num_bytes: int) -> None:
         self._num_framing_bytes += num_bytes
         self._num_since_bytes += num_bytes
-
-
-Body: TypeAlias = KnownBody | ChunkedBody
 
 
 def _refuse(what: str) -> NoReturn:
@@ -312,12 +307,7 @@ _ZSTD_OPTIONS = {int(zstd.DecompressionParameter.window_log_max): _ZSTD_WINDOW_L
 class Decompression:
     def __init__(self, body: bytes, coding: Coding, max_bytes: int) -> None:
         """`max_bytes`: the limit on the decompressed body."""
-        self._body = BytesIO(body)
-        self._num_body_bytes = len(body)
-        self._coding = coding
-        self._max_bytes = max_bytes
-        self._member: _Member | None = None
-        self._num_members = 0
+        self._pieces = _inflate(body, coding, max_bytes)
         self._inflated = BytesIO()
         self.num_bytes = 0
         self.is_complete = False
@@ -327,57 +317,56 @@ class Decompression:
         a body that is not valid in its coding, PayloadTooLarge for one that becomes too long."""
         enough = self.num_bytes + max_bytes
         for _ in range(_MAX_STEPS):
-            if self.is_complete or self.num_bytes >= enough:
+            if self.num_bytes >= enough:
                 return
-            self._step()
+            piece = next(self._pieces, None)
+            if piece is None:
+                self.is_complete = True
+                return
+            self.num_bytes += len(piece)
+            self._inflated.write(piece)
 
     def take(self) -> bytes:
-        body = self._inflated.getvalue()
-        self._inflated = BytesIO()
+        body, self._inflated = self._inflated.getvalue(), BytesIO()
         return body
 
-    def _step(self) -> None:
-        member = self._member
-        if member is None:
-            member = self._member = self._begin_member()
-        given = self._body.read(_MAX_STEP_INPUT_BYTES) if member.needs_input else b""
-        if member.needs_input and not given:
-            raise BadRequest(f"body: it ends before its {self._coding.value} data does")
-        try:
-            inflated = member.decompress(given, _MAX_STEP_BYTES)
-        except _ERRORS as error:
-            # The libraries' reasons are fixed sentences that quote nothing.
-            raise BadRequest(f"body: not valid {self._coding.value} data, as Content-Encoding says: {error}") from None
-        self.num_bytes += len(inflated)
-        if self.num_bytes > self._max_bytes:
-            raise PayloadTooLarge(
-                f"body: longer than the {self._max_bytes} bytes allowed, once its {self._num_body_bytes} bytes are "
-                "decompressed"
-            )
-        self._inflated.write(inflated)
-        if member.eof:
-            self._end_member(member)
 
-    def _begin_member(self) -> _Member:
-        self._num_members += 1
-        if self._num_members > _MAX_MEMBERS:
-            raise BadRequest(f"body: more than {_MAX_MEMBERS} {self._coding.value} members, one behind the other")
-        match self._coding:
-            case Coding.GZIP:
-                return _Zlib(16 + zlib.MAX_WBITS)
-            case Coding.DEFLATE:
-                return _Zlib(zlib.MAX_WBITS if _has_zlib_header(self._body.getvalue()) else -zlib.MAX_WBITS)
-            case Coding.ZSTD:
-                return zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
-
-    def _end_member(self, member: _Member) -> None:
-        self._member = None
-        self._body.seek(-len(member.unused_data), SEEK_CUR)
-        if self._body.tell() == self._num_body_bytes:
-            self.is_complete = True
-            self._body = BytesIO()
-        elif self._coding is Coding.DEFLATE:
+def _inflate(body: bytes, coding: Coding, max_bytes: int) -> Iterator[bytes]:
+    """What each step makes, which may be nothing. Raises as `Decompression.advance`."""
+    compressed, num_bytes = BytesIO(body), 0
+    for _ in range(_MAX_MEMBERS):
+        member = _make_member(body, coding)
+        while not member.eof:
+            given = compressed.read(_MAX_STEP_INPUT_BYTES) if member.needs_input else b""
+            if member.needs_input and not given:
+                raise BadRequest(f"body: it ends before its {coding.value} data does")
+            try:
+                inflated = member.decompress(given, _MAX_STEP_BYTES)
+            except _ERRORS as error:
+                # The libraries' reasons are fixed sentences that quote nothing.
+                raise BadRequest(f"body: not valid {coding.value} data, as Content-Encoding says: {error}") from None
+            num_bytes += len(inflated)
+            if num_bytes > max_bytes:
+                raise PayloadTooLarge(
+                    f"body: longer than the {max_bytes} bytes allowed, once its {len(body)} bytes are decompressed"
+                )
+            yield inflated
+        compressed.seek(-len(member.unused_data), SEEK_CUR)
+        if compressed.tell() == len(body):
+            return
+        if coding is Coding.DEFLATE:
             raise BadRequest("body: there are bytes behind the end of its deflate data")
+    raise BadRequest(f"body: more than {_MAX_MEMBERS} {coding.value} members, one behind the other")
+
+
+def _make_member(body: bytes, coding: Coding) -> _Member:
+    match coding:
+        case Coding.GZIP:
+            return _Zlib(16 + zlib.MAX_WBITS)
+        case Coding.DEFLATE:
+            return _Zlib(zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS)
+        case Coding.ZSTD:
+            return zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
 
 
 def _has_zlib_header(body: bytes) -> bool:

@@ -13,18 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
 from ipaddress import ip_address
 
 from vecd.base.programs import return_free_memory
-from vecd.gateway.http.budgets import BodyBudget, ResponseBudget
-from vecd.gateway.http.connection import Application, Connection, Timeouts
+from vecd.gateway.http.connection import Connection, Host
 from vecd.gateway.http.forwarded import TrustedProxies
 from vecd.gateway.http.tls import ServerTls
 from vecd.gateway.http.tls_layer import TlsLayer
-from vecd.gateway.request import HttpRequest, Limits
+from vecd.gateway.request import Limits
 from vecd.shm.control import FileId, file_id, remove_if_ours
 
 # Every gateway wakes when a client connects, and the first one accepts all that wait: when many connect at once, one
@@ -142,7 +141,6 @@ _SILENT_SWEEPS = 3
 """A client that reads nothing for so long may be dropped for want of room."""
 _TRIMMED_BYTES = 64 * 1024 * 1024
 """When responses have this many bytes less than they had, free memory is returned to the kernel."""
-_NO_PROXIES, _TIMEOUTS = TrustedProxies(), Timeouts()
 _DRAIN_POLL_S = 0.05
 _ADMIN_DRAIN_S = 1.0
 _ABORT_TIMEOUT_S = 1.0
@@ -157,60 +155,36 @@ class _Listener:
     keeps_listening: bool
 
 
-class Server:
+@dataclass(eq=False)
+class Server(Host):
     """All connections of one gateway, to its public listener and its admin listener, if it has one."""
 
-    def __init__(
-        self,
-        app: Application,
-        limits: Limits,
-        *,
-        timeouts: Timeouts = _TIMEOUTS,
-        trusted_proxies: TrustedProxies = _NO_PROXIES,
-        clock: Callable[[], float] = time.monotonic,
-        on_finished: Callable[[int, HttpRequest | None], None] = lambda status, request: None,
-        is_ahead: Callable[[], bool] | None = None,
-    ) -> None:
-        """`trusted_proxies`: the peers of the public listener whose headers say who the caller is. `on_finished`:
-        called with the status of each response, or with `vecd.gateway.telemetry.measures.GONE` where the client
-        disconnected before it, and with the request, if its head could be parsed. `is_ahead`, where several gateways
-        share the socket: whether one of them has fewer connections."""
-        self.app = app
-        self.timeouts = timeouts
-        self.arriving = BodyBudget()
-        """Of requests that cannot be handled yet."""
-        self.unsent = ResponseBudget()
-        """Of responses that are being made or are not sent."""
-        self.clock = clock
-        self.on_finished = on_finished
-        self._is_ahead = is_ahead
-        self.is_draining = False
-        self.num_requests_in_flight = 0
-        self._listeners: list[_Listener] = []
-        self._sweeper: asyncio.TimerHandle | None = None
-        self.connections: set[Connection] = set()
-        self.num_of_address: Counter[str] = Counter()
-        self.admin_connections: set[Connection] = set()
-        self._refused: set[Connection] = set()
-        self._num_refused_since_sweep = 0
-        self._num_refused_of_address_since_sweep = 0
-        self.num_plain_since_sweep = 0
-        """Connections that spoke plain HTTP to the TLS listener."""
-        self.date = formatdate(usegmt=True)
-        """At the last sweep, for the header of all responses."""
-        self.change(limits, trusted_proxies)
+    is_ahead: Callable[[], bool] | None = field(default=None, kw_only=True)
+    """Where several gateways share the socket: whether one of them has fewer connections."""
+    connections: set[Connection] = field(default_factory=set, init=False)
+    admin_connections: set[Connection] = field(default_factory=set, init=False)
+    num_of_address: Counter[str] = field(default_factory=Counter, init=False)
+    _refused: set[Connection] = field(default_factory=set, init=False)
+    _listeners: list[_Listener] = field(default_factory=list, init=False)
+    _sweeper: asyncio.TimerHandle | None = field(default=None, init=False)
+    _num_refused_since_sweep = _num_refused_of_address_since_sweep = 0
+
+    def __post_init__(self) -> None:
+        self.change(self.limits, self.trusted_proxies)
 
     @property
     def num_connections(self) -> int:
         """To the public listener, without those that are being refused."""
         return len(self.connections)
 
+    @property
+    def max_connections_per_address(self) -> int:
+        return self.limits.max_connections_per_address or self.limits.max_connections
+
     def change(self, limits: Limits, trusted_proxies: TrustedProxies) -> None:
         """Use these from now on. Open connections stay; their next request is held to `limits`, and is of whom a proxy
         says that is trusted now. Call on the running loop."""
         self.limits, self.trusted_proxies = limits, trusted_proxies
-        self.max_connections = limits.max_connections
-        self.max_connections_per_address = limits.max_connections_per_address or limits.max_connections
         self.arriving.max_bytes = max(_MAX_HELD_BYTES, _MAX_HELD_BODIES * limits.max_body_bytes)
         self.unsent.max_bytes = self.arriving.max_bytes
         for connection in self._all_connections():
@@ -244,10 +218,10 @@ class Server:
         is_loopback = sock.family != socket.AF_UNIX and ip_address(sock.getsockname()[0]).is_loopback
         make_protocol: Callable[[], asyncio.Protocol] = partial(self._connection, tls, is_admin, is_loopback)
         accepting: asyncio.AbstractServer | SharedListener
-        if self._is_ahead is None or is_admin:
+        is_ahead = self.is_ahead
+        if is_ahead is None or is_admin:
             accepting = await self._loop.create_server(make_protocol, sock=sock, backlog=_BACKLOG)
         else:
-            is_ahead = self._is_ahead
             accepting = SharedListener(sock, make_protocol, lambda: not self.is_draining and is_ahead())
         self._listeners.append(_Listener(sock, uds_id, accepting, is_admin, keeps_listening))
         if self._sweeper is None:
@@ -284,7 +258,7 @@ class Server:
             # accepted is left to others, and so is the file.
             if listener.keeps_listening:
                 listener.accepting.close()
-            elif not is_admin or self._is_ahead is None:
+            elif not is_admin or self.is_ahead is None:
                 refuse_connects(listener.sock, listener.uds_id)
         if closing:
             # What waits in our own backlog is accepted, and the last accepted sockets become connections.
@@ -304,7 +278,6 @@ class Server:
     # --- called by connections ---
 
     def register(self, connection: Connection) -> str | None:
-        """Returns the reason to refuse a new connection when there are too many, else None."""
         reason = self._admit(connection)
         if reason is not None:
             self._num_refused_since_sweep += 1
@@ -319,12 +292,12 @@ class Server:
                 return f"Too many connections: {num} to the admin listener are open, the most allowed"
             self.admin_connections.add(connection)
             return None
-        if len(self.connections) >= self.max_connections:
-            return f"Too many connections: {self.max_connections} are open, the most allowed"
-        if connection.address and self.num_of_address[connection.address] >= self.max_connections_per_address:
+        most, most_of_address = self.limits.max_connections, self.max_connections_per_address
+        if len(self.connections) >= most:
+            return f"Too many connections: {most} are open, the most allowed"
+        if connection.address and self.num_of_address[connection.address] >= most_of_address:
             self._num_refused_of_address_since_sweep += 1
-            limit = self.max_connections_per_address
-            return f"Too many connections from one address: {limit} are open, the most allowed"
+            return f"Too many connections from one address: {most_of_address} are open, the most allowed"
         self.connections.add(connection)
         self._count_address(connection, 1)
         return None
@@ -362,7 +335,7 @@ class Server:
                 self._num_refused_of_address_since_sweep,
                 self.max_connections_per_address,
                 self.num_connections,
-                self.max_connections,
+                self.limits.max_connections,
             )
             self._num_refused_since_sweep = self._num_refused_of_address_since_sweep = 0
         if self.num_plain_since_sweep:

@@ -9,7 +9,7 @@ import select
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1179,7 +1179,8 @@ async def test_how_fast_a_slow_reader_has_to_take_its_answer(num_bytes, steps, i
 
 async def test_only_who_takes_nothing_of_its_answer_is_reset_for_want_of_room(caplog):
     async with recording() as recorded:
-        recorded.server.max_connections, recorded.server.unsent.max_bytes = 10, 1000
+        recorded.server.limits = replace(recorded.server.limits, max_connections=10)
+        recorded.server.unsent.max_bytes = 1000
         connections = [(recorded.connection, recorded.transport)]
         for _ in range(4):
             transport = RecordingTransport()
