@@ -3,9 +3,10 @@
 Owns the types, which are a part of the model card (`vecd.model.card`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vecd.model.files import ModelError, ModelSettings, read_json, read_object, read_optional, single_file
 
@@ -33,7 +34,7 @@ class Step:
     out_dim: int = 0
     bias: bool = True
     activation: str = "identity"
-    """Of "dense": a key of `vecd.workers.onnx.steps.Operations.activations`."""
+    """Of "dense": a key of `vecd.workers.activations.ACTIVATIONS`."""
     tensor: str = ""
     """The weights are the model's own, under this name with ".weight" and ".bias" behind it."""
     bias_tensor: str = ""
@@ -84,7 +85,7 @@ class ScoreHead:
     activation: str
     """One of SCORE_ACTIVATIONS: the model's own, from logits to scores."""
     pooling: str = ""
-    """One of `vecd.model.steps.POOLING_MODES`; empty: for each token."""
+    """A key of POOLINGS; empty: for each token."""
     steps: tuple[Step, ...] = ()
     """Empty where no table describes the family: then only the class in transformers computes it."""
     architecture: str = ""
@@ -185,8 +186,22 @@ class HeadLayers:
 
 # The modules of a model in sentence-transformers' layouts: their list, and what Pooling and the steps behind it do.
 
-POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""In the order in which sentence-transformers concatenates them if a model has several."""
+
+def _mean_weighted_by_position(arrays: Any, hidden: Any) -> Any:
+    weights = arrays.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)
+    return arrays.einsum("blh,l->bh", hidden, weights) / weights.sum()
+
+
+POOLINGS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "cls": lambda arrays, hidden: hidden[:, 0],
+    "max": lambda arrays, hidden: arrays.amax(hidden, 1),
+    "mean": lambda arrays, hidden: hidden.sum(1) / hidden.shape[1],
+    "mean_sqrt_len_tokens": lambda arrays, hidden: hidden.sum(1) / hidden.shape[1] ** 0.5,
+    "weightedmean": _mean_weighted_by_position,
+    "lasttoken": lambda arrays, hidden: hidden[:, -1],
+}
+"""From numpy or torch, and float32 hidden states of equally long sequences, [B, L, H], to [B, H]; in the order in which
+sentence-transformers concatenates them if a model has several."""
 
 _LEGACY_POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
@@ -258,8 +273,8 @@ def read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool
     else:
         modes = stated if isinstance(stated, list) and stated else [stated]
     for mode in modes:
-        if mode not in POOLING_MODES:
-            raise config.error(f"pooling_mode {mode!r} is unknown; known: {', '.join(POOLING_MODES)}")
+        if mode not in tuple(POOLINGS):  # it may be anything
+            raise config.error(f"pooling_mode {mode!r} is unknown; known: {', '.join(POOLINGS)}")
     pools_prompt = config.get("include_prompt") is not False
     if not pools_prompt and default_prompt:
         raise config.error("include_prompt=false together with a default prompt is not supported")

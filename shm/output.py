@@ -1,9 +1,8 @@
 """What a sequence may ask of a worker: each output described once, as data.
 
 Owns the list of outputs, and how many rows each has, how many floats of a row are its own, and whether its vectors have
-length 1. Computes nothing: an engine has one function for each output (`vecd.workers.dummy`,
-`vecd.workers.torch.heads`, `vecd.workers.onnx.heads`). Which outputs a model has follows from its capabilities
-(`vecd.model.card.ModelCard`).
+length 1. Computes nothing: what an output is made of is in `vecd.workers.heads`. Which outputs a model has follows from
+its capabilities (`vecd.model.card.ModelCard`).
 """
 
 from enum import IntEnum

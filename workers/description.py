@@ -8,7 +8,6 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,14 +15,10 @@ from numpy.typing import NDArray
 
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard
+from vecd.workers.activations import ACTIVATIONS, Activation
 from vecd.workers.families import FAMILIES, Family
 from vecd.workers.families import EncoderSpec as EncoderSpec
 from vecd.workers.families import LayerSpec as LayerSpec
-
-ACTIVATIONS = MappingProxyType(
-    {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
-)
-"""By transformers' names, of which some mean the same; gelu_new is the approximation with tanh."""
 
 
 class NotDescribed(Exception):
@@ -49,7 +44,7 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         prefix,
         num_heads=int(config[family.num_heads]),
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
-        activation=ACTIVATIONS[config[family.activation]],
+        activation=config[family.activation],
         is_causal=encoder.is_causal and not _sees_later(config),
         words_factor=card.hidden_size**0.5 if family.is_scaled_by_width else 1.0,
         positions_after=int(config[after]) if isinstance(after, str) else after,
@@ -84,7 +79,7 @@ def _prefix(family: Family, names: Collection[str]) -> str:
 
 
 def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> None:
-    if config[family.activation] not in ACTIVATIONS:
+    if ACTIVATIONS.get(config[family.activation], Activation()).onnx is None:
         raise NotDescribed(f"activation {config[family.activation]}")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise NotDescribed("a decoder: its tokens do not see later tokens")

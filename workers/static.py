@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from vecd.model.card import TABLES, ModelCard, ModelError
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
+from vecd.workers.activations import Floats
 from vecd.workers.arrays import Arrays
 from vecd.workers.batch import COMPLETE, Engine, Finish, Ints, PackedBatch, write_outputs
-from vecd.workers.onnx.steps import Floats, Head, NumpyOperations
+from vecd.workers.heads import Head, NumpyOperations
 
 _ROWS_OF_A_BLOCK = 256
 

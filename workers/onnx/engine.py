@@ -17,6 +17,7 @@ from vecd.base.tasks import NoTasks, naming_limit
 from vecd.model.card import POSITIONS_AFTER_PADDING, ModelCard, ModelError, export_files, one_line
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
+from vecd.workers.activations import Floats
 from vecd.workers.arrays import Arrays, ModelFile
 from vecd.workers.batch import (
     COMPLETE,
@@ -30,10 +31,10 @@ from vecd.workers.batch import (
     passes,
     write_outputs,
 )
+from vecd.workers.heads import Heads, SpladeHead
 from vecd.workers.machine import available_mb
-from vecd.workers.onnx.heads import LeanSpladeHead, load_heads
+from vecd.workers.onnx.heads import LeanOperations, load_heads
 from vecd.workers.onnx.session import LeanForward, session_of, session_options
-from vecd.workers.onnx.steps import Floats, Heads
 
 # Runs a model's own ONNX export in ONNX Runtime, for a folder that has no other weights.
 #
@@ -224,8 +225,9 @@ class LeanEngine(Engine):
         self._own: Computation = (forward, load_heads(card, forward.arrays))
         self._wide: WideForward | None = None
         self._leased: Computation | None = None
-        sparse = self._own[1].get(Output.SPARSE)
-        self._num_private_bytes = forward.num_private_bytes + getattr(sparse, "num_private_bytes", 0)
+        sparse = card.sparse
+        words = 0 if sparse is None or sparse.is_lexical else card.vocab_size * sparse.steps[-1].in_dim
+        self._num_private_bytes = forward.num_private_bytes + words * np.dtype(np.float32).itemsize
         self.facts: dict[str, Any] = dict(forward.facts)
         if not card.export_file:
             self.facts["converted_bytes"] = self._num_private_bytes
@@ -250,9 +252,8 @@ class LeanEngine(Engine):
     def _make(self, num_threads: int) -> Computation:
         """Like the engine's own, with threads. numpy's heads have one, whatever `num_threads` is."""
         forward, heads = self._own
-        sparse = heads.get(Output.SPARSE)
-        if isinstance(sparse, LeanSpladeHead):
-            heads = {**heads, Output.SPARSE: sparse.with_threads(num_threads)}
+        if Output.SPARSE in heads:
+            heads = {**heads, Output.SPARSE: SpladeHead(self._card, LeanOperations(forward.arrays, num_threads))}
         return self._make_forward(num_threads, like=forward), heads
 
     def _make_forward(self, num_threads: int, **arguments: Any) -> Forward:

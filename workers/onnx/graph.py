@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.model.card import ModelCard
+from vecd.workers.activations import ACTIVATIONS
 from vecd.workers.batch import Ints, Run
 from vecd.workers.description import EncoderSpec, LayerSpec, bias_of_distances, window_band
 from vecd.workers.machine import has_vnni
@@ -203,8 +204,8 @@ class GraphBuilder:
         return self._product(name, x, self._tensor(name), self._bias(name))
 
     def _activated(self, name: str, x: Value) -> Value:
-        operator = {"gelu": "BiasGelu", "gelu_new": "FastGelu"}.get(self._encoder.activation)
-        if operator is None:
+        operator = ACTIVATIONS[self._encoder.activation].onnx_with_bias
+        if not operator:
             return self._activation(self._linear(name, x))
         # The operator adds the bias, which the product would otherwise do apart.
         product = self._product(name, x, self._tensor(name))
@@ -212,14 +213,8 @@ class GraphBuilder:
         return self._node(operator, product, bias, domain=MICROSOFT)
 
     def _activation(self, x: Value) -> Value:
-        match self._encoder.activation:
-            case "relu":
-                return self._node("Relu", x)
-            case "silu":
-                return self._node("QuickGelu", x, domain=MICROSOFT, alpha=1.0)
-            case activation:
-                operator = {"gelu": "Gelu", "gelu_new": "FastGelu"}[activation]
-                return self._node(operator, x, domain=MICROSOFT)
+        operator, attributes = ACTIVATIONS[self._encoder.activation].onnx or ("", {})
+        return self._node(operator, x, **attributes)
 
     def _product(self, name: str, x: Value, weight: Array, bias: Array | None = None) -> Value:
         """x [T, K] times weight [N, K], plus bias [N]."""

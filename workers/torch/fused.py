@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from vecd.model.card import ModelCard, ModelError
+from vecd.workers.activations import ACTIVATIONS
 from vecd.workers.batch import Layout, Run
 from vecd.workers.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
 from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.torch.attention import Attention, Rotation, SlidingWindow, normalize_rms_, paired, rotations, up_to
 from vecd.workers.torch.checkpoint import PrefixStates, Tensors
-from vecd.workers.torch.linear import ACTIVATIONS, Activation, PrepackedLinear, make_linear, type_between_layers
+from vecd.workers.torch.linear import PrepackedLinear, make_linear, type_between_layers
 
 # --- the parts --------------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class Layer:
     norm: Callable[[Tensor], Tensor]
     gate: PrepackedLinear | None
     up: PrepackedLinear
-    activation: Activation
+    activation: tuple[str, str]
     down: PrepackedLinear
 
     def __call__(
@@ -260,7 +261,7 @@ class _Builder:
             norm=self._norm(layer.norm),
             gate=gate,
             up=make_linear(up, biases, self._dtype),
-            activation=ACTIVATIONS[self._encoder.activation],
+            activation=ACTIVATIONS[self._encoder.activation].onednn,
             down=self._linear(layer.down),
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vecd.model.card import one_line
+from vecd.workers.activations import Activation
 
 # oneDNN's linear kernels inside torch: which of them this processor and this torch have, and the calls to them.
 #
@@ -73,17 +74,6 @@ def _probe_float(kernels: FloatKernels, dtype: torch.dtype) -> bool:
     )
 
 
-Activation: TypeAlias = tuple[str, str]
-
-NO_ACTIVATION: Activation = ("none", "")
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": ("gelu", "none"),
-    "gelu_new": ("gelu", "tanh"),
-    "relu": ("relu", ""),
-    "silu": ("swish", ""),
-}
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -110,7 +100,7 @@ class PrepackedLinear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, activation: Activation = NO_ACTIVATION) -> Tensor:
+    def __call__(self, x: Tensor, activation: tuple[str, str] = Activation().onednn) -> Tensor:
         kind, algorithm = activation
         out: Tensor = self.kernels.linear(x, self.weight, self.bias, kind, [], algorithm)
         return out

@@ -48,7 +48,7 @@ def _one_by_one(card: ModelCard, probes: PackedBatch, rows_of: Callable[[PackedB
 
 
 def _sparse(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> Rows:
-    """By transformers' own class for masked words, which shares nothing with `vecd.workers.torch.heads`."""
+    """By transformers' own class for masked words, which shares nothing with `vecd.workers.heads`."""
     card, device = config.card, torch.device(config.device)
     head = card.sparse
     assert head is not None

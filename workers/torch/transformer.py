@@ -18,12 +18,13 @@ from vecd.workers import prefix
 from vecd.workers.batch import Engine, Finish, Layout, PackedBatch, arrange, begin_or_halve, largest_within
 from vecd.workers.config import WorkerConfig
 from vecd.workers.description import NotDescribed
+from vecd.workers.heads import Heads
 from vecd.workers.parity import compare
 from vecd.workers.prefix import MIN_SHARED_TOKENS, PrefixCache, set_apart
 from vecd.workers.torch.checkpoint import KeysValues, PrefixStates, bytes_of
 from vecd.workers.torch.device import open_device
 from vecd.workers.torch.fused import load_fused
-from vecd.workers.torch.heads import Heads, load_heads, rows_of
+from vecd.workers.torch.heads import load_heads, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +56,7 @@ def powers_of_two(limit: int) -> list[int]:
 class TransformerEngine(Engine):
     """Runs one model in one way. The model's settings belong to the last engine that was made from it."""
 
-    def __init__(self, forward: Forward, heads: Heads, dtype: str, device: torch.device = _CPU) -> None:
+    def __init__(self, forward: Forward, heads: Heads[Tensor], dtype: str, device: torch.device = _CPU) -> None:
         """`device` is where `forward` and `heads` compute."""
         self._forward = forward
         self._heads = heads
@@ -155,7 +156,8 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
     load, score = load or partial(_load, card, device), card.score
     # Where no table describes the head, transformers' class computes that, too.
     has_head = path in ("padded", "unpadded") and score is not None and not score.steps
-    heads: Heads = {card.main_output: lambda logits, layout: logits.float()} if has_head else load_heads(card, device)
+    own_head: Heads[Tensor] = {card.main_output: lambda logits, layout: logits.float()}
+    heads = own_head if has_head else load_heads(card, device)
     engine = TransformerEngine(_forward(card, path, dtype, device, load, has_head), heads, dtype, device)
     if score is not None and score.pooling == "lasttoken" and score.pair_template is not None and not has_head:
         engine.share_prefixes(prefix.probe(card))

@@ -20,12 +20,12 @@ from tests.support.checkpoints import (
 )
 from tests.support.every_kind import DEFAULT_PROMPT, folders, served, widening_steps
 from vecd.model.card import read_card
-from vecd.model.steps import POOLING_MODES
+from vecd.model.steps import POOLINGS
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
 
 
-ALL_MODES = POOLING_MODES[::-1]  # side by side, in an order of the model's own
+ALL_MODES = tuple(POOLINGS)[::-1]  # side by side, in an order of the model's own
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,8 @@ from tests.support.sparse_checkpoints import (
 from vecd.gateway.encoding.sparse import SparseRows, read_query_weights
 from vecd.gateway.request import SparseOptions
 from vecd.model.card import ModelError, read_card
-from vecd.workers.onnx import heads as lean_sparse_head
+from vecd.workers import heads
 from vecd.workers.select import select
-from vecd.workers.torch import heads
 from vecd.workers.torch.reference import reference_rows
 
 LENGTHS = [5, 1, 30, 60, 7, 5, 2, 1, 12, 12, 59]
@@ -60,14 +59,13 @@ def splade(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def test_weights_are_the_reference_s(
     family: str, pooling: str, activation: str, splade: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "FLOATS_OF_A_SLICE", 1000)  # several slices of 120 words
+    monkeypatch.setattr(heads, "FLOATS_OF_A_SLICE", 50 * 40)  # several slices of 120 words, and of the longest sequence
     folder = splade(family, pooling, activation)
     config, batch = sparse_config(folder), random_batch(LENGTHS)
     expected = SparseReference(folder)(batch)
     assert (expected > 0).any()
     assert (expected == 0).any()
-    monkeypatch.setattr(lean_sparse_head, "WORDS_OF_A_SLICE", 50)
-    monkeypatch.setattr(lean_sparse_head, "TOKENS_OF_A_SLICE", 40)
+    monkeypatch.setattr(heads, "WORDS_OF_A_SLICE", 50)
     for path in ("padded", "lean"):
         found = weights_of(sparse_engine(folder, path), config, batch)
         assert_same_vectors(found, expected)
@@ -97,7 +95,7 @@ def test_a_text_has_the_same_weights_alone_and_in_company(
     """Also where the slices of the vocabulary are others: their size follows the number of tokens."""
     if path == "fused":
         skip_without("float32")
-    monkeypatch.setattr(heads, "FLOATS_OF_A_SLICE", 1000)
+    monkeypatch.setattr(heads, "FLOATS_OF_A_SLICE", 20 * heads.WORDS_OF_A_SLICE)
     folder = splade("bert", pooling)
     config, engine, batch = sparse_config(folder), sparse_engine(folder, path), random_batch(LENGTHS)
     together = weights_of(engine, config, batch)
@@ -157,8 +155,7 @@ def test_an_engine_is_selected_by_its_weights(splade: Callable[..., Path]) -> No
 
 def test_no_engine_is_selected_with_other_weights(splade: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: the head forgets its logarithm."""
-    monkeypatch.setattr(heads.SpladeHead, "activate_", lambda self, logits: logits.relu_())
-    monkeypatch.setattr(lean_sparse_head.LeanSpladeHead, "activated", lambda self, logits: np.maximum(logits, 0))
+    monkeypatch.setattr(heads.SpladeHead, "activated", lambda self, logits: logits * (logits > 0))
     with pytest.raises(ModelError, match="not the reference model's"):
         select(sparse_config(splade()), lambda stage: None)
 

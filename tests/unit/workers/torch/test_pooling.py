@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tests.support.checkpoints import Checkpoints
 from vecd.model.card import ModelCard, ModelError
-from vecd.model.steps import POOLING_MODES, Step
+from vecd.model.steps import POOLINGS, Step
+from vecd.workers.activations import ACTIVATIONS
 from vecd.workers.batch import Run
-from vecd.workers.onnx.steps import Head, pool
+from vecd.workers.heads import Head, pool
 from vecd.workers.torch.heads import TorchOperations
 
 RUNS = [Run(0, 3, 1), Run(3, 2, 4), Run(11, 1, 9)]
@@ -48,7 +49,7 @@ def padded(hidden: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "modes", [*((mode,) for mode in POOLING_MODES), *itertools.combinations(POOLING_MODES, 2), POOLING_MODES[::-1]]
+    "modes", [*((mode,) for mode in POOLINGS), *itertools.combinations(POOLINGS, 2), tuple(POOLINGS)[::-1]]
 )
 def test_pooling_is_the_reference_s(modes: tuple[str, ...]) -> None:
     hidden = hidden_states()
@@ -59,9 +60,8 @@ def test_pooling_is_the_reference_s(modes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_states_are_pooled_in_float32(dtype: torch.dtype) -> None:
     hidden = hidden_states().to(dtype)
-    pooled = pool(OPERATIONS, hidden, RUNS, POOLING_MODES)
-    assert pooled.dtype == torch.float32
-    assert torch.equal(pooled, pool(OPERATIONS, hidden.float(), RUNS, POOLING_MODES))
+    pooled, expected = (pool(OPERATIONS, states, RUNS, tuple(POOLINGS)) for states in (hidden, hidden.float()))
+    assert torch.equal(pooled, expected.float())
 
 
 def load_head(card: ModelCard) -> Head[Tensor]:
@@ -95,12 +95,11 @@ def test_a_chain_of_steps_is_the_reference_s(tmp_path: Path) -> None:
     torch.testing.assert_close(load_head(card)(hidden, RUNS), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS.activations))
+@pytest.mark.parametrize("name", [name for name, row in ACTIVATIONS.items() if row.torch])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_activation_is_the_reference_s(tmp_path: Path, name: str, bias: bool) -> None:
-    activations: dict[str, Any] = {cls.lower(): getattr(torch.nn, cls) for cls in dir(torch.nn)}
     torch.manual_seed(2)
-    dense = Dense(HIDDEN, 5, bias=bias, activation_function=activations[name]())
+    dense = Dense(HIDDEN, 5, bias=bias, activation_function=getattr(torch.nn, ACTIVATIONS[name].torch)())
     dense.save(str(tmp_path))
     card = card_with(tmp_path, Step("dense", "", in_dim=HIDDEN, out_dim=5, bias=bias, activation=name))
     hidden = hidden_states()

@@ -1,4 +1,4 @@
-"""The heads of a model as data: what each output of its card is made of, in terms of hidden states.
+"""The heads of a model, interpreted: what each output of its card is made of, in terms of hidden states.
 
 Owns the table from `Output` to a function, the steps behind a pooling and their weights, and the operations of all
 these in numpy. `vecd.workers.torch.heads` has the operations in torch, for devices. Everything is in float32. Knows no
@@ -8,22 +8,20 @@ Dense, LayerNorm and Normalize are the source.
 numpy multiplies with the threads of its own library: one in a worker, which the fork server sees to.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vecd.model.card import ModelCard, ModelError
-from vecd.model.steps import Step
+from vecd.model.steps import POOLINGS, Step
 from vecd.shm.output import Output
+from vecd.workers.activations import ACTIVATIONS, Activation, Floats
 from vecd.workers.arrays import Arrays
 from vecd.workers.batch import Ints, Layout, Run
 from vecd.workers.description import NotDescribed
-
-Floats: TypeAlias = NDArray[np.float32]
-
 
 _A = TypeVar("_A", bound=Any)  # Floats, or a Tensor
 
@@ -33,12 +31,15 @@ Apply: TypeAlias = Callable[[_A], _A]
 Heads: TypeAlias = dict[Output, Callable[[_A, Layout], _A]]
 """By output: from hidden states, [T, H] in the layout's order, to float32 rows of all sequences, [B or T, width]."""
 
+Decoder: TypeAlias = Callable[[_A, Any], Iterator[_A]]
+"""From rows [N, in_dim] and the type to multiply in, to logits [N, V], some columns at a time, valid until the next."""
+
 
 class Operations(Protocol[_A]):
-    poolings: Mapping[str, Apply[_A]]
-    """By mode: from the float32 hidden states of a run, [B, L, H], to [B, H]."""
-    activations: Mapping[str, Apply[_A]]
-    """By the lower-case name of the class in torch.nn, with the class's default arguments."""
+    """Those that are written twice; the others are numpy's and torch's alike, in `arrays`."""
+
+    arrays: Any
+    """The module: numpy, or torch."""
 
     @property
     def own(self) -> Mapping[str, _A]:
@@ -50,79 +51,90 @@ class Operations(Protocol[_A]):
     def floats(self, rows: _A) -> _A:
         """In float32, where heads are computed."""
 
-    def take(self, rows: _A, places: Ints) -> _A: ...
-    def join(self, parts: list[_A], axis: int) -> _A: ...
+    def places(self, places: Ints) -> Any:
+        """As an index of rows."""
+
+    def activation(self, row: Activation) -> Apply[_A] | None: ...
     def normalize(self, rows: _A) -> _A:
         """L2, with the zero vector left as it is."""
 
     def linear(self, rows: _A, weight: _A, bias: _A | None) -> _A: ...
     def layer_norm(self, rows: _A, weight: _A, bias: _A | None, epsilon: float) -> _A: ...
-    def hybrid(self, vectors: _A, weights: _A, firsts: _A, starts: Ints) -> _A:
-        """The rows of BGE-M3, [T, D + 1]: each token's vector and weight; the dense vector and 0 for the first one of a
-        sequence."""
+    def log_saturate_(self, logits: _A, num_logs: int) -> _A:
+        """relu, then log1p as often as said, in place."""
 
-    def other(self, card: ModelCard, step: Step) -> Apply[_A]:
-        """A step that not all have. Raises ModelError."""
-        raise ModelError(f"{file_of(card, step)}: step {step.kind} is unknown")
+    def decoder(self, weight: _A, bias: _A | None) -> Decoder[_A]:
+        """Of weights as they are stored, [V, in_dim]."""
+        raise NotDescribed("a product with the vocabulary")
+
+    def logit(self, card: ModelCard, step: Step) -> Apply[_A]:
+        """Raises ModelError."""
+        raise NotDescribed("some rows of an output layer")
 
 
 # --- what an output is made of ----------------------------------------------------------------------------------
 
 
-def load_heads(
-    card: ModelCard, operations: Operations[_A], sparse: Callable[[ModelCard], Callable[[_A, Layout], _A]]
-) -> Heads[_A]:
-    """A function for each of `card.outputs`. `sparse` makes that of a SPLADE model.
+def load_heads(card: ModelCard, operations: Operations[_A]) -> Heads[_A]:
+    """A function for each of `card.outputs`.
 
     Raises ModelError when a file or a tensor of a head is missing or misshapen, NotDescribed for a head that is not
     computed here."""
-    heads: Heads[_A] = {}
-    if "dense" in card.capabilities:
-        head = Head(card, operations)
-        heads[Output.VECTORS] = lambda hidden, layout: head(hidden, layout.runs)
-        heads[Output.UNNORMALIZED] = lambda hidden, layout: head.unnormalized(hidden, layout.runs)
-        heads[Output.TOKENS] = lambda hidden, layout: operations.floats(hidden)
-    if card.score is not None:
-        heads |= _score_heads(card, operations)
-    if card.tokens is not None:
-        vectors = steps_of(card, card.tokens.steps, operations)
-        heads[Output.TOKEN_VECTORS] = lambda hidden, layout: vectors(hidden)
-    if card.sparse is not None and not card.sparse.is_lexical:
-        heads[Output.SPARSE] = sparse(card)
-    if card.sparse is not None and card.sparse.is_lexical:
-        weights = steps_of(card, card.sparse.steps, operations)
-        heads[Output.LEXICAL] = lambda hidden, layout: weights(hidden)
-    if card.main_output is Output.HYBRID:
-        heads[Output.HYBRID] = lambda hidden, layout: operations.hybrid(
-            vectors(hidden), weights(hidden), head(hidden, layout.runs), layout.starts
-        )
-    missing = card.outputs - heads.keys()
-    if missing:
-        raise NotDescribed(f"no head for {', '.join(output.name.lower() for output in sorted(missing))}")
-    return heads
+    parts = _Parts(card, operations)
+    return {output: partial(_OUTPUTS[output], parts) for output in card.outputs}
 
 
-def _score_heads(card: ModelCard, operations: Operations[_A]) -> Heads[_A]:
-    score = card.score
-    assert score is not None
-    if not score.steps:
-        raise NotDescribed(f"the head of {card.model_type} has no table of its layers")
-    logits = steps_of(card, score.steps, operations)
+class _Parts(Generic[_A]):
+    """What the outputs of one model are made with."""
 
-    def pooled(hidden: _A, layout: Layout) -> _A:
-        match score.pooling:
-            case "cls" if len(hidden) == layout.starts.size:
-                return hidden  # of first tokens only, as some engines return them
-            case "cls":
-                return operations.take(hidden, layout.starts)
-            case "lasttoken":
-                return operations.take(hidden, layout.last_tokens(score.padding_id))
-            case mode:
-                return pool(operations, hidden, layout.runs, (mode,))
+    def __init__(self, card: ModelCard, operations: Operations[_A]) -> None:
+        self.operations = operations
+        self._score, sparse = card.score, card.sparse
+        if "dense" in card.capabilities:
+            self.dense = Head(card, operations)
+        if card.score is not None:
+            if not card.score.steps:
+                raise NotDescribed(f"the head of {card.model_type} has no table of its layers")
+            self.logits = steps_of(card, card.score.steps, operations)
+        if card.tokens is not None:
+            self.token_vectors = steps_of(card, card.tokens.steps, operations)
+        if sparse is not None and sparse.is_lexical:
+            self.lexical = steps_of(card, sparse.steps, operations)
+        elif sparse is not None:
+            self.splade = SpladeHead(card, operations)
 
-    if not score.pooling:
-        return {Output.TOKEN_SCORES: lambda hidden, layout: logits(hidden)}
-    return {Output.SCORES: lambda hidden, layout: logits(pooled(hidden, layout))}
+    def scores(self, hidden: _A, layout: Layout) -> _A:
+        score, operations = self._score, self.operations
+        assert score is not None
+        if score.pooling == "cls":
+            # Some engines return the states of first tokens only.
+            is_pooled = len(hidden) == layout.starts.size
+            return self.logits(hidden if is_pooled else hidden[operations.places(layout.starts)])
+        if score.pooling == "lasttoken":
+            return self.logits(hidden[operations.places(layout.last_tokens(score.padding_id))])
+        return self.logits(pool(operations, hidden, layout.runs, (score.pooling,)))
+
+    def hybrid(self, hidden: _A, layout: Layout) -> _A:
+        """Of BGE-M3, [T, D + 1]: each token's vector and weight; the dense vector and 0 for the first one of a
+        sequence."""
+        rows: _A = self.operations.arrays.concatenate((self.token_vectors(hidden), self.lexical(hidden)), 1)
+        starts = self.operations.places(layout.starts)
+        rows[starts, :-1] = self.dense(hidden, layout.runs)
+        rows[starts, -1] = 0
+        return rows
+
+
+_OUTPUTS: Mapping[Output, Callable[[_Parts[Any], Any, Layout], Any]] = {
+    Output.VECTORS: lambda parts, hidden, layout: parts.dense(hidden, layout.runs),
+    Output.UNNORMALIZED: lambda parts, hidden, layout: parts.dense.unnormalized(hidden, layout.runs),
+    Output.TOKENS: lambda parts, hidden, layout: parts.operations.floats(hidden),
+    Output.SCORES: lambda parts, hidden, layout: parts.scores(hidden, layout),
+    Output.TOKEN_SCORES: lambda parts, hidden, layout: parts.logits(hidden),
+    Output.SPARSE: lambda parts, hidden, layout: parts.splade(hidden, layout),
+    Output.TOKEN_VECTORS: lambda parts, hidden, layout: parts.token_vectors(hidden),
+    Output.LEXICAL: lambda parts, hidden, layout: parts.lexical(hidden),
+    Output.HYBRID: lambda parts, hidden, layout: parts.hybrid(hidden, layout),
+}
 
 
 class Head(Generic[_A]):
@@ -147,12 +159,67 @@ class Head(Generic[_A]):
 
 def pool(operations: Operations[_A], hidden: _A, runs: Sequence[Run], modes: Sequence[str]) -> _A:
     """Hidden states [T, H] → float32 [B, H · number of modes], the modes side by side in their order."""
-    hidden = operations.floats(hidden)
+    hidden, arrays = operations.floats(hidden), operations.arrays
     parts = []
     for run in runs:
         sequences = hidden[run.start : run.stop].reshape(run.count, run.length, -1)
-        parts.append(operations.join([operations.poolings[mode](sequences) for mode in modes], 1))
-    return operations.join(parts, 0)
+        pooled = [POOLINGS[mode](arrays, sequences) for mode in modes]
+        parts.append(pooled[0] if len(modes) == 1 else arrays.concatenate(pooled, 1))
+    made: _A = parts[0] if len(parts) == 1 else arrays.concatenate(parts, 0)
+    return made
+
+
+FLOATS_OF_A_SLICE, WORDS_OF_A_SLICE = 2**21, 4096
+"""Logits of the vocabulary that are in memory at a time: 8 MiB. Measured with BERT-base's sizes and 16 to 1,180 tokens
+on one core with AVX512-BF16, in float32 and bfloat16: between 2**18 and 2**22 no size is clearly faster, and 2**24
+takes 1.5 times as long as 2**20. Words: of a decoder that has to cut them beforehand."""
+
+
+class SpladeHead(Generic[_A]):
+    """The sparse vector of a SPLADE model: a weight for each token of the vocabulary, from the states of a text's
+    tokens, of any float type.
+
+        logits [T, V]  = decoder(norm(activation(dense(hidden))))     all but the decoder in float32
+        weights [B, V] = max over tokens, or sum, of log1p(relu(logits)), in float32
+
+    Source: SpladePooling of sentence-transformers, SPLADE v2 (https://arxiv.org/abs/2109.10086)."""
+
+    def __init__(self, card: ModelCard, operations: Operations[_A]) -> None:
+        """Raises ModelError when a file or a tensor is missing or misshapen."""
+        head = card.sparse
+        assert head is not None
+        *before, decoder = head.steps
+        self._operations, self._num_logs, self._pooling = operations, head.num_logs, head.pooling
+        self._states = steps_of(card, before, operations)
+        weight, bias, _ = weights_of(card, decoder, operations)
+        self._decoder = operations.decoder(weight, bias)
+
+    def __call__(self, hidden: _A, layout: Layout) -> _A:
+        pooled = self._pooled(self._states(hidden), layout.runs, hidden.dtype)
+        return pooled if self._pooling == "sum" else self.activated(pooled)
+
+    def activated(self, logits: _A) -> _A:
+        return self._operations.log_saturate_(logits, self._num_logs)
+
+    def _pooled(self, states: _A, runs: Sequence[Run], dtype: Any) -> _A:
+        """The maxima of the logits, or the sums of the weights, of each sequence, [B, V]. The decoder goes by the
+        vocabulary, not by tokens: each slice has all tokens of each sequence, and the weights are read once. A lone
+        sequence may be too long for that."""
+        arrays, is_sum = self._operations.arrays, self._pooling == "sum"
+        most = FLOATS_OF_A_SLICE // WORDS_OF_A_SLICE
+        if len(runs) == 1 == runs[0].count and len(states) > most:
+            first = self._pooled(states[:most], [Run(0, 1, most)], dtype)
+            rest = self._pooled(states[most:], [Run(0, 1, len(states) - most)], dtype)
+            made: _A = first + rest if is_sum else arrays.maximum(first, rest)
+            return made
+        parts = []
+        for logits in self._decoder(states, dtype):
+            summands = self.activated(self._operations.floats(logits)) if is_sum else logits
+            of_runs = (summands[run.start : run.stop].reshape(run.count, run.length, -1) for run in runs)
+            pooled = [each.sum(1) if is_sum else arrays.amax(each, 1) for each in of_runs]
+            parts.append(self._operations.floats(arrays.concatenate(pooled, 0)))
+        whole: _A = arrays.concatenate(parts, 1)
+        return whole
 
 
 # --- steps ------------------------------------------------------------------------------------------------------
@@ -175,11 +242,11 @@ def steps_of(card: ModelCard, steps: Sequence[Step], operations: Operations[_A])
 def _load(card: ModelCard, step: Step, operations: Operations[_A]) -> Apply[_A]:
     if step.kind == "normalize":
         return operations.normalize
-    if step.kind not in ("dense", "layer_norm"):
-        return operations.other(card, step)
-    if step.activation not in operations.activations:
+    if step.kind == "logit":
+        return operations.logit(card, step)
+    activation = operations.activation(ACTIVATIONS.get(step.activation, Activation()))
+    if activation is None:
         raise ModelError(f"{file_of(card, step).parent}/config.json: activation {step.activation} is not supported")
-    activation = operations.activations[step.activation]
     stored, *others = weights_of(card, step, operations)
     weight = operations.floats(stored)
     bias, residual = (None if other is None else operations.floats(other) for other in others)
@@ -241,95 +308,8 @@ def _check_shape(what: str, array: Any, shape: tuple[int, ...]) -> None:
 # --- in numpy ---------------------------------------------------------------------------------------------------
 
 
-def _softplus(x: Floats) -> Floats:
-    return np.logaddexp(0, x)
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.exp(-_softplus(-x))
-
-
-def _elu(x: Floats) -> Floats:
-    return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
-
-
-def _gelu(x: Floats) -> Floats:
-    return x * (np.float32(0.5) + np.float32(0.5) * _erf(x * np.float32(0.5**0.5)))
-
-
-def _erf(x: Floats) -> Floats:
-    """Within 5e-7. numpy has none, and calling math.erf takes 40 times as long. Source: Eigen's generic_fast_erf_float,
-    a quotient of polynomials between -4 and 4."""
-    x = np.clip(x, -4, 4)
-    square = x * x
-    numerator, denominator = (_polynomial(coefficients, square) for coefficients in (_NUMERATOR, _DENOMINATOR))
-    numerator *= x
-    numerator /= denominator
-    return numerator
-
-
-def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
-    total = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        total *= x
-        total += np.float32(coefficient)
-    return total
-
-
-_NUMERATOR = (
-    -2.72614225801306e-10,
-    2.77068142495902e-08,
-    -2.10102402082508e-06,
-    -5.69250639462346e-05,
-    -7.34990630326855e-04,
-    -2.95459980854025e-03,
-    -1.60960333262415e-02,
-)
-_DENOMINATOR = (
-    -1.45660718464996e-05,
-    -2.13374055278905e-04,
-    -1.68282697438203e-03,
-    -7.37332916720468e-03,
-    -1.42647390514189e-02,
-)
-
-
-_ACTIVATIONS: dict[str, Apply[Floats]] = {
-    "identity": lambda x: x,
-    "tanh": np.tanh,
-    "relu": lambda x: np.maximum(x, 0),
-    "relu6": lambda x: np.clip(x, 0, 6),
-    "leakyrelu": lambda x: np.where(x > 0, x, np.float32(0.01) * x),
-    "elu": _elu,
-    "selu": lambda x: np.float32(1.0507009873554805) * np.where(x > 0, x, np.float32(1.6732632423543772) * _elu(x)),
-    "gelu": _gelu,
-    "silu": lambda x: x * _sigmoid(x),
-    "mish": lambda x: x * np.tanh(_softplus(x)),
-    "sigmoid": _sigmoid,
-    "softplus": _softplus,
-    "softsign": lambda x: x / (1 + np.abs(x)),
-    "hardtanh": lambda x: np.clip(x, -1, 1),
-}
-
-
-def _mean_weighted_by_position(hidden: Floats) -> Floats:
-    weights = np.arange(1, hidden.shape[1] + 1, dtype=np.float32)
-    pooled: Floats = np.einsum("blh,l->bh", hidden, weights / weights.sum())
-    return pooled
-
-
-_POOLINGS: dict[str, Apply[Floats]] = {
-    "cls": lambda hidden: hidden[:, 0],
-    "max": lambda hidden: hidden.max(axis=1),
-    "mean": lambda hidden: np.add.reduce(hidden, axis=1) / np.float32(hidden.shape[1]),
-    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(axis=1) / np.float32(hidden.shape[1] ** 0.5),
-    "weightedmean": _mean_weighted_by_position,
-    "lasttoken": lambda hidden: hidden[:, -1],
-}
-
-
 class NumpyOperations(Operations[Floats]):
-    poolings, activations = _POOLINGS, _ACTIVATIONS
+    arrays = np
 
     def __init__(self, own: Arrays) -> None:
         """`own`: the model's tensors."""
@@ -345,11 +325,11 @@ class NumpyOperations(Operations[Floats]):
     def floats(self, rows: Floats) -> Floats:
         return rows
 
-    def take(self, rows: Floats, places: Ints) -> Floats:
-        return rows[places]
+    def places(self, places: Ints) -> Ints:
+        return places
 
-    def join(self, parts: list[Floats], axis: int) -> Floats:
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+    def activation(self, row: Activation) -> Apply[Floats] | None:
+        return row.numpy
 
     def normalize(self, rows: Floats) -> Floats:
         # np.linalg.norm and mean() take twice as long for the few numbers of a lone text.
@@ -367,8 +347,8 @@ class NumpyOperations(Operations[Floats]):
         normalized: Floats = centred / deviation * weight
         return normalized if bias is None else normalized + bias
 
-    def hybrid(self, vectors: Floats, weights: Floats, firsts: Floats, starts: Ints) -> Floats:
-        rows = np.concatenate((vectors, weights), axis=1)
-        rows[starts, :-1] = firsts
-        rows[starts, -1] = 0
-        return rows
+    def log_saturate_(self, logits: Floats, num_logs: int) -> Floats:
+        np.maximum(logits, 0, out=logits)
+        for _ in range(num_logs):
+            np.log1p(logits, out=logits, where=logits > 0)
+        return logits
