@@ -226,7 +226,9 @@ class _Matrix:
             raise BadResponse(f"vectors of {dim} elements where others of the call have {self._array.shape[1]} columns")
         return self._array
 
-    def rows(self, start: int, end: int, response: ServerResponse, length: int) -> memoryview:
+    def rows(self, start: int, end: int, response: ServerResponse, length: int) -> memoryview | None:
+        if response.status != 200:
+            return None
         dim = response.num_dimensions
         if dim is None:
             raise BadResponse("it has no header x-vecd-dimensions with a number")

@@ -334,7 +334,7 @@ class Piece:
     """The call does without the answer where a key may not read it, or a proxy does not pass it on."""
     headers: Mapping[str, str] = field(default_factory=dict)
     place: Place | None = None
-    """The memory for the body of an answer 200; None: it is JSON."""
+    """Has the memory for the body of an answer 200; None: that is JSON."""
     answer: Any = None
     """That JSON."""
 
@@ -349,7 +349,7 @@ class Send:
     the client's `silence_s` do not pass without a byte."""
 
     request: bytes
-    place: Place
+    place: Place | None
     timeout_s: float
     outcome: ServerResponse | Exception | None = None
     """The response, or what went wrong, of any kind. Set by the client."""
@@ -418,10 +418,8 @@ class ClientCall:
             raise self._timeout(None)
         identity = self._identity or self._client.demanded_identity
 
-        def place(response: ServerResponse, length: int) -> memoryview | None:
-            return piece.place(response, length) if piece.place is not None and response.status == 200 else None
-
-        return Send(self._client.render(piece, identity, None if math.isinf(left_s) else left_s), place, left_s)
+        request = self._client.render(piece, identity, None if math.isinf(left_s) else left_s)
+        return Send(request, piece.place, left_s)
 
     def _take(self, piece: Piece, response: ServerResponse) -> None:
         """Raises BadResponse, IdentityMismatch."""

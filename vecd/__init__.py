@@ -24,16 +24,6 @@ if TYPE_CHECKING:
         VecdError,
     )
 
-_MODULES = {
-    "aio": ("AsyncClient",),
-    "blocking": ("Client", "Server"),
-    "calls": ("Entity", "Label", "RankedDocument", "SparseVector", "Token"),
-    "exchanges": (
-        "AuthenticationError", "BadRequest", "IdentityMismatch", "NotFound", "Overloaded", "PermissionDenied",
-        "ServerError", "ServerNotStarted", "ServerUnavailable", "Timeout", "VecdError",
-    ),
-}  # fmt: skip
-
 __all__ = [
     "AsyncClient",
     "AuthenticationError",
@@ -60,11 +50,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    for module, names in _MODULES.items():
-        if name in names:
-            value: object = getattr(import_module(f"vecd.client.{module}"), name)
-            globals()[name] = value
-            return value
+    if name in __all__:
+        for module in ("exchanges", "calls", "aio", "blocking"):  # what they import first
+            if hasattr(found := import_module(f"vecd.client.{module}"), name):
+                globals()[name] = value = getattr(found, name)
+                return value
     raise AttributeError(f"module 'vecd' has no attribute {name!r}")
 
 

@@ -4,10 +4,10 @@ Owns the list of subcommands and their help. Imports each one only when it is ca
 import.
 """
 
-import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_INTERRUPTED, EXIT_OK, exit_at_interrupt
@@ -23,6 +23,16 @@ usage: vecd serve [MODEL…] [--flags]   serve the embeddings of models (vecd se
        vecd install-service [--flags]  have systemd keep a server running (vecd install-service --help)
        vecd reload [PID | --port N]    have a server read its configuration again, and wait for it
        vecd --version"""
+_MODULES = {
+    "serve": "vecd.supervisor",
+    "bench": "vecd.client.bench.command",
+    "embed": "vecd.client.embed.command",
+    "top": "vecd.client.top.command",
+    "check": "vecd.launch.check.command",
+    "key": "vecd.launch.config.keys",
+    "reload": "vecd.launch.systemd.reload_command",
+    "install-service": "vecd.launch.systemd.install_service",
+}
 _RETIRED = {
     "models": "vecd check --all --quick lists what is configured, /info and vecd top what is served",
     "plan": "vecd bench --documents N says how long N documents take",
@@ -33,50 +43,33 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
     """Returns the exit code: 130 when it is interrupted, unless the subcommand has another. Side effect:
     `interrupt_handler` handles SIGINT once the subcommand is imported; before, SIGINT ends the process."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    run: Callable[[list[str]], int]
     exit_at_interrupt()
-    match command:
-        case "serve":
-            if not {"--help", "-h", "--help-all"} & set(arguments):
-                from vecd.launch import prestart
+    if command in ("--version", "version"):
+        from vecd.launch.config.plan import version
 
-                exit_at_interrupt(prestart.end_rest)
-                prestart.begin("gateway")
-            from vecd.supervisor import serve as run
-        case "bench":
-            from vecd.client.bench.command import main as run
-        case "embed":
-            from vecd.client.embed.command import main as run
-        case "top":
-            from vecd.client.top.command import main as run
-        case "check":
-            from vecd.launch.check.command import main as run
-        case "key":
-            from vecd.launch.config.keys import main as run
-        case "reload":
-            from vecd.launch.systemd.reload_command import main as run
-        case "install-service":
-            from vecd.launch.systemd.install_service import main as run
-        case "--version" | "version":
-            from vecd.launch.config.plan import version
+        print(f"vecd {version()}")
+        return EXIT_OK
+    if command in ("--help", "-h", "help"):
+        print(_USAGE)
+        return EXIT_OK
+    if command not in _MODULES:
+        from vecd.base.flags import did_you_mean
 
-            print(f"vecd {version()}")
-            return EXIT_OK
-        case "--help" | "-h" | "help":
-            print(_USAGE)
-            return EXIT_OK
-        case _:
-            from vecd.base.flags import closest
-
-            if command in _RETIRED:
-                print(f"vecd: vecd {command} is no more: {_RETIRED[command]}", file=sys.stderr)
-                return EXIT_BAD_CONFIGURATION
-            meant = closest(command, re.findall("vecd ([a-z-]+) ", _USAGE))
-            hint = f"; did you mean {meant}?" if meant else ""
+        if command in _RETIRED:
+            print(f"vecd: vecd {command} is no more: {_RETIRED[command]}", file=sys.stderr)
+        else:
+            hint = did_you_mean(command, _MODULES)
             print(f"vecd: unknown command {command!r}{hint}\n\n{_USAGE}", file=sys.stderr)
-            return EXIT_BAD_CONFIGURATION
+        return EXIT_BAD_CONFIGURATION
+    if command == "serve" and not {"--help", "-h", "--help-all"} & set(arguments):
+        from vecd.launch import prestart
+
+        exit_at_interrupt(prestart.end_rest)
+        prestart.begin("gateway")
+    run = getattr(import_module(_MODULES[command]), "serve" if command == "serve" else "main")
     signal.signal(signal.SIGINT, interrupt_handler)
     try:
-        return run(arguments)
+        code: int = run(arguments)
+        return code
     except KeyboardInterrupt:  # outside of the subcommand's own handling
         return EXIT_INTERRUPTED

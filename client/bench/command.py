@@ -1,7 +1,7 @@
 """`vecd bench`: how many embeddings a second a server gives, and how long each request takes.
 
 Owns the order of the runs and their output: a table, a JSON line a run, a plot. Talks only HTTP, so it measures any
-server with the OpenAI API. Called as `vecd bench` or `python -m vecd.client.bench.command`, and by the benchmarks.
+server with the OpenAI API.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def _interrupt(run: LoadRun) -> None:
     run.stop(INTERRUPTED)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 every run had successes and its time, 1 one had not, 2 bad arguments, 130 interrupted."""
     try:
         return _bench(parse_options(argv))
@@ -111,7 +111,3 @@ def _write(options: BenchOptions, result: RunResult, table: TextIO) -> None:
     else:
         with options.json.open("ab") as file:
             file.write(line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

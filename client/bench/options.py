@@ -230,7 +230,7 @@ class BenchOptions(RequestShape, TlsOptions):
         }
 
 
-def parse_options(argv: Sequence[str] | None) -> BenchOptions:
+def parse_options(argv: Sequence[str]) -> BenchOptions:
     return parse(
         BenchOptions,
         argv,

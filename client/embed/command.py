@@ -1,7 +1,6 @@
 """`vecd embed`: rows of files in, vectors out, each exactly once, even if the run is killed meanwhile.
 
-Owns the order of things: flags, the server, one output or a folder of them, and the exit code. Talks only HTTP. Called
-as `vecd embed` or `python -m vecd.client.embed.command`.
+Owns the order of things: flags, the server, one output or a folder of them, and the exit code. Talks only HTTP.
 
 Exit codes: 0 OUT is complete, or all outputs are; 1 the run ended before, and can be resumed, or OUT lacks vectors of
 rows and --on-bad-row was not given; 2 nothing was begun: flags, inputs or an unfinished run do not fit; 130 and 143
@@ -10,16 +9,13 @@ interrupted, and can be resumed.
 
 import asyncio
 import signal
-import sys
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import uvloop
 
-from vecd.base.failures import fill_standard_streams
 from vecd.base.status_line import StatusLine
-from vecd.base.target import parse_target
 from vecd.client.embed.files import OutputFiles, beside_final
 from vecd.client.embed.inputs import check_readable, file_key, find_inputs
 from vecd.client.embed.options import (
@@ -40,9 +36,8 @@ from vecd.client.local_server import NotStarted, local_server
 EXIT_OK = 0
 
 
-def main(argv: list[str] | None = None, pace: Pace = USUAL_PACE) -> int:
-    fill_standard_streams()  # another file would get the number of a closed one
-    options = parse_options(sys.argv[1:] if argv is None else argv, pace)
+def main(argv: Sequence[str], pace: Pace = USUAL_PACE) -> int:
+    options = parse_options(argv, pace)
     line = StatusLine("vecd embed", plain_s=pace.plain_s)
     if options.quiet:
         line.silence()
@@ -110,17 +105,15 @@ def _run(
         finally:
             telling.cancel()
 
-    if options.target is not None:
-        uvloop.run(until_interrupted(with_service(EmbeddingService(options.target, options))))
-        return
     arguments = [*([options.model] if options.model else []), *options.serve_flags]
+    server: AbstractContextManager[tuple[str, Callable[[], str | None]]] = (
+        local_server(arguments, lambda text: line.show(lambda: text), shared=options.shares_server)
+        if options.url is None
+        else nullcontext((options.url, lambda: None))
+    )
     try:
-        with local_server(arguments, lambda text: line.show(lambda: text), shared=options.shares_server) as started:
-            url, why_gone = started
-            uvloop.run(until_interrupted(with_service(EmbeddingService(parse_target(url), options, why_gone))))
+        with server as (url, why_gone):
+            service = EmbeddingService(options.read_target(url), options, why_gone)
+            uvloop.run(until_interrupted(with_service(service)))
     except NotStarted as failed:
         raise EmbedError(str(failed)) from failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

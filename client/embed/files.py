@@ -339,14 +339,12 @@ class OutputFiles:
         return f"{self.journal.commit.num_written:,} rows ({self.how})"
 
     def _place(self) -> None:
-        # A file that is shorter than it was already has its final name: another process has died after renaming it.
-        left = [
-            file
-            for file, num_bytes in zip(self._files, self.journal.commit.lengths, strict=True)
-            if file.num_bytes >= num_bytes
-        ]
+        left = []
         for file, num_bytes in zip(self._files, self.journal.commit.lengths, strict=True):
-            file.cut(min(num_bytes, file.num_bytes))
+            # One that is shorter already has its final name: another process has died after renaming it.
+            if file.num_bytes >= num_bytes:
+                file.cut(num_bytes)
+                left.append(file)
         final = self._make_final()
         for file in self._files:
             file.sync()

@@ -4,14 +4,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from vecd.base.flags import Command, TlsOptions, flag, parse
 from vecd.base.programs import not_installed
-from vecd.base.target import Target
 
 STDIN = "-"
 _InputFormat = Literal["txt", "jsonl", "csv", "tsv", "parquet"]
@@ -241,10 +240,6 @@ class EmbedOptions(TlsOptions):
     @property
     def shares_server(self) -> bool:
         return self.output_dir is not None if self.share_server is None else self.share_server
-
-    @cached_property
-    def target(self) -> Target | None:
-        return None if self.url is None else self.read_target(self.url)
 
     @property
     def text_fields(self) -> tuple[str, ...]:

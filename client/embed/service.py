@@ -87,15 +87,14 @@ class _Refused(Exception):
 class EmbeddingService:
     """`connect` first."""
 
-    def __init__(self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None] | None = None) -> None:
+    def __init__(self, target: Target, options: EmbedOptions, why_gone: Callable[[], str | None]) -> None:
         """`why_gone` returns why the server will not come back, or None."""
         self.target = target
         self.client = AsyncClient.of_command(
             target, "vecd-embed", api_key=options.api_key, identity=FIRST, retry_for=options.retry_for
         )
         self.client.limits = _UNLIMITED
-        if why_gone is not None:
-            self.client.why_gone = why_gone  # type: ignore[method-assign]
+        self.client.why_gone = why_gone  # type: ignore[method-assign]
         self.client.silence_s, self.client.counts_silence = options.timeout, True
         self.estimate = ThroughputEstimate(options.concurrency)
         self.kind: ResultKind

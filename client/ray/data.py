@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from vecd.client.blocking import Client
-from vecd.client.ray.node_server import NodeServer, exit_at_once
+from vecd.client.ray.node_server import NodeServer
 
 if TYPE_CHECKING:
     import ray.data
@@ -49,7 +49,7 @@ class RayEmbedder:
         """
         self._text_column, self._output_column, self._fields = text_column, output_column, dict(fields or {})
         self._server = NodeServer(model, flags)
-        self._server.serve(exit_at_once)
+        self._server.serve()
         self._client = Client(f"unix:{self._server.path('public')}", identity=identity, retry_for=retry_for)
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

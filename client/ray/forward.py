@@ -91,21 +91,18 @@ async def _exchange(connection: "_Connection", scope: Message, receive: Receive,
             "status": response.status,
             "headers": _passed_on(response.headers, *_WRITTEN_ANEW),
         }
-        held, num_held = [], 0
+        held = b""
         async for part in connection.parts():
-            if not has_begun:
-                held.append(part)
-                num_held += len(part)
-                if num_held <= HELD_BYTES:
-                    continue
+            held += part
+            if not has_begun and len(held) > HELD_BYTES:
                 has_begun = True
                 await send(start)
-            else:
-                held = [part]
-            await send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
+            if has_begun:
+                await send({"type": "http.response.body", "body": held, "more_body": True})
+                held = b""
         if not has_begun:
             await send(start)
-        await send({"type": "http.response.body", "body": b"" if has_begun else b"".join(held)})
+        await send({"type": "http.response.body", "body": held})
         return rest is None or rest.done()
     except (OSError, BadResponse, RuntimeError) as error:  # uvloop's RuntimeError: the transport is closed
         if has_begun:

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vecd.client.local_server import VECD, LocalServer
 
@@ -31,20 +31,15 @@ class NodeServer(LocalServer):
             log_fd=2,
         )
 
-    def serve(self, on_death: Callable[[str], None]) -> None:
-        """Returns when it is ready. `on_death` is called with the reason, by another thread, when vecd ends before
-        `stop`. Raises NotStarted when the server ends before it is ready, or is not within ten minutes: a first start
-        may download a model, and compares engines."""
+    def serve(self) -> None:
+        """Returns when it is ready. When vecd ends before `stop`, this process ends at once: what it has not answered,
+        the proxy or Ray then gives to another node. Raises NotStarted when the server ends before it is ready, or is
+        not within ten minutes: a first start may download a model, and compares engines."""
         self.await_ready()
-        threading.Thread(target=self._watch, args=[on_death], name="vecd", daemon=True).start()
+        threading.Thread(target=self._watch, name="vecd", daemon=True).start()
 
-    def _watch(self, on_death: Callable[[str], None]) -> None:
+    def _watch(self) -> None:
         code = self.wait()
         if not self.is_stopping:
-            on_death(f"vecd has ended with {code}")
-
-
-def exit_at_once(reason: str) -> None:
-    """End this process: what it has not answered, the proxy or Ray then gives to another node."""
-    print(f"{reason}: this actor ends, too", file=sys.stderr, flush=True)
-    os._exit(70)
+            print(f"vecd has ended with {code}: this actor ends, too", file=sys.stderr, flush=True)
+            os._exit(70)

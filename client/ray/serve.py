@@ -18,7 +18,7 @@ from vecd.client.aio import AsyncClient
 from vecd.client.exchanges import Piece
 from vecd.client.ray.autoscaling import QUEUE_AGE, UTILIZATION, QueueAgePolicy
 from vecd.client.ray.forward import Forwarder
-from vecd.client.ray.node_server import NodeServer, exit_at_once
+from vecd.client.ray.node_server import NodeServer
 from vecd.client.ray.start import missing
 
 RESOURCE = "vecd"
@@ -43,7 +43,7 @@ class Vecd:
                 f"{', '.join(absent)} not set: start every node with `python -m vecd.client.ray.start` (docs/ray.md)"
             )
         self._server = NodeServer(model, flags)
-        await asyncio.to_thread(self._server.serve, exit_at_once)
+        await asyncio.to_thread(self._server.serve)
         self._public, self._admin = (
             AsyncClient(f"unix:{self._server.path(name)}", retry_for=0) for name in ("public", "admin")
         )

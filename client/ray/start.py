@@ -61,15 +61,13 @@ def environment(haproxy_folder: str | Path | None = None) -> dict[str, str]:
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     }
     if haproxy_folder is not None:
-        files = {name: str(Path(haproxy_folder, file)) for name, file in _PER_USER_FILES.items()}
-        variables |= files
+        variables |= {name: str(Path(haproxy_folder, file)) for name, file in _PER_USER_FILES.items()}
     return variables
 
 
-def missing(variables: dict[str, str] | None = None) -> list[str]:
-    """The names of `environment()` that `variables`, or else this process's environment, sets to nothing at all."""
-    present = os.environ if variables is None else variables
-    return [name for name in environment() if name not in present]
+def missing() -> list[str]:
+    """The names of `environment()` that this process's environment does not have."""
+    return [name for name in environment() if name not in os.environ]
 
 
 def main(argv: list[str] | None = None) -> int:

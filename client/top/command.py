@@ -1,7 +1,6 @@
 """`vecd top`: a running server, live in a terminal.
 
-Owns the flags, the order of things (request, draw, wait), and what keys and signals do. Speaks only HTTP. Called as
-`vecd top` or `python -m vecd.client.top.command`.
+Owns the flags, the order of things (request, draw, wait), and what keys and signals do. Speaks only HTTP.
 """
 
 import asyncio
@@ -73,7 +72,7 @@ class TopOptions(TlsOptions):
         return self.read_target(self.url)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 ended by the user, 1 the server refuses its figures or did not answer --once, 2 bad arguments."""
     options = parse(
         TopOptions,
@@ -227,7 +226,3 @@ def _keys_without_enter(keyboard: int | None) -> Iterator[None]:
     finally:
         with suppress(termios.error):
             termios.tcsetattr(keyboard, termios.TCSADRAIN, modes)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

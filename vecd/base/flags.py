@@ -301,11 +301,11 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and not word[1:2].isdigit() and word != "-"
 
 
-def parse(kind: type[_T], argv: Sequence[str] | None, command: Command, **extra: Any) -> _T:
+def parse(kind: type[_T], argv: Sequence[str], command: Command, **extra: Any) -> _T:
     """A `kind` of the flags in `argv`, and of the fields `extra`, which are no flags. Side effects: prints what is
     wrong, a line for each problem, and exits with 2, also when `kind` raises ValueError; exits with 0 for --help."""
     values = FieldValues(flags_in(typing.cast("Any", kind)))
-    if unknown := values.add_argv(sys.argv[1:] if argv is None else argv, command):
+    if unknown := values.add_argv(argv, command):
         known = [flag_name(name, rules) for name, (_, rules) in values.flags.items()]
         hints = f"{flag_hints(unknown, known)}{command.hint}"
         values.problems.append(f"unrecognized arguments: {' '.join(unknown)}{hints}")

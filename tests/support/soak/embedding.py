@@ -37,7 +37,7 @@ class Embedder:
 
     def __init__(self, server: Server, source: Path, out: Path) -> None:
         arguments = [str(source), "-o", str(out), "--url", server.url, *FLAGS]
-        command = [sys.executable, "-m", "vecd.client.embed.command", *arguments]
+        command = [sys.executable, "-m", "vecd", "embed", *arguments]
         self.stderr = out.with_name("stderr")
         with self.stderr.open("ab") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, env=clean_environment(out.parent, {}))

@@ -120,7 +120,7 @@ def test_an_interrupt_prints_what_was_measured(start_server):
 
     server = start_server(interrupt_at_100)
     flags = f"--url {server.url} --clients 2,4 --warmup 0 --duration 600"
-    command = [sys.executable, "-m", "vecd.client.bench.command", *flags.split()]
+    command = [sys.executable, "-m", "vecd", "bench", *flags.split()]
     bench.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     try:
         output, _ = bench[0].communicate(timeout=DEADLINE_S)

@@ -425,7 +425,7 @@ def test_another_stream_without_the_field_costs_no_vectors(embed, tmp_path, caps
 
 def test_closed_standard_streams(embed, server, tmp_path):
     """A file of ours that got their numbers would be read as the input, or be written into."""
-    words = f"{sys.executable} -m vecd.client.embed.command - -o {embed.out} --url {server.url}"
+    words = f"{sys.executable} -m vecd embed - -o {embed.out} --url {server.url}"
     no_input = subprocess.run(f"{words} <&-", shell=True, capture_output=True, check=False)
     assert (no_input.returncode, b"standard input is closed" in no_input.stderr) == (2, True)
     assert subprocess.run(f"{words} 2>&- < {embed.source}", shell=True, check=False).returncode == 0

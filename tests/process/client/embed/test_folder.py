@@ -92,7 +92,7 @@ def test_a_bad_input_does_not_stop_the_others_but_a_lost_server_does(data, serve
 
 
 def start(data: Data, server: BulkServer) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "vecd.client.embed.command", *data.arguments(server)]
+    command = [sys.executable, "-m", "vecd", "embed", *data.arguments(server)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

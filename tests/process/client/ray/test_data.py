@@ -42,7 +42,7 @@ def before(monkeypatch):
     """Make an actor whose node's server is another one."""
 
     def make(server: BulkServer, **options: Any) -> RayEmbedder:
-        node = SimpleNamespace(path=lambda name: "", serve=lambda on_death: None)
+        node = SimpleNamespace(path=lambda name: "", serve=lambda: None)
         monkeypatch.setattr(data, "NodeServer", lambda *arguments: node)
         monkeypatch.setattr(data, "Client", lambda _, **arguments: vecd.Client(server.url, **arguments))
         return RayEmbedder(**options)

@@ -148,7 +148,7 @@ _FLAGS = ("--engine", "dummy", "--workers", "1")
 
 async def test_before_vecd_itself(node_environment, tmp_path):
     server = NodeServer(None, _FLAGS)
-    await asyncio.to_thread(server.serve, lambda reason: None)
+    await asyncio.to_thread(server.serve)
     async with _client(server.path("public")) as client:
         answer = await client.post("/v1/embeddings", json={"input": [f"text {n}" for n in range(300)]})
         assert len(answer.json()["data"]) == 300
@@ -161,25 +161,27 @@ async def test_before_vecd_itself(node_environment, tmp_path):
     assert os.listdir(tmp_path / "tmp") == []
 
 
-def test_the_death_of_vecd_is_told_once(node_environment, tmp_path):
-    told, has_died = [], threading.Event()
+def test_the_death_of_vecd_is_told_once(node_environment, tmp_path, monkeypatch, capsys):
+    codes, has_died = [], threading.Event()
 
-    def on_death(reason: str) -> None:
-        told.append(reason)
+    def end(code: int) -> None:
+        codes.append(code)
         has_died.set()
 
+    monkeypatch.setattr(os, "_exit", end)
     server = NodeServer(None, _FLAGS)
-    server.serve(on_death)
+    server.serve()
     psutil.Process(server.pid).children()[0].kill()
     assert has_died.wait(20)
     server.stop()
-    assert told == ["vecd has ended with 137"]
+    assert codes == [70]
+    assert "vecd has ended with 137: this actor ends, too" in capsys.readouterr().err
     eventually(lambda: os.listdir(tmp_path / "tmp") == [])
 
 
 def test_what_cannot_start(node_environment):
     with pytest.raises(RuntimeError, match="ended with 2"):
-        NodeServer(None, ["--no-such-flag"]).serve(pytest.fail)
+        NodeServer(None, ["--no-such-flag"]).serve()
     for flag in ("--port", "--uds=/tmp/x"):
         with pytest.raises(ValueError, match="where the server of a node listens"):
             NodeServer(None, [flag])

@@ -12,10 +12,11 @@ from vecd.client.ray.autoscaling import QUEUE_AGE, UTILIZATION, QueueAgePolicy
 from vecd.client.ray.start import environment, missing
 
 
-def test_variables_that_are_not_set_are_named(tmp_path):
-    assert missing(environment()) == []
-    assert missing({}) == list(environment())
-    assert missing({**environment(), "RAY_SERVE_HAPROXY_RETRIES": "9"}) == []
+def test_variables_that_are_not_set_are_named(tmp_path, monkeypatch):
+    assert missing() == list(environment())
+    for name, value in {**environment(), "RAY_SERVE_HAPROXY_RETRIES": "9"}.items():
+        monkeypatch.setenv(name, value)
+    assert missing() == []
     added = {name: value for name, value in environment(tmp_path).items() if name not in environment()}
     assert len(added) == 5
     assert all(value.startswith(str(tmp_path)) for value in added.values()), "files of HAProxy"
