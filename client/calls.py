@@ -15,15 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote
 
-from vecd.client.exchanges import (
-    ClientBase,
-    Piece,
-    RequestLimits,
-    ServerError,
-    Steps,
-    cut,
-    write,
-)
+from vecd.client.exchanges import ClientBase, Piece, RequestLimits, ServerError, Steps, cut, write
 from vecd.client.http import BadResponse, ServerResponse
 
 if TYPE_CHECKING:

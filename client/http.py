@@ -128,26 +128,24 @@ class ResponseReader:
     """
 
     def __init__(self) -> None:
-        self.response: ServerResponse | None = None
-        """Once the head of the final response is there."""
-        self.has_bytes = self.keeps_alive = False
-        """The second: whether the connection can be used again, after a complete response."""
-        self.is_complete = True
         self._parser = httptools.HttpResponseParser(self)
-        self._scratch = self._target = memoryview(bytearray(_SCRATCH_BYTES))
-        self._num_received = 0
-        """Bytes in `_target`, once that is where the body stays."""
-        self._is_placed = self._is_own = False
-        """The first: whether the rest of the body is received where it stays, past the parser."""
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._is_placed = False
+        """Whether the rest of the body is received where it stays, past the parser."""
+        self.begin()
 
     def begin(self, place: Place | None = None, *, is_streamed: bool = False, has_body: bool = True) -> None:
         """Expect a response. `is_streamed`: its body is what `take` returns, of any length. `has_body`: False for one
         to HEAD."""
         if self._is_placed:  # the parser still waits for that body
             self._parser = httptools.HttpResponseParser(self)
-        self.response = None
-        self.has_bytes = self.keeps_alive = self.is_complete = self._is_placed = self._has_more = False
+        self.response: ServerResponse | None = None
+        """Once the head of the final response is there."""
+        self.has_bytes = self.is_complete = self._is_placed = self._is_own = self._has_more = False
+        self.keeps_alive = False
+        """Whether the connection can be used again, after a complete response."""
         self._target, self._num_received = self._scratch, 0
+        """The second: bytes in `_target`, once that is where the body stays."""
         self._place, self._is_streamed, self._has_body = place, is_streamed, has_body
         self._headers: list[tuple[bytes, bytes]] = []
         self._num_head_bytes = self._num_body_bytes = 0

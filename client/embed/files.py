@@ -191,7 +191,7 @@ class OutputFiles:
 
     def __init__(self, options: EmbedOptions) -> None:
         """Raises OutputLocked when another run has them open, OSError when they cannot be created."""
-        self._options = options
+        self._options, self._journal_path = options, journal_path(options.path)
         self._main = OutputFile(_beside(options.path, ".part"))
         if not self._main.lock():
             self._main.close()
@@ -206,7 +206,7 @@ class OutputFiles:
 
     def resume(self, inputs: Sequence[InputSource]) -> None:
         """Find where the run begins. Raises EmbedError when something else is in the place of the output."""
-        options, path = self._options, journal_path(self._options.path)
+        options, path = self._options, self._journal_path
         journal = Journal(
             options.journal_fields(), options.on_bad_row or "blank", [each.journal_fields() for each in inputs]
         )
@@ -248,7 +248,7 @@ class OutputFiles:
             raise EmbedError(f"the unfinished run had another model: {why}. --restart begins anew")
         self._open()
         if not self.is_begun:  # the journal comes before the first byte: files without one are not ours to cut off
-            self.journal.save(journal_path(self._options.path))
+            self.journal.save(self._journal_path)
         for file, num_bytes in zip(self._files, commit.lengths or [0] * len(self._files), strict=True):
             file.cut(num_bytes)
         if not self.is_begun:
@@ -319,7 +319,7 @@ class OutputFiles:
         for file in self._files:
             file.sync()
         self.journal = replace(self.journal, commit=commit)
-        self.journal.save(journal_path(self._options.path))
+        self.journal.save(self._journal_path)
 
     def finish(self) -> str:
         """Give the complete files their final names. Returns what is said about them. May be repeated by another
@@ -396,7 +396,7 @@ class OutputFiles:
         return f"{rows} could not be embedded; {effect}. The reasons are in {out}.rejected.jsonl"
 
     def forget(self) -> None:
-        journal_path(self._options.path).unlink(missing_ok=True)
+        self._journal_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
         self.forget()
@@ -405,7 +405,7 @@ class OutputFiles:
 
     def close(self) -> None:
         """Unlock. Side effects: removes the files of a run that never began."""
-        is_begun = self._main.num_bytes or journal_path(self._options.path).exists()
+        is_begun = self._main.num_bytes or self._journal_path.exists()
         for file in reversed(self._files):
             if not is_begun:
                 with suppress(OSError):

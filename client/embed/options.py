@@ -2,6 +2,7 @@
 
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,6 @@ _COLUMNS = {
 """By results, the columns that an output may have for them."""
 _REQUEST_FIELDS = ("overflow", "dimensions", "input_type", "prompt_name", "prompt")
 _SERVED_HERE = ("--host", "--port", "--uds", "--ready-fd", "--tls-cert", "--tls-key")
-_MAX_DIGITS = 9
 _rows = partial(flag, group="rows")
 _server = partial(flag, group="server")
 _seconds = partial(_server, above=0, at_most=86_400, unit="seconds")
@@ -77,13 +77,12 @@ USUAL_PACE = Pace()
 
 
 def _shard(value: str) -> ShardNumber:
-    run, slash, num_runs = value.partition("/")
-    parts = [run, num_runs]
-    if not slash or not all(part.isascii() and part.isdecimal() and len(part) <= _MAX_DIGITS for part in parts):
+    if not (found := re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", value)):
         raise ValueError("is not I/N, as 0/40")
-    if int(run) >= int(num_runs):
+    number = ShardNumber(*map(int, found.groups()))
+    if number.run >= number.num_runs:
         raise ValueError("is out of range: I is from 0 to N-1")
-    return ShardNumber(int(run), int(num_runs))
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -286,7 +286,7 @@ class OutputFolder:
 
     async def _make(self, shard: Shard, service: EmbeddingService) -> str:
         is_remote_out, name = is_remote(shard.out), shown(shard.out)
-        work = self._work / _digest(shard.out)
+        work = self._work / hashlib.sha256(shard.out.encode()).hexdigest()[:16]
         out = work / os.path.basename(shard.out) if is_remote_out else Path(shard.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         source = str(work / "input" / base_name(shard.source)) if is_remote(shard.source) else shard.source
@@ -354,10 +354,6 @@ def _store(out: Path, url: str) -> None:
         with suppress(FileNotFoundError):
             store(path, url + path.name.removeprefix(out.name))
     store(out, url)
-
-
-def _digest(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _user_cache() -> str:

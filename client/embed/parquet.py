@@ -145,20 +145,15 @@ def _array(kind: str, values: Sequence[Any], dtype: str, matrix: BinaryIO) -> An
     """`values` are True and False where the vectors are in `matrix`."""
     if kind == "json":
         values = [None if value is None else orjson.dumps(value).decode() for value in values]
-    if not (width := _width(kind)):
-        return pyarrow.array(values, _type_of(kind, dtype))
-    are_null = pyarrow.array([not value and value != [] for value in values])
-    if isinstance(values[0], bool):
-        numbers = np.fromfile(matrix, dtype, len(values) * width)
-    elif kind.startswith("vector "):
-        numbers = np.array([value or [0.0] * width for value in values], dtype).reshape(-1)
-    else:
-        numbers = np.array([row for value in values for row in value or ()], dtype).reshape(-1)
-    if kind.startswith("vector "):
-        return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(numbers), width, mask=are_null)
-    rows = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(numbers), width)
-    ends = np.cumsum([0, *(len(value or ()) for value in values)], dtype=np.int32)
-    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), rows, mask=are_null)
+    if (width := _width(kind)) and isinstance(values[0], bool):
+        numbers = pyarrow.array(np.fromfile(matrix, dtype, len(values) * width))
+        are_null = pyarrow.array([not has_vector for has_vector in values])
+        return pyarrow.FixedSizeListArray.from_arrays(numbers, width, mask=are_null)
+    if kind.startswith("vector "):  # pyarrow makes float16 of numpy's numbers alone
+        values = [vector and np.array(vector, dtype) for vector in values]
+    elif width:
+        values = [vectors and [np.array(vector, dtype) for vector in vectors] for vectors in values]
+    return pyarrow.array(values, _type_of(kind, dtype))
 
 
 def _kinds_of(records: Iterable[JsonObject], keep: Sequence[str]) -> dict[str, str]:

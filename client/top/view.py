@@ -163,12 +163,10 @@ def _describe_model(figures: Figures) -> str:
     if (num := len(figures.get("models", ()))) > 1:
         return f"{num} models"
     model = figures["model"]
-    sizes = [f"{model[name]} {words}" for name, words in _SIZES.items() if model.get(name)]
-    parts = [model.get("id") or "?", *sizes, model.get("pooling"), figures["dtype"], figures["path"]]
+    sizes = {"dimensions": "dimensions", "max_tokens": "tokens"}
+    said = [f"{model[name]} {words}" for name, words in sizes.items() if model.get(name)]
+    parts = [model.get("id") or "?", *said, model.get("pooling"), figures["dtype"], figures["path"]]
     return " · ".join(str(part) for part in parts if part)
-
-
-_SIZES = {"dimensions": "dimensions", "max_tokens": "tokens"}
 
 
 def _errors(figures: Figures) -> Text:

@@ -36,8 +36,7 @@ class Embedder:
     """One process of `vecd embed`, and the most memory it has had."""
 
     def __init__(self, server: Server, source: Path, out: Path) -> None:
-        arguments = [str(source), "-o", str(out), "--url", server.url, *FLAGS]
-        command = [sys.executable, "-m", "vecd", "embed", *arguments]
+        command = [sys.executable, "-m", "vecd", "embed", str(source), "-o", str(out), "--url", server.url, *FLAGS]
         self.stderr = out.with_name("stderr")
         with self.stderr.open("ab") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, env=clean_environment(out.parent, {}))

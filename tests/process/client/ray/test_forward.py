@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import threading
+import queue
 
 import httpx
 import psutil
@@ -162,19 +162,14 @@ async def test_before_vecd_itself(node_environment, tmp_path):
 
 
 def test_the_death_of_vecd_is_told_once(node_environment, tmp_path, monkeypatch, capsys):
-    codes, has_died = [], threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        has_died.set()
-
-    monkeypatch.setattr(os, "_exit", end)
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(os, "_exit", codes.put)
     server = NodeServer(None, _FLAGS)
     server.serve()
     psutil.Process(server.pid).children()[0].kill()
-    assert has_died.wait(20)
+    assert codes.get(timeout=20) == 70
     server.stop()
-    assert codes == [70]
+    assert codes.empty()
     assert "vecd has ended with 137: this actor ends, too" in capsys.readouterr().err
     eventually(lambda: os.listdir(tmp_path / "tmp") == [])
 

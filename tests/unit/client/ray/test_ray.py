@@ -14,8 +14,7 @@ from vecd.client.ray.start import environment, missing
 
 def test_variables_that_are_not_set_are_named(tmp_path, monkeypatch):
     assert missing() == list(environment())
-    for name, value in {**environment(), "RAY_SERVE_HAPROXY_RETRIES": "9"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", {**environment(), "RAY_SERVE_HAPROXY_RETRIES": "9"})
     assert missing() == []
     added = {name: value for name, value in environment(tmp_path).items() if name not in environment()}
     assert len(added) == 5
