@@ -92,8 +92,8 @@ class ChunkedBody(Body):
         super().__init__()
         self._max_bytes = max_bytes
         self._max_framing_bytes = max_framing_bytes
-        self._num_left_bytes = 0  # of the chunk being read
-        self._is_at_line_end = False  # all its bytes were received, but not the CRLF after them
+        self._is_in_chunk = False  # its size is known, and not all of it was received, or not the CRLF after it
+        self._num_left_bytes = 0  # of that chunk
         self._is_in_trailers = False
         self._num_framing_bytes = 0  # in all
         self._num_since_bytes = 0  # of them, since the last byte of body
@@ -107,10 +107,8 @@ class ChunkedBody(Body):
                 break
             self._num_left_steps -= 1
             start = at
-            if self._num_left_bytes:
+            if self._is_in_chunk:
                 at = self._read_chunk(data, at)
-            elif self._is_at_line_end:
-                at = self._read_line_end(data, at)
             elif self._is_in_trailers:
                 at = self._read_trailer(data, at)
             else:
@@ -170,24 +168,24 @@ class ChunkedBody(Body):
                 f"body: {self._num_framing_bytes} bytes of chunk framing for {self.num_bytes} bytes of body, at most "
                 f"{FREE_FRAMING_BYTES} more are allowed than bytes of body; send larger chunks"
             )
-        self._num_left_bytes = size
+        self._is_in_chunk, self._num_left_bytes = True, size
+        self._num_left_steps -= 1
         return at + len(line) + 2
 
     def _read_chunk(self, data: bytes, at: int) -> int:
-        num_taken = self._take(data, at, self._num_left_bytes)
-        self._num_left_bytes -= num_taken
-        self._is_at_line_end = self._num_left_bytes == 0
-        self._num_since_bytes = 0
-        return at + num_taken
-
-    def _read_line_end(self, data: bytes, at: int) -> int:
-        found = data[at : at + 2]
-        if found == _LINE_END:
-            self._is_at_line_end = False
-            self._count_framing(2)
-            return at + 2
-        if found not in (b"", b"\r"):
-            _refuse("end of a chunk")
+        if self._num_left_bytes:
+            num_taken = self._take(data, at, self._num_left_bytes)
+            self._num_left_bytes -= num_taken
+            self._num_since_bytes = 0
+            at += num_taken
+        if self._num_left_bytes == 0:
+            found = data[at : at + 2]
+            if found == _LINE_END:
+                self._is_in_chunk = False
+                self._count_framing(2)
+                return at + 2
+            if found not in (b"", b"\r"):
+                _refuse("end of a chunk")
         return at
 
     def _read_trailer(self, data: bytes, at: int) -> int:

@@ -42,7 +42,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._loop = loop
         self._handshake_timeout_s = handshake_timeout_s
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls: ssl.SSLObject | None = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._has_begun = False  # the client has sent something
         self._is_open = False  # the handshake is done, and the connection has not been lost
         self._unencrypted: deque[memoryview] = deque()
@@ -61,7 +61,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._connection.connection_made(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._tls is None or self._connection is None or self._has_close_notify or self._has_closed:
+        if self._connection is None or self._has_close_notify or self._has_closed:
             return
         if self._is_shut_down:
             self._connection.data_received(data)  # which only counts the bytes
@@ -69,14 +69,14 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         if not self._has_begun:
             self._has_begun = True
             if data[:1].isalpha():  # as HTTP begins, and TLS never does
-                self._step_aside()
+                self._step_aside(self._connection)
                 return
         self._incoming.write(data)
         try:
             if not self._is_open:
-                self._shake_hands(self._tls)
+                self._shake_hands()
             if self._is_open:
-                self._decrypt(self._tls)
+                self._decrypt(self._connection)
         except ssl.SSLError as error:
             self._break_off(error)
 
@@ -99,41 +99,37 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
         self._is_open = False
         self._unencrypted.clear()
         # The connection refers to this layer as its transport: only garbage collection would free the cycle.
-        connection, self._connection, self._tls = self._connection, None, None
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.connection_lost(exc)
 
     # --- reading ---
 
-    def _step_aside(self) -> None:
+    def _step_aside(self, connection: Connection) -> None:
         """Leave the socket to the connection, which refuses the client."""
         self._timer.cancel()
-        connection, self._connection, self._tls = self._connection, None, None
-        assert connection is not None
+        self._connection = None
         self.socket.set_protocol(connection)
         connection.refuse_plain_http(self.socket)
 
-    def _shake_hands(self, tls: ssl.SSLObject) -> None:
-        try:
-            tls.do_handshake()
+    def _shake_hands(self) -> None:
+        with suppress(ssl.SSLWantReadError):
+            self._tls.do_handshake()
             self._is_open = True
             self._timer.cancel()
-        except ssl.SSLWantReadError:
-            pass
         self._flush()
 
-    def _decrypt(self, tls: ssl.SSLObject) -> None:
-        while (self._incoming.pending or tls.pending()) and not (self._is_shut_down or self.is_closing()):
+    def _decrypt(self, connection: Connection) -> None:
+        while (self._incoming.pending or self._tls.pending()) and not (self._is_shut_down or self.is_closing()):
             try:
-                data = tls.read(_READ_BYTES)
+                data = self._tls.read(_READ_BYTES)
             except ssl.SSLWantReadError:
                 break
             if not data:
                 self._has_close_notify = True
                 self.eof_received()
                 break
-            assert self._connection is not None
-            self._connection.data_received(data)
+            connection.data_received(data)
         if self._outgoing.pending:
             self._flush()
             if self.socket.get_write_buffer_size() > _MAX_UNASKED_BYTES + _ENCRYPTED_AT_ONCE_BYTES:
@@ -154,13 +150,12 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     # --- writing ---
 
     def _encrypt(self) -> None:
-        tls = self._tls
-        if tls is None:
+        if self._connection is None:
             return
         try:
             while self._unencrypted and not self.is_socket_blocked:
                 piece = self._next_unencrypted()
-                num_written_bytes = tls.write(piece)
+                num_written_bytes = self._tls.write(piece)
                 if num_written_bytes < len(piece):
                     self._unencrypted.appendleft(memoryview(piece)[num_written_bytes:])
                 self._flush()
@@ -202,7 +197,7 @@ class TlsLayer(asyncio.Protocol, asyncio.Transport):
     def _end_if_asked(self) -> None:
         if (self._has_written_eof or self._has_closed) and not self._is_shut_down:
             self._is_shut_down = True
-            if self._tls is not None and self._is_open:
+            if self._is_open:
                 with suppress(ssl.SSLError):  # it wants to read the client's close_notify
                     self._tls.unwrap()
                 self._flush()

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
@@ -55,16 +56,10 @@ class _Finished(NamedTuple):
     """A finished request, without its headers and body."""
 
     status: int
-    method: str
-    request_id: str
-    is_admin: bool
-    http_minor: int
-    timeline: RequestTimeline
+    request: HttpRequest
     trace: Trace
-    finished_at: float
+    at: float
     """By `time.monotonic`."""
-    scheme: str = ""
-    """As in `HttpRequest`."""
     context: SpanContext = SpanContext(1, 1, False, _SAMPLED)
     """For OpenTelemetry's queue alone: the same for all, and sampled."""
 
@@ -121,10 +116,7 @@ class SpanSender(SpanExporter):
             self._num_dropped += 1
             return
         self._num_added += 1
-        finished = _Finished(
-            status, request.method, request.request_id, request.is_admin, request.http_minor, request.timeline, trace,
-            now, request.scheme,
-        )  # fmt: skip
+        finished = _Finished(status, replace(request, headers={}, body=b"", choice=None), trace, now)
         # The queue is of whole requests: to make their spans here would take the event loop 50 µs for each request.
         self._processor.on_end(cast(ReadableSpan, finished))
 
@@ -162,9 +154,10 @@ class SpanSender(SpanExporter):
             self._is_shut_down = True
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
-    def _spans(self, request: _Finished) -> list[ReadableSpan]:
+    def _spans(self, finished: _Finished) -> list[ReadableSpan]:
         """The span of a request, and before it those of the stages that it came through, and of their batches."""
-        timeline, trace, finished_at = request.timeline, request.trace, request.finished_at
+        request, trace, finished_at = finished.request, finished.trace, finished.at
+        timeline = request.timeline
         trace_id = int(trace.trace_id, 16)
         state = TraceState.from_header([trace.state]) if trace.state else None
         # From one clock to the other, once for all spans of a request: so they fit into one another.
@@ -205,14 +198,14 @@ class SpanSender(SpanExporter):
             parent = SpanContext(trace_id, int(trace.parent_id, 16), True, TraceFlags(trace.flags), state)
         endpoint = self._endpoints[timeline.endpoint]
         name = request.method if endpoint is NO_ROUTE else f"{request.method} {endpoint.route}"
-        attributes = self._of_request(request, endpoint)
-        is_error = request.status >= 500 or request.status == GONE
+        attributes = self._of_request(finished.status, request, endpoint)
+        is_error = finished.status >= 500 or finished.status == GONE
         status = Status(StatusCode.ERROR if is_error else StatusCode.UNSET)
         began_at = timeline.started_at or finished_at
         add(whole, parent, name, began_at, finished_at, attributes, kind=SpanKind.SERVER, status=status)
         return spans
 
-    def _of_request(self, request: _Finished, endpoint: Endpoint) -> JsonObject:
+    def _of_request(self, status: int, request: HttpRequest, endpoint: Endpoint) -> JsonObject:
         """The attributes of a request's span, by OpenTelemetry's conventions for HTTP servers and generative AI, and
         ours. None of them is what a client sent, but for the request's id."""
         timeline, (host, port) = request.timeline, self._address
@@ -227,14 +220,14 @@ class SpanSender(SpanExporter):
         }
         if endpoint is not NO_ROUTE:
             attributes["http.route"] = attributes["url.path"] = endpoint.route
-        if request.status != GONE:
-            attributes["http.response.status_code"] = request.status
+        if status != GONE:
+            attributes["http.response.status_code"] = status
         if port is not None and not request.is_admin:
             attributes["server.port"] = port
-        if request.status == GONE:
+        if status == GONE:
             attributes["error.type"] = "client_gone"
-        elif request.status >= 400:
-            attributes["error.type"] = timeline.error or str(request.status)
+        elif status >= 400:
+            attributes["error.type"] = timeline.error or str(status)
         if timeline.principal:
             attributes["vecd.caller"] = timeline.principal
         if timeline.num_inputs:
