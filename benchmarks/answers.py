@@ -1,6 +1,6 @@
 """How long the gateway takes from a slot's rows to the bytes of an answer, for each form of vectors.
 
-Owns the figures of `vecd.gateway.encoding.fragments` and of the answers' rendering. Needs no server and no model: the
+Owns the figures of `vecd.gateway.encoding.result` and of the answers' rendering. Needs no server and no model: the
 rows are random vectors of length 1. Run by hand, `python -m benchmarks.answers`; prints tables, and a line of JSON for
 `docs/log.md`.
 
@@ -20,8 +20,8 @@ import pybase64
 from numpy.typing import NDArray
 
 from benchmarks.machine import describe_machine
-from vecd.gateway.dialects.openai import EMBEDDING, render_response
-from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.dialects.openai import EMBEDDING, renderer_of
+from vecd.gateway.encoding.result import Encoder
 from vecd.gateway.http.reader import encode_response
 from vecd.gateway.main import keep_freed_memory
 from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form
@@ -66,11 +66,11 @@ def answer(slot: NDArray[np.float32], case: Case, encoder: Encoder) -> int:
     num_rows = len(slot)
     inputs = ["text"] * num_rows
     request = EmbedRequest(inputs, (case.form,), normalize=True, dimensions=case.dimensions)
-    collectors = encoder.make_collectors(request)
+    [make] = encoder.makes(request, [])
     for start in range(0, num_rows, _ROWS_PER_BATCH):
-        for collector in collectors:
-            collector.put(start, slot[start : start + _ROWS_PER_BATCH])
-    response = render_response(EMBEDDING, False, _embedded(collectors, num_rows))
+        make.put(start, slot[start : start + _ROWS_PER_BATCH], 0)
+    embedded = Embedded((make.made,), num_rows, model="m", request_id="r")
+    response = renderer_of(case.form, EMBEDDING)(embedded)
     return sum(map(len, encode_response(response, request_id="r", keep_alive=True)))
 
 
@@ -78,10 +78,6 @@ def encoder_of(dim: int, *, is_normalized: bool) -> Encoder:
     steps = (Step("normalize"),) if is_normalized else ()
     card = ModelCard("/m", "/m", "bert", dim, dim, 512, 30522, ("mean",), steps, lowercase=False, prompt="")
     return Encoder(card)
-
-
-def _embedded(collectors: tuple[Any, ...], num_tokens: int) -> Embedded:
-    return Embedded(collectors, num_tokens, model="m", request_id="r")
 
 
 def milliseconds(work: Callable[[], object]) -> float:

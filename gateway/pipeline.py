@@ -6,7 +6,7 @@ that are waiting on it. Each generation has one. Knows no HTTP, no dialect, no s
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,9 @@ from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.dispatch.vector_cache import VectorCache
-from vecd.gateway.encoding.forms import width_of
-from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.encoding.result import MAX_SHORT_QUERY, ChunkedInput, MaxSimRows, PendingResult
+from vecd.gateway.encoding.result import Encoder, Result
 from vecd.gateway.encoding.sparse import QueryWeights
+from vecd.gateway.encoding.streams import MAX_TOKEN_FLOATS
 from vecd.gateway.errors import (
     ApiError,
     BadRequest,
@@ -34,10 +33,9 @@ from vecd.gateway.errors import (
 from vecd.gateway.request import (
     Embedded,
     EmbedRequest,
-    Encoding,
     InputReport,
     Inputs,
-    LateChunking,
+    Ints,
     Overflow,
     Pair,
     Priority,
@@ -47,15 +45,13 @@ from vecd.gateway.request import (
     Tokenizing,
 )
 from vecd.gateway.scheduling.admission import Admission, Deadlines, Permit, Share, TenantRoom
-from vecd.gateway.scheduling.keys import Principal, Reservation
+from vecd.gateway.scheduling.keys import Principal
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.tokenization.chat_process import ChatProcess
-from vecd.gateway.tokenization.late_chunks import LateChunks, find_chunks
 from vecd.gateway.tokenization.tokenize_api import MAX_SIZE, most_of_one_caller, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
-from vecd.model.card import ModelCard
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
@@ -68,67 +64,9 @@ FLOATS_PER_TURN = 32 * 1024
 """Of known rows, in one turn of the event loop: 85 rows of 384 take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
-_BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
-"""In a response: as a JSON number with its comma, and as base64."""
 _BYTES_OF_AN_ID = 4
-_LATE_INPUTS_PER_TURN = 32
-"""Inputs whose late chunks are found in one turn of the event loop: 2 ms for short ones."""
-MAX_TOKEN_FLOATS = 8 * 2**20
-"""Of one response with a vector for each token: 32 MiB, and 180 MB as JSON. A request for MaxSim keeps as much of its
-queries, and of documents that cannot be compared yet."""
 MAX_RUNNING_TOKEN_FLOATS = 4 * MAX_TOKEN_FLOATS
-"""Of all such requests that are being computed; one caller gets half."""
-
-
-class _MaxSims:
-    """Which rows a request for MaxSim keeps: those of its queries, and of documents until all queries have come; with a
-    long query, of documents until there is no room for more."""
-
-    def __init__(self, rows: MaxSimRows, num_queries: int, share: Share) -> None:
-        """`share`: of the room for rows of tokens."""
-        self.rows = rows
-        self.keeps_documents = True
-        self._num_queries = num_queries
-        self._share = share
-        self._has_long_query = False
-        self._has_come = asyncio.Event()
-        """Set when all rows of an input have come."""
-        self._num_query_tokens = 0
-        rows.on_come = self._note_come
-
-    def check(self, start: int, tokenized: list[TokenizedInput], most: int) -> None:
-        """Count the inputs from `start` on. Raises BadRequest for queries with more than `most` tokens."""
-        for query in tokenized[: max(0, self._num_queries - start)]:
-            self._num_query_tokens += query.num_tokens
-            self._has_long_query |= query.num_tokens > MAX_SHORT_QUERY
-        if self._num_query_tokens > most:
-            raise BadRequest(
-                f"The queries have {self._num_query_tokens} tokens or more: their vectors are kept, of at most {most} "
-                "in a request",
-                param="input",
-            )
-
-    async def make_room(self, num_queued: int) -> None:
-        """Wait until the documents that were queued no longer have to be kept, if all queries are among the
-        `num_queued` inputs."""
-        if num_queued >= self._num_queries:
-            await self._until(lambda: not self.rows.num_queries_left)
-            if self._has_long_query:
-                await self._until(lambda: self.rows.num_come == num_queued)
-                await asyncio.to_thread(self.rows.compare_held)
-                self._share.keep(self.rows.num_floats)
-
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            self._has_come.clear()
-            await self._has_come.wait()
-
-    def _note_come(self) -> None:
-        """With all rows of the queries, documents need no room from now on."""
-        self._has_come.set()
-        if self.keeps_documents and not self.rows.num_queries_left and not self._has_long_query:
-            self.keeps_documents = False
-            self._share.keep(self.rows.num_floats)
+"""Of all requests for rows of tokens that are being computed; one caller gets half."""
 
 
 @dataclass(eq=False)
@@ -149,10 +87,10 @@ class Pipeline:
         self._made_at = time.monotonic()
         self._make_end: Callable[[], ApiError] | None = None
         """Makes the error of each request that still comes, once this has ended."""
-        self.encoder = Encoder(config.card, config.ranges)
+        self.encoder = Encoder(config.card, config.ranges, self.tokenizer)
         self._max_priority = Priority[config.max_priority.upper()]
-        self.pending: set[PendingResult] = set()
-        self._inspected: set[PendingResult] = set()
+        self.pending: set[Result] = set()
+        self._inspected: set[Result] = set()
         self.tokenizer_room = TenantRoom(MAX_SIZE, "Texts and ids of {} characters are with the tokenizer")
         self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
         self.token_room = TenantRoom(MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
@@ -176,7 +114,7 @@ class Pipeline:
         for pending in list(self.pending):
             pending.fail(make_error())
 
-    def _expire(self, pending: PendingResult) -> None:
+    def _expire(self, pending: Result) -> None:
         if not pending.is_over:
             self.shared_metrics.add(Counter.EXPIRED)
             waits_for_load = self.residence.is_awaited and pending in self.pending
@@ -186,7 +124,22 @@ class Pipeline:
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
-    async def embed(
+    async def admit(self, request: EmbedRequest, num_estimated: int, arrived_at: float, principal: Principal) -> Permit:
+        """A permit for a request of about `num_estimated` tokens. Raises as `run`."""
+        stage = self.dispatcher.start_stage
+        if stage is not None and not self.config.keeps_listening:  # else no client is to notice a restart
+            raise NotReady(stage, time.monotonic() - self._made_at)
+        self.dispatcher.raise_if_broken()
+        deadline = deadline_of(self.config, request.timeout_s, arrived_at)
+        priority = Priority.NORMAL if request.priority is None else request.priority
+        priority = max(self._max_priority, principal.max_priority, priority)
+        try:
+            return await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
+        except TooManyRequests:
+            self.shared_metrics.add(Counter.REFUSED)
+            raise
+
+    async def run(
         self, request: EmbedRequest, num_estimated: int, timeline: RequestTimeline, principal: Principal
     ) -> Embedded:
         """Compute the rows of a request, once there is room for its response (`timeline.take_room`). `num_estimated`:
@@ -198,27 +151,55 @@ class Pipeline:
         tokenized, and times are noted on the timeline; when cancelled, what is still queued is dropped.
         """
         timeline.num_inputs = len(request.inputs)
-        stage = self.dispatcher.start_stage
-        if stage is not None and not self.config.keeps_listening:  # else no client is to notice a restart
-            raise NotReady(stage, time.monotonic() - self._made_at)
-        self.dispatcher.raise_if_broken()
-        deadline = deadline_of(self.config, request.timeout_s, timeline.arrived_at)
-        priority = Priority.NORMAL if request.priority is None else request.priority
-        priority = max(self._max_priority, principal.max_priority, priority)
-        with principal.reserve(num_estimated) as reservation:
+        with (
+            principal.reserve(num_estimated) as reservation,
+            await self.admit(request, num_estimated, timeline.arrived_at, principal) as permit,
+        ):
+            self._raise_if_ended()
+            self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
+            if self.residence.is_awaited:
+                self.residence.let_wait(self.admission.num_requests - 1, permit.deadline)
+            timeline.entered_at = time.monotonic()
+            queueing = _Queueing(self, request, permit, principal.tenant)
+            result, queue = queueing.result, queueing.queue
+            queue.batches = timeline.batches
+            self.pending.add(result)
+            tick = self.deadlines.set(result, permit.deadline)
             try:
-                permit = await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
-            except TooManyRequests:
-                self.shared_metrics.add(Counter.REFUSED)
-                raise
-            with permit:
-                if self._make_end is not None:
-                    raise self._make_end()
-                self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
-                if self.residence.is_awaited:
-                    self.residence.let_wait(self.admission.num_requests - 1, permit.deadline)
-                timeline.entered_at = time.monotonic()
-                return await _Run(self, request, permit, principal.tenant).rows(reservation, timeline)
+                take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
+                num_bytes = self.encoder.response_bytes(request, permit.num_tokens)
+                num_held_bytes = result.num_chars or permit.num_tokens * _BYTES_OF_AN_ID
+                if take_room is not None and (waiting := take_room(num_bytes, num_held_bytes)) is not None:
+                    permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
+                    await _unless_over(result, waiting)
+                tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
+                if tokenized is None:
+                    await _unless_over(result, queueing.tokenize())
+                else:
+                    rest = queueing.begin(tokenized)
+                    permit.note_queued()  # the estimate no longer counts
+                    if rest:
+                        await _unless_over(result, queueing.queue_in_turns(rest))
+                request.inputs.clear()  # frees up to megabytes before the response is there
+                tokenized_at = timeline.tokenized_at = time.monotonic()
+                reservation.settle(result.num_tokens)
+                await result.finished
+            finally:
+                self.deadlines.drop(result, tick)
+                self.pending.discard(result)
+                result.abandon()
+                self.policy.close(queue)
+                queueing.share.keep(0)
+                reservation.note_sent(queue.num_sent_tokens)
+                timeline.num_tokens = result.num_tokens
+            sent_at = timeline.sent_at = queue.first_sent_at or tokenized_at
+            timeline.done_at = max(queue.last_done_at, sent_at)
+            result.durations = partial(timeline.durations, time.monotonic())
+            return result
+
+    def _raise_if_ended(self) -> None:
+        if self._make_end is not None:
+            raise self._make_end()
 
     # --- requests of the tokenizer alone --------------------------------------------------------------------
 
@@ -255,8 +236,7 @@ class Pipeline:
     @contextmanager
     def _inspecting(self, size: int, principal: Principal) -> Iterator[None]:
         """Reserve room for a request that needs the tokenizer alone, and so no permit."""
-        if self._make_end is not None:
-            raise self._make_end()
+        self._raise_if_ended()
         with self.tokenizer_room.share(principal.tenant) as share:
             self.take(share, size, most_of_one_caller(size))
             yield
@@ -271,7 +251,7 @@ class Pipeline:
 
     async def _unless_late(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
         """The result of `work`, which is cancelled at the deadline. Raises DeadlinePassed."""
-        pending = PendingResult(1, (), asyncio.get_running_loop())
+        pending = Result(1, (), asyncio.get_running_loop())
         self._inspected.add(pending)
         tick = self.deadlines.set(pending, deadline)
         try:
@@ -288,206 +268,110 @@ def deadline_of(config: GatewayConfig, timeout_s: float | None, arrived_at: floa
     return arrived_at + (limit_s if timeout_s is None else min(timeout_s, limit_s))
 
 
-class _Run:
-    """An embedding request that was admitted, until its rows have come."""
+class _Queueing:
+    """Queues the inputs of an admitted request, some in each turn of the event loop."""
 
     def __init__(self, pipeline: Pipeline, request: EmbedRequest, permit: Permit, tenant: str) -> None:
-        if pipeline.query_weights is not None and request.tokenizing.role is Role.QUERY:
+        is_weighed = pipeline.query_weights is not None and request.tokenizing.role is Role.QUERY
+        if is_weighed:
             request = request._replace(output=Output.LEXICAL)  # weights of its own tokens, and not of the vocabulary
-        self._pipeline = pipeline
-        self._permit = permit
-        self._share = pipeline.token_room.share(tenant)
+        self._pipeline, self._permit, self._request = pipeline, permit, request
+        self._output = request.output if request.late is None else Output.TOKENS
+        self.share = pipeline.token_room.share(tenant)
         """Of the room for rows of tokens."""
-        self._embedded = embedded = Embedded(num_chars=_num_chars(request.inputs))
-        self._late_chunks: list[LateChunks] = []
-        self._num_late_chunks = 0
-        embedded.collectors = pipeline.encoder.make_collectors(request, embedded.token_ids, self._late_chunks)
-        self._request = request if request.late is None else request._replace(output=Output.TOKENS)
-        self._pending = PendingResult(len(request.inputs), embedded.collectors, asyncio.get_running_loop())
-        self._queue = RequestQueue(self._pending, permit.priority, permit.deadline, tenant)
-        self._max_sims: _MaxSims | None = None
-        if isinstance(rows := embedded.collectors[0], MaxSimRows):
-            self._max_sims = _MaxSims(rows, request.tokenizing.num_queries, self._share)
+        token_ids: list[Ints] = []
+        makes = pipeline.encoder.makes(request, token_ids, self.share.keep)
+        self._make = makes[0]
+        self.result = Result(len(request.inputs), makes, asyncio.get_running_loop())
+        self.result.token_ids, self.result.num_chars = token_ids, _num_chars(request.inputs)
+        self.queue = permit.request_queue = RequestQueue(self.result, permit.priority, permit.deadline, tenant)
+        self._cache = pipeline.vector_cache if self._output.is_plain else None
+        self._weights = pipeline.query_weights if is_weighed else None
+        has_known = self._weights is not None or self._cache is not None
+        self._max_per_turn = pipeline.max_per_turn if has_known else self._make.inputs_per_turn
+        self._num_queued = 0
 
-    async def rows(self, reservation: Reservation, timeline: RequestTimeline) -> Embedded:
-        pipeline, request, pending, queue = self._pipeline, self._request, self._pending, self._queue
-        embedded, permit = self._embedded, self._permit
-        queue.batches = timeline.batches
-        permit.request_queue = queue
-        pipeline.pending.add(pending)
-        tick = pipeline.deadlines.set(pending, permit.deadline)
-        try:
-            take_room, timeline.take_room = timeline.take_room, None  # which refers to the connection
-            num_bytes = _response_bytes(request, permit.num_tokens, pipeline.config.card)
-            num_held_bytes = embedded.num_chars or permit.num_tokens * _BYTES_OF_AN_ID
-            if take_room is not None and (waiting := take_room(num_bytes, num_held_bytes)) is not None:
-                permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
-                await _unless_over(pending, waiting)
-            tokenized = pipeline.tokenizer.tokenize_now(request.inputs, request.tokenizing)
-            if tokenized is None:
-                await _unless_over(pending, self._queue_runs())
-            later = [] if tokenized is None else self._queue_run(0, tokenized)
-            permit.note_queued()  # the estimate no longer counts
-            if later:
-                await _unless_over(pending, _in_turns(later))
-            request.inputs.clear()  # frees up to megabytes before the response is there
-            tokenized_at = timeline.tokenized_at = time.monotonic()
-            reservation.settle(embedded.num_tokens)
-            await pending.finished
-        finally:
-            pipeline.deadlines.drop(pending, tick)
-            pipeline.pending.discard(pending)
-            pending.abandon()
-            pipeline.policy.close(queue)
-            self._share.keep(0)
-            if self._max_sims is not None:
-                self._max_sims.rows.on_come = None  # refers to this request, and so to the rows
-            reservation.note_sent(queue.num_sent_tokens)
-            timeline.num_tokens = embedded.num_tokens
-        sent_at = timeline.sent_at = queue.first_sent_at or tokenized_at
-        timeline.done_at = max(queue.last_done_at, sent_at)
-        embedded.durations = partial(timeline.durations, time.monotonic())
-        return embedded
-
-    async def _queue_runs(self) -> None:
+    async def tokenize(self) -> None:
         """Workers compute the first inputs while the last are being tokenized."""
-        pipeline, request, num_queued = self._pipeline, self._request, 0
-        most = len(request.inputs) if request.late is None else _LATE_INPUTS_PER_TURN
-        tokenizing = pipeline.tokenizer.tokenize(request.inputs, request.tokenizing, self._queue.tenant)
+        pipeline, request = self._pipeline, self._request
+        tokenizing = pipeline.tokenizer.tokenize(request.inputs, request.tokenizing, self.queue.tenant)
         async with aclosing(tokenizing) as runs:
             async for tokenized in runs:
-                if self._max_sims is not None and pipeline.token_room.num >= MAX_TOKEN_FLOATS:
-                    await self._max_sims.make_room(num_queued)
-                for at in range(0, len(tokenized), most):
-                    if at:
-                        await asyncio.sleep(0)
-                    part, num_tokens = tokenized[at : at + most], self._embedded.num_tokens
-                    later = self._queue_run(num_queued, part)
-                    self._permit.note_queued(self._embedded.num_tokens - num_tokens)
-                    await _in_turns(later)
-                    num_queued += len(part)
+                if pipeline.token_room.num >= MAX_TOKEN_FLOATS:
+                    await self._make.make_room(self._num_queued)
+                num_tokens = self.result.num_tokens
+                rest = self.begin(tokenized)
+                self._permit.note_queued(self.result.num_tokens - num_tokens)
+                await self.queue_in_turns(rest)
 
-    def _queue_run(self, start: int, tokenized: list[TokenizedInput]) -> list[Callable[[], None]]:
-        """Queue the sequences of the inputs from `start` on, or deliver their rows where these are known. Returns what
-        is left to do in later turns of the event loop."""
-        pipeline, request = self._pipeline, self._request
+    def begin(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
+        """Count the next inputs, and queue the first of them. Returns the others, for the next turns."""
         self._count(tokenized)
-        most, output = pipeline.config.max_request_tokens, request.output
-        if most is not None and self._embedded.num_tokens > most:
-            least = "" if start + len(tokenized) == len(request.inputs) else "at least "
-            message = f"Requested {least}{self._embedded.num_tokens} tokens, max {most} tokens per request"
-            raise TooManyTokens(message, param="input")
-        if output.is_per_token:
-            self._take_room_for_tokens(start, tokenized)
-        elif self._embedded.num_chunked and not output.is_plain:
-            self._check_whole(start, tokenized, pipeline.config.max_tokens, "scores and sparse vectors are given")
-        if self._embedded.num_chunked:
-            sequences = self._sequences_with_chunks(start, tokenized)
-        else:
-            sequences = [
-                QueuedSequence(self._queue, index, item, output, span=pipeline.span)
-                for index, item in enumerate(tokenized, start)
-            ]
-        take: Callable[[list[QueuedSequence]], None]
-        if output is Output.LEXICAL and pipeline.query_weights is not None:
-            take = partial(self._deliver_query_weights, pipeline.query_weights)
-        elif pipeline.vector_cache is not None and output.is_plain:
-            take = partial(self._queue_unknown, pipeline.vector_cache)
-        else:
-            pipeline.dispatcher.submit(self._queue, sequences)
-            return []
-        most = pipeline.max_per_turn
-        take(sequences[:most])
-        return [partial(take, sequences[at : at + most]) for at in range(most, len(sequences), most)]
+        self._queue(tokenized[: self._max_per_turn])
+        return tokenized[self._max_per_turn :]
+
+    async def queue_in_turns(self, tokenized: list[TokenizedInput]) -> None:
+        for at in range(0, len(tokenized), self._max_per_turn):
+            await asyncio.sleep(0)
+            self._queue(tokenized[at : at + self._max_per_turn])
 
     def _count(self, tokenized: list[TokenizedInput]) -> None:
-        embedded = self._embedded
-        for _, num, is_truncated, source, chunks, _, offsets in tokenized:
-            embedded.num_tokens += num
+        """Raises TooManyTokens."""
+        result, request = self.result, self._request
+        for index, (_, num, is_truncated, source, chunks, _, offsets) in enumerate(tokenized, self._num_queued):
+            result.num_tokens += num
             if offsets is not None:
-                embedded.offsets.append(offsets)
-            embedded.num_truncated += is_truncated
-            embedded.num_chunked += chunks != ()
-            embedded.sources.add(source)
-            if self._request.wants_report:
-                embedded.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
+                result.offsets.append(offsets)
+            result.num_truncated += is_truncated
+            if chunks:
+                result.num_chunked += 1
+                is_normalized = request.normalize or request.output.is_normalized_by(self._pipeline.config.card)
+                result.expect_chunks(index, len(chunks), is_normalized=is_normalized)
+            result.sources.add(source)
+            if request.wants_report:
+                result.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
+        most = self._pipeline.config.max_request_tokens
+        if most is not None and result.num_tokens > most:
+            least = "" if self._num_queued + len(tokenized) == len(request.inputs) else "at least "
+            message = f"Requested {least}{result.num_tokens} tokens, max {most} tokens per request"
+            raise TooManyTokens(message, param="input")
 
-    def _deliver_query_weights(self, query_weights: QueryWeights, sequences: list[QueuedSequence]) -> None:
-        for sequence in sequences:
-            token_ids = np.frombuffer(sequence.token_ids, dtype="<i4")
-            added = self._pipeline.tokenizer.num_added(token_ids.tolist())
-            sequence.pending.deliver_one(sequence, query_weights.of_tokens(token_ids, *added))
+    def _queue(self, tokenized: list[TokenizedInput]) -> None:
+        """Queue the sequences of the next inputs, or deliver their rows where these are known. Raises BadRequest for
+        inputs whose rows do not fit into one slot, or into the memory of a request; TooManyRequests while other
+        requests have that memory."""
+        pipeline, output, start, queue = self._pipeline, self._output, self._num_queued, self.queue
+        self._num_queued += len(tokenized)
+        if output.is_per_token:
+            self._check_whole(start, tokenized, pipeline.config.arena.rows_per_slot)
+            pipeline.take(self.share, self.share.num + self._make.expect(start, tokenized))
+        elif self.result.num_chunked and not output.is_plain:
+            self._check_whole(start, tokenized, pipeline.config.max_tokens)
+        sequences = [
+            QueuedSequence(queue, index, part, output, pipeline.span)
+            for index, item in enumerate(tokenized, start)
+            for part in item.chunks or (item,)
+        ]
+        if self._weights is not None:
+            for sequence in sequences:
+                token_ids = np.frombuffer(sequence.token_ids, dtype="<i4")
+                added = pipeline.tokenizer.num_added(token_ids.tolist())
+                self.result.put(sequence.index, self._weights.of_tokens(token_ids, *added), 0)
+            return
+        if self._cache is not None:
+            sequences = self._cache.deliver_known(sequences, output, queue.tenant)
+        if sequences:
+            pipeline.dispatcher.submit(queue, sequences)
 
-    def _queue_unknown(self, vector_cache: VectorCache, sequences: list[QueuedSequence]) -> None:
-        unknown = vector_cache.deliver_known(sequences, self._request.output, self._queue.tenant)
-        if unknown:
-            self._pipeline.dispatcher.submit(self._queue, unknown)
-
-    def _sequences_with_chunks(self, start: int, tokenized: list[TokenizedInput]) -> list[QueuedSequence]:
-        sequences, request, queue = [], self._request, self._queue
-        is_normalized = request.normalize or request.output.is_normalized_by(self._pipeline.config.card)
-        for index, item in enumerate(tokenized, start):
-            if not item.chunks:
-                sequences.append(QueuedSequence(queue, index, item, request.output))
-                continue
-            chunked = ChunkedInput(len(item.chunks), is_normalized=is_normalized)
-            sequences += [QueuedSequence(queue, index, chunk, request.output, chunked) for chunk in item.chunks]
-        return sequences
-
-    # --- rows of tokens -------------------------------------------------------------------------------------
-
-    def _take_room_for_tokens(self, start: int, tokenized: list[TokenizedInput]) -> None:
-        """Raises BadRequest for inputs whose rows do not fit into one slot, or into the memory of a request;
-        TooManyRequests while other requests have that memory."""
-        config, max_sims = self._pipeline.config, self._max_sims
-        width, rows_per_slot = self._request.output.width_of(config.card), config.arena.rows_per_slot
-        most = MAX_TOKEN_FLOATS // width
-        if self._request.late is not None:
-            self._check_whole(start, tokenized, rows_per_slot, "late chunks are made")
-            num_rows = self._find_late_chunks(self._request.late, start, tokenized, most)
-        else:
-            if max_sims is not None:
-                max_sims.check(start, tokenized, most)
-            elif (num_tokens := self._embedded.num_tokens) > most and start + len(tokenized) > 1:
-                raise BadRequest(
-                    f"The inputs have {num_tokens} tokens or more: one vector for each token is given of at most "
-                    f"{most} in a request",
-                    param="input",
-                )
-            self._check_whole(start, tokenized, rows_per_slot, "one vector for each token is given")
-            self._embedded.token_ids += [np.frombuffer(item.token_ids, dtype="<i4") for item in tokenized]
-            keeps_rows = max_sims is None or max_sims.keeps_documents
-            num_rows = sum(item.num_tokens for item in tokenized) if keeps_rows else 0
-        self._pipeline.take(self._share, self._share.num + num_rows * width)
-
-    def _check_whole(self, start: int, tokenized: list[TokenizedInput], limit: int, what: str) -> None:
+    def _check_whole(self, start: int, tokenized: list[TokenizedInput], limit: int) -> None:
         """Raises BadRequest for inputs in chunks, and for those of more than `limit` tokens."""
         for index, item in enumerate(tokenized, start):
             if item.num_tokens > limit or item.chunks:
                 raise BadRequest(
-                    f"'input[{index}]' has {item.num_tokens} tokens: {what} of at most "
+                    f"'input[{index}]' has {item.num_tokens} tokens: {self._make.kind} of at most "
                     f"{min(limit, self._pipeline.config.max_tokens)}, which are not split",
                     param="input",
                 )
-
-    def _find_late_chunks(self, late: LateChunking, start: int, tokenized: list[TokenizedInput], most: int) -> int:
-        """Find the chunks of some inputs, and return their number. Raises BadRequest as `find_chunks`, and for more
-        chunks than have room in a response, which is `most`."""
-        num_before, tokenizer = self._num_late_chunks, self._pipeline.tokenizer
-        for index, item in enumerate(tokenized, start):
-            num_prefix, _ = tokenizer.num_added(np.frombuffer(item.token_ids, dtype="<i4").tolist())
-            text = self._request.inputs[index]
-            assert isinstance(text, str)
-            is_whole = len(text) <= tokenizer.max_chars
-            chunks = find_chunks(text, item, late, index, num_prefix, is_whole=is_whole)
-            self._late_chunks.append(chunks)
-            self._num_late_chunks += len(chunks.ranges)
-        if self._num_late_chunks > most:
-            raise BadRequest(
-                f"'late_chunking': {self._num_late_chunks} chunks or more, at most {most} are made in one request",
-                param="late_chunking",
-            )
-        return self._num_late_chunks - num_before
 
 
 def _num_chars(inputs: Inputs) -> int:
@@ -499,23 +383,7 @@ def _num_chars(inputs: Inputs) -> int:
     return 0
 
 
-async def _in_turns(work: Iterable[Callable[[], None]]) -> None:
-    """One thing in each turn of the event loop, beginning with the next one."""
-    for do in work:
-        await asyncio.sleep(0)
-        do()
-
-
-def _response_bytes(request: EmbedRequest, num_tokens: int, card: ModelCard) -> int:
-    """The most bytes that a response of vectors has; 0 for one of anything else, which is counted when it is made."""
-    if not request.output.is_plain and (request.output is not Output.TOKEN_VECTORS or request.is_max_sim):
-        return 0
-    num_rows = len(request.inputs) if request.output.is_plain else num_tokens
-    per_float = sum(_BYTES_OF_A_FLOAT if form.encoding is Encoding.FLOAT else _BYTES_OF_4 for form in request.forms)
-    return num_rows * width_of(request, card) * per_float
-
-
-async def _unless_over(pending: PendingResult, queueing: Awaitable[T]) -> T:
+async def _unless_over(pending: Result, queueing: Awaitable[T]) -> T:
     """The result of `queueing`. If the request is over before, `queueing` is cancelled. Raises the reason."""
     task = asyncio.ensure_future(queueing)
     try:

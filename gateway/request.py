@@ -5,17 +5,20 @@ Owns the types alone, and the limits on requests. Parses nothing and holds no so
 
 import asyncio
 import re
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar, Union
+from typing import Any, NamedTuple, Protocol, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vecd.shm.output import Output
 
+FloatRows: TypeAlias = NDArray[np.float32]
+Ints: TypeAlias = NDArray[np.int32]
 TokenIds: TypeAlias = Union[list[int], "array[int]"]
 """Token ids as the client sent them; those of large bodies are an `array("i")`."""
 
@@ -237,24 +240,32 @@ class Durations(NamedTuple):
     total_s: float = 0.0
 
 
-class Collector:
-    """Keeps a request's rows in the form of its response; made by `vecd.gateway.encoding.fragments`. Has one of the two
-    functions, or both."""
+class Make:
+    """What the rows of a request become in one of its forms; `vecd.gateway.encoding.result` has the table of all."""
 
     __slots__ = ()
+    kind = "scores and sparse vectors are given"
+    """What is made of whole inputs alone, for an error message."""
+    inputs_per_turn = sys.maxsize
+    """The most that `expect` takes in one turn of the event loop."""
 
-    def put(self, index: int, rows: NDArray[np.float32]) -> None:
-        """Take the rows (float32 [n, width], C-contiguous, borrowed until this returns) of inputs `index` …
-        `index + n - 1`. All floats of an input are one row, even where they span several of a slot."""
+    @property
+    def made(self) -> Any:
+        """What a dialect renders, once all rows have come."""
+        return self
+
+    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
+        """Take the next rows (float32 [n, width], C-contiguous, borrowed until this returns) of input `index`, of which
+        `num_left` more are to come; or, where an input has one row, the rows of inputs `index` … `index + n - 1`."""
         raise NotImplementedError
 
-    def put_tokens(self, index: int, rows: NDArray[np.float32], num_left: int) -> None:
-        """Take the next rows (float32 [n, width], C-contiguous, borrowed) of the tokens of input `index`; `num_left`
-        more of it are to come."""
-        raise NotImplementedError
+    def expect(self, start: int, tokenized: "list[TokenizedInput]") -> int:
+        """Note the inputs from `start` on, before they are queued. Returns the floats that their rows take until the
+        response is there. Raises BadRequest for what has no room in one request."""
+        return 0
 
-
-C = TypeVar("C", bound=Collector)
+    async def make_room(self, num_queued: int) -> None:
+        """Wait until less is kept of the `num_queued` inputs, if it ever will be."""
 
 
 class TokenCollector(Protocol):
@@ -264,12 +275,12 @@ class TokenCollector(Protocol):
         """Take the next tokens of text `index`: few enough to be written in a millisecond or two."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Embedded:
     """The result of an embedding request, counted while its inputs are tokenized."""
 
-    collectors: "tuple[Collector, ...]" = ()
-    """The rows, in each of the request's forms; of an output that has no forms, one."""
+    made: tuple[Any, ...] = ()
+    """`Make.made` of each of the request's forms; of an output that has no forms, of one."""
     num_tokens: int = 0
     num_truncated: int = 0
     num_chunked: int = 0
@@ -286,12 +297,6 @@ class Embedded:
     model: str = ""
     """The served model, whatever name was sent."""
     request_id: str = ""
-
-    def collected(self, kind: type[C]) -> C:
-        """The only collector, of that kind."""
-        [collector] = self.collectors
-        assert isinstance(collector, kind)
-        return collector
 
 
 # The timeline of one HTTP request: its endpoint, its size, and when each stage of it was reached. It has nothing that

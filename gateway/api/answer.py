@@ -18,7 +18,8 @@ from vecd.gateway.api.fields import (
     list_of,
     record,
 )
-from vecd.gateway.encoding.fragments import JsonRows, Matrix, Pieces
+from vecd.gateway.encoding.forms import Matrix
+from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.request import Embedded, Encoding, InputReport, Response
 
 
@@ -27,13 +28,6 @@ def json_response(status: int, body: Any, headers: Headers | None = None) -> Res
 
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
-
-
-def fragments_of(embedded: Embedded, form: int = 0) -> Pieces:
-    """The rows as JSON, in one of the forms that the request has."""
-    collector = embedded.collectors[form]
-    assert isinstance(collector, JsonRows)
-    return collector.fragments
 
 
 def json_list(fragments: Sequence[bytes | memoryview]) -> Pieces:
@@ -117,8 +111,9 @@ def report_json(report: InputReport) -> bytes:
     )
 
 
-def render_rows(matrix: Matrix, embedded: Embedded) -> Response:
+def render_rows(embedded: Embedded) -> Response:
     """A binary response, which borrows the matrix. A model's name that no header can hold is left out."""
+    matrix: Matrix = embedded.made[0]
     headers = {
         "x-vecd-tokens": str(embedded.num_tokens),
         "x-vecd-dimensions": str(matrix.dim),

@@ -52,7 +52,7 @@ from vecd.gateway.app.routes import (
 )
 from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dialects.ask import INPUT, MODEL, read
-from vecd.gateway.encoding.fragments import Pieces
+from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError, NotFound, Unavailable
 from vecd.gateway.request import HEADER, Durations, Embedded, HttpRequest, ModelChoice, Overflow, Response, Source
 from vecd.gateway.request import REQUEST_ID as VALID_ID
@@ -384,7 +384,7 @@ class App:
                 is_large = left.is_large or len(request.inputs) > _INLINE_ITEMS
                 estimate = partial(tokenizer.estimate_tokens, request.inputs, request.tokenizing)
                 num_estimated = await tokenizer.threads.call(estimate, principal.tenant) if is_large else estimate()
-                embedded = await service.pipeline.embed(request, num_estimated, timeline, principal)
+                embedded = await service.pipeline.run(request, num_estimated, timeline, principal)
                 embedded.model, embedded.request_id = info.model, http.request_id
                 if is_large:
                     rendering = render_steps(left, claim, info, embedded)

@@ -29,7 +29,6 @@ from vecd.gateway.api.operation import Call, Operation, ParsedEmbed, ParsedMessa
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import ACTIVATION, CONVERSATION_FIELDS, INPUT, MESSAGES, OWN, RAW, parse_inputs, resolve
-from vecd.gateway.encoding.fragments import Matrix, list_pieces, runs_of
 from vecd.gateway.encoding.labels import (
     ACTIVATIONS,
     AGGREGATIONS,
@@ -40,9 +39,9 @@ from vecd.gateway.encoding.labels import (
     ranked,
     softmax,
 )
-from vecd.gateway.encoding.result import FloatRows, ScoreRows, TokenRows
+from vecd.gateway.encoding.result import list_pieces, runs_of
 from vecd.gateway.errors import BadRequest, TooManyInputs, WrongModel
-from vecd.gateway.request import Embedded, EmbedRequest, Encoding, Form, Response
+from vecd.gateway.request import Embedded, EmbedRequest, Encoding, FloatRows, Form, Response
 from vecd.model.steps import ScoreHead
 from vecd.shm.output import Output
 
@@ -104,7 +103,7 @@ def is_large(num_inputs: int, model_info: ModelInfo) -> bool:
 
 def scores_of(embedded: Embedded, head: ScoreHead, activation: str | None) -> Scores:
     """float64 [N, k]. `activation`: one of SCORE_ACTIVATIONS; None: the model's own."""
-    return activated(embedded.collected(ScoreRows).logits, head, activation)
+    return activated(embedded.made[0].rows, head, activation)
 
 
 def activated(logits: FloatRows, head: ScoreHead, activation: str | None) -> Scores:
@@ -115,7 +114,7 @@ def ranked_labels(
     embedded: Embedded, head: ScoreHead, activation: str | None, top_k: int | None = None
 ) -> Iterator[list[JsonObject]]:
     """For each text its `top_k` best labels, the best first; None: all."""
-    of_each = zip(embedded.collected(ScoreRows).logits, scores_of(embedded, head, activation), strict=True)
+    of_each = zip(embedded.made[0].rows, scores_of(embedded, head, activation), strict=True)
     for logits, scores in of_each:
         row = scores.tolist()
         yield [{"score": row[index], "label": head.labels[index]} for index in ranked(logits, top_k)]
@@ -137,8 +136,7 @@ def parse_entities(
     texts = [text for text in request.inputs if isinstance(text, str)]
 
     def find(embedded: Embedded) -> Iterator[Iterator[bytes]]:
-        matrices = embedded.collected(TokenRows).matrices
-        of_each = zip(matrices, embedded.token_ids, embedded.offsets, texts, strict=True)
+        of_each = zip(embedded.made[0], embedded.token_ids, embedded.offsets, texts, strict=True)
         for matrix, ids, offsets, text in of_each:
             steps = zip(
                 (activated(rows, head, activation) for rows in runs_of(matrix)),
@@ -216,7 +214,7 @@ def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
         if is_of_infinity:
             ranking = ranked_labels(embedded, head, activation)
             return list_response("infinity", "classify", written(ranking), embedded)
-        logits, scores = embedded.collected(ScoreRows).logits, scores_of(embedded, head, activation)
+        logits, scores = embedded.made[0].rows, scores_of(embedded, head, activation)
         data = (
             {"index": index, "label": head.labels[ranked(row)[0]], "probs": probs.tolist(), "num_classes": probs.size}
             for index, (row, probs) in enumerate(zip(logits, scores, strict=True))
@@ -279,7 +277,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
     texts: list[str] = [*inputs, *names]
 
     def render(embedded: Embedded) -> Response:
-        rows = embedded.collected(Matrix).rows.astype("f8")
+        rows = embedded.made[0].rows.astype("f8")
         cosines = rows[:num_inputs] @ rows[num_inputs:].T
         data = (_prediction(index, row, names) for index, row in enumerate(softmax(cosines / temperature)))
         return list_response("classify", "list", data, embedded)

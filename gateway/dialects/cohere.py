@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import fragments_of, json_list, json_response
+from vecd.gateway.api.answer import json_list, json_response
 from vecd.gateway.api.fields import (
     SEVERAL,
     STRING,
@@ -35,7 +35,7 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import INPUT, INPUT_TYPE, MAX_TOKENS, MODEL, check_num, parse_texts
 from vecd.gateway.dialects.vllm import IDS, TokenLists, id_of, parse_detokenize, text_of
-from vecd.gateway.encoding.fragments import Pieces
+from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError, BadRequest
 from vecd.gateway.request import Dtype, Embedded, Encoding, Form, Response
 
@@ -132,11 +132,11 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
         """In pieces, so that megabytes are never copied."""
         pieces: Pieces = [b'{"id":%b,"embeddings":' % orjson.dumps(embedded.request_id)]
         if is_bare:
-            pieces += json_list(fragments_of(embedded))
+            pieces += json_list(embedded.made[0])
         else:
             for index, name in enumerate(names):
                 pieces.append(b'%b"%b":' % (b"," if index else b"{", name.encode()))
-                pieces += json_list(fragments_of(embedded, index))
+                pieces += json_list(embedded.made[index])
             pieces.append(b"}")
         pieces += (b',"texts":[', *echoed)
         kind = b"embeddings_floats" if is_bare else b"embeddings_by_type"

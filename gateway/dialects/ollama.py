@@ -18,7 +18,7 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import fragments_of, json_list, json_response
+from vecd.gateway.api.answer import json_list, json_response
 from vecd.gateway.api.fields import (
     COUNT,
     STRING,
@@ -39,7 +39,7 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import parse_texts, resolve
 from vecd.gateway.dialects.vllm import version
-from vecd.gateway.encoding.fragments import Pieces
+from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.request import Embedded, Overflow, Response
 from vecd.shm.control import parse_keep_alive
@@ -108,7 +108,7 @@ def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
         return _stay(call, None, lambda load_ns: render([], load_ns, 0, load_ns))
 
     def render_embed(embedded: Embedded) -> Response:
-        return render(fragments_of(embedded), round(embedded.durations().total_s * 1e9), embedded.num_tokens)
+        return render(embedded.made[0], round(embedded.durations().total_s * 1e9), embedded.num_tokens)
 
     return _stay(call, ParsedEmbed(request, render_embed))
 
@@ -123,7 +123,7 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedStay:
 
 
 def render_embedding(embedded: Embedded) -> Response:
-    [fragment] = fragments_of(embedded)
+    [fragment] = embedded.made[0]
     return Response(200, [b'{"embedding":', fragment, b"}"])
 
 

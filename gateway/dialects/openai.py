@@ -6,7 +6,7 @@ infinity's do; clients ignore them. Options beyond OpenAI's fields are in `vecd.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,18 @@ import orjson
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import json_response, list_schema, render_rows, report_json, usage
-from vecd.gateway.api.fields import Fields, Schema, Wanted, agreed, any_of, described, list_of, nullable, record
+from vecd.gateway.api.fields import (
+    BINARY_MEDIA_TYPES,
+    Fields,
+    Schema,
+    Wanted,
+    agreed,
+    any_of,
+    described,
+    list_of,
+    nullable,
+    record,
+)
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, ParsedMessages, posted
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, outputs
@@ -37,9 +48,10 @@ from vecd.gateway.dialects.ask import (
 )
 from vecd.gateway.dialects.classify import ZERO_SHOT
 from vecd.gateway.dialects.outputs import LATE_CHUNKING, OUTPUT
-from vecd.gateway.encoding.fragments import JsonRows, Matrix, Pieces
+from vecd.gateway.encoding.forms import Matrix
+from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Embedded, InputReport, Response
+from vecd.gateway.request import Embedded, Form, InputReport, Response
 from vecd.model.steps import CAPABILITIES
 from vecd.shm.control import ModelState
 
@@ -64,7 +76,7 @@ def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
         if kinds != outputs.DENSE_ALONE:
             return outputs.parse_outputs(call, inputs, kinds)
         request = resolve(call, inputs, forms=forms_of(call))
-    return ParsedEmbed(request, _RENDER_BYTES if encoding == METADATA else _RENDER)
+    return ParsedEmbed(request, renderer_of(request.forms[0], EMBEDDING, has_metadata=encoding == METADATA))
 
 
 def parse_multi_vector(call: Call) -> ParsedEmbed | ParsedMessages:
@@ -85,24 +97,30 @@ class Item(NamedTuple):
 EMBEDDING = Item(b"embedding", b"embedding")
 
 
-def render_response(item: Item, has_metadata: bool, embedded: Embedded) -> Response:
-    """Holds the collected rows without a copy. `has_metadata`: bytes are described in vLLM's header, too."""
-    [collector] = embedded.collectors
-    if isinstance(collector, Matrix):
-        response = render_rows(collector, embedded)
-        if has_metadata:
-            response.headers["metadata"] = _metadata(collector, embedded)
-        return response
-    assert isinstance(collector, JsonRows)
+def renderer_of(form: Form, item: Item, *, has_metadata: bool = False) -> Callable[[Embedded], Response]:
+    """What renders vectors in one form. `has_metadata`: bytes are described in vLLM's header, too."""
+    if form.encoding in BINARY_MEDIA_TYPES:
+        return _render_with_metadata if has_metadata else render_rows
+    return _RENDER if item is EMBEDDING else partial(render_response, item)
+
+
+def _render_with_metadata(embedded: Embedded) -> Response:
+    response = render_rows(embedded)
+    response.headers["metadata"] = _metadata(embedded.made[0], embedded)
+    return response
+
+
+def render_response(item: Item, embedded: Embedded) -> Response:
+    """Holds the rows without a copy."""
     names = (embedded.request_id.encode(), int(time.time()), orjson.dumps(embedded.model))
     head = b'{"id":"embd-%b","object":"list","created":%d,"model":%b,"data":[' % names
-    pieces = _render_items(head, collector.fragments, item, embedded.reports)
+    pieces = _render_items(head, embedded.made[0], item, embedded.reports)
     num_tokens = embedded.num_tokens
     pieces.append(b'}],"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (num_tokens, num_tokens))
     return Response(200, pieces)
 
 
-_RENDER, _RENDER_BYTES = (partial(render_response, EMBEDDING, has_metadata) for has_metadata in (False, True))
+_RENDER = partial(render_response, EMBEDDING)
 
 
 def _render_items(head: bytes, fragments: Pieces, item: Item, reports: Sequence[InputReport]) -> Pieces:

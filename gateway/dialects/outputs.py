@@ -45,10 +45,10 @@ from vecd.gateway.dialects.ask import (
     forms_of,
     resolve,
 )
-from vecd.gateway.encoding.forms import WHOLE, HybridRows, normalize
-from vecd.gateway.encoding.fragments import list_pieces, matrix_pieces, runs_of, vector_json
-from vecd.gateway.encoding.result import LateChunkRows, TokenRows
-from vecd.gateway.encoding.sparse import SparseRows, SparseVector
+from vecd.gateway.encoding.forms import WHOLE, normalize
+from vecd.gateway.encoding.result import list_pieces, matrix_pieces, runs_of, vector_json
+from vecd.gateway.encoding.sparse import SparseVector
+from vecd.gateway.encoding.streams import Hybrid
 from vecd.gateway.errors import BadRequest, WrongModel
 from vecd.gateway.request import (
     Dtype,
@@ -161,22 +161,16 @@ def parse_outputs(call: Call, inputs: TextsOrIds, kinds: Kinds) -> ParsedEmbed:
     num_inputs, normalizes = len(inputs), request.normalize
 
     def writers(embedded: Embedded) -> Iterator[_Writer]:
-        [collector] = embedded.collectors
-        if isinstance(collector, HybridRows):
-            vectors, matrices = collector.sparse.vectors, collector.tokens.matrices
-        elif _SPARSE in kinds:
-            vectors, matrices = embedded.collected(SparseRows).vectors, []
-        else:
-            vectors, matrices = [], embedded.collected(TokenRows).matrices
+        [made] = embedded.made
+        of = made if output is Output.HYBRID else Hybrid(made, made, made)
         if _DENSE in kinds:
-            assert isinstance(collector, HybridRows)
-            dense, dense_steps = collector.dense, [normalize] if normalizes_dense else []
-            yield b"embedding", lambda index: (vector_json(dense[index], form, dense_steps),)
+            dense_steps = [normalize] if normalizes_dense else []
+            yield b"embedding", lambda index: (vector_json(of.dense[index], form, dense_steps),)
         if _SPARSE in kinds:
-            yield b"sparse", lambda index: write_sparse(vectors[index])
+            yield b"sparse", lambda index: write_sparse(of.sparse[index])
         if _MULTI_VECTOR in kinds:
             steps = [normalize] if normalizes else []
-            yield b"embeddings", lambda index: matrix_pieces(matrices[index], form, steps)
+            yield b"embeddings", lambda index: matrix_pieces(of.tokens[index], form, steps)
 
     def render(embedded: Embedded) -> Response:
         each = list(writers(embedded))
@@ -430,11 +424,11 @@ def _render_chunks(num_inputs: int, embedded: Embedded, *, are_inputs: bool) -> 
 
 
 def _chunk_items(num_inputs: int, embedded: Embedded, *, are_inputs: bool) -> Iterator[Iterable[bytes]]:
-    collector, reports, number = embedded.collected(LateChunkRows), embedded.reports, 0
+    made, reports, number = embedded.made[0], embedded.reports, 0
     for index in range(num_inputs):
-        chunks = collector.chunks[index]
+        chunks = made.chunks[index]
         report = b',"report":%b' % report_json(reports[index]) if reports else b""
-        items = zip(chunks.ranges.tolist(), chunks.is_truncated.tolist(), collector.fragments(index), strict=True)
+        items = zip(chunks.ranges.tolist(), chunks.is_truncated.tolist(), made.fragments(index), strict=True)
         for (start, end), is_truncated, fragment in items:
             where = b"" if are_inputs else b',"input":%d,"start":%d,"end":%d' % (index, start, end)
             truncated = b',"truncated":true' if is_truncated else b""

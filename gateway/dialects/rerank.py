@@ -3,7 +3,7 @@ text-embeddings-inference's have in common with them. Pure, but for the clock.
 
 - A model with scores (Output.SCORES) gets a pair of a query and a document for each document.
 - A multi-vector model gets the queries, and behind them the documents (`Tokenizing.num_queries`). The score of a
-  document is MaxSim (`vecd.gateway.encoding.result`), which no activation is applied to.
+  document is MaxSim (`vecd.gateway.encoding.streams`), which no activation is applied to.
 
 A document that is too long is cut, and its query is kept: one long document of fifty is no reason to rank none. The
 server (`--overflow error`) or the request may say that it is an error instead. Documents are ranked by their logits,
@@ -58,7 +58,6 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import ACTIVATION, MODEL, OWN, RAW, check_num, parse_texts
 from vecd.gateway.encoding.labels import Scores, ranked, relevance_logits, relevance_of
-from vecd.gateway.encoding.result import MaxSimRows, ScoreRows
 from vecd.gateway.errors import ApiError, BadRequest, WrongModel
 from vecd.gateway.request import Embedded, Overflow, Pair, Response, Role
 from vecd.shm.output import Output
@@ -278,13 +277,11 @@ def parse(
     request = request._replace(tokenizing=tokenizing, normalize=False, is_max_sim=not is_scored)
 
     def render_scores(embedded: Embedded) -> Response:
-        [collector] = embedded.collectors
-        if isinstance(collector, ScoreRows):
-            logits = relevance_logits(collector.logits)
+        if is_scored:
+            logits = relevance_logits(embedded.made[0].rows)
             scores = relevance_of(logits, activation)
         else:
-            assert isinstance(collector, MaxSimRows)
-            logits = scores = collector.scores()
+            logits = scores = embedded.made[0].scores()
         return render(embedded, Relevance(logits, scores.tolist()))
 
     is_large = not is_scored or sum(map(len, repeated)) > _LARGE_RESPONSE_CHARS

@@ -22,7 +22,6 @@ import orjson
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import (
-    fragments_of,
     json_list,
     json_response,
     list_of_pieces,
@@ -68,8 +67,6 @@ from vecd.gateway.dialects.ask import (
 )
 from vecd.gateway.dialects.rerank import QUERY, RAW_SCORES, TOP_N, Relevance, read_documents
 from vecd.gateway.dialects.vllm import TokenLists
-from vecd.gateway.encoding.fragments import Matrix
-from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.errors import (
     ApiError,
     BadRequest,
@@ -229,7 +226,7 @@ ALL_OPTIONS = Fields(*OPTION_FIELDS, *PREDICT_OPTIONS, *_SPARSE_OPTIONS)
 def parse_embed(call: Call) -> ParsedEmbed:
     forms = (Form(encoding_of(call)),)
     request = resolve(call, inputs_of(call), forms=forms, normalizes=True, are_ids_of_model=True)
-    return ParsedEmbed(request, render_vectors)
+    return ParsedEmbed(request, render_rows if forms[0].encoding in BINARY_MEDIA_TYPES else render_vectors)
 
 
 def parse_by_kind(call: Call, *, is_for_hub: bool = False) -> ParsedEmbed:
@@ -263,11 +260,8 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
 
 
 def render_vectors(embedded: Embedded) -> Response:
-    """A JSON list that holds the collected rows without a copy, or a binary response."""
-    [collector] = embedded.collectors
-    if isinstance(collector, Matrix):
-        return render_rows(collector, embedded)
-    return Response(200, json_list(fragments_of(embedded)))
+    """A JSON list that holds the rows without a copy."""
+    return Response(200, json_list(embedded.made[0]))
 
 
 # --- labels -----------------------------------------------------------------------------------------------------
@@ -367,7 +361,7 @@ def parse_embed_sparse(call: Call) -> ParsedEmbed:
 
 
 def render_sparse(embedded: Embedded) -> Response:
-    return Response(200, list_of_pieces(map(outputs.indexed_pieces, embedded.collected(SparseRows).vectors)))
+    return Response(200, list_of_pieces(map(outputs.indexed_pieces, embedded.made[0])))
 
 
 # --- similarity -------------------------------------------------------------------------------------------------
@@ -384,7 +378,7 @@ def parse_similarity(call: Call) -> ParsedEmbed:
 
 def render_cosines(embedded: Embedded) -> Response:
     """The vectors are of length 1."""
-    rows = embedded.collected(Matrix).rows
+    rows = embedded.made[0].rows
     cosines = rows[1:] @ rows[0]
     return Response(200, orjson.dumps(cosines, option=orjson.OPT_SERIALIZE_NUMPY))
 

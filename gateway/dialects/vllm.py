@@ -30,11 +30,10 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, classify, rerank
 from vecd.gateway.dialects.ask import ADD_SPECIAL_TOKENS, DIMENSIONS, INPUT, MODEL, forms_of, parse_ids, parse_inputs
 from vecd.gateway.dialects.classify import CLASSIFY, parse_classify
-from vecd.gateway.dialects.openai import EMBEDDINGS, VECTOR, Item, parse_embeddings, render_response, response_schema
+from vecd.gateway.dialects.openai import EMBEDDINGS, VECTOR, Item, parse_embeddings, renderer_of, response_schema
 from vecd.gateway.encoding.forms import normalize
-from vecd.gateway.encoding.fragments import list_pieces, matrix_pieces, runs_of, vector_json
 from vecd.gateway.encoding.labels import Scores
-from vecd.gateway.encoding.result import ScoreRows, TokenRows
+from vecd.gateway.encoding.result import list_pieces, matrix_pieces, runs_of, vector_json
 from vecd.gateway.errors import ApiError, BadRequest, WrongModel
 from vecd.gateway.request import Embedded, EmbedRequest, Form, Overflow, Response, Token
 from vecd.shm.output import Output
@@ -95,8 +94,8 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
         _check_rows(task, wanted, model_info)
     request = ask.resolve(call, inputs, task, forms=forms, has_chunks=task is Output.SCORES, are_ids_of_model=True)
     if task not in _AS_ARRAYS:
-        render = partial(render_response, _POOLING, wanted.get(ask.ENCODING) == ask.METADATA)
-        return ParsedEmbed(request, render)
+        has_metadata = wanted.get(ask.ENCODING) == ask.METADATA
+        return ParsedEmbed(request, renderer_of(forms[0], _POOLING, has_metadata=has_metadata))
     arrays = partial(render_arrays, ask.activation_of(wanted), request, model_info)
     return ParsedEmbed(request, arrays, is_large=True)
 
@@ -132,23 +131,21 @@ _POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECT
 
 def render_arrays(activation: str | None, request: EmbedRequest, model_info: ModelInfo, embedded: Embedded) -> Response:
     """Of rows that were collected as arrays: scores, scores of tokens, vectors of tokens."""
-    [collector] = embedded.collectors
-    [form] = request.forms
+    [form], made = request.forms, embedded.made[0]
     fragments: Iterator[Iterable[bytes]]
-    if isinstance(collector, ScoreRows):
+    if request.output is Output.SCORES:
         scores = classify.scores_of(embedded, classify.head_of(model_info), activation)
         fragments = zip(_score_json(row, form) for row in scores)
     elif model_info.card.score is not None:
         activate = partial(classify.activated, head=model_info.card.score, activation=activation)
-        matrices = embedded.collected(TokenRows).matrices
         if form == Form():
-            fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in matrices)
+            fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in made)
         else:
             steps = [lambda rows: activate(rows).astype(np.float32)]
-            fragments = (matrix_pieces(matrix, form, steps) for matrix in matrices)
+            fragments = (matrix_pieces(matrix, form, steps) for matrix in made)
     else:
         steps = [normalize] if request.normalize else []
-        fragments = (matrix_pieces(matrix, form, steps) for matrix in embedded.collected(TokenRows).matrices)
+        fragments = (matrix_pieces(matrix, form, steps) for matrix in made)
     items = (
         item_pieces(_POOLING.object, index, [(_POOLING.vector, fragment)], embedded)
         for index, fragment in enumerate(fragments)

@@ -1,20 +1,26 @@
-"""The forms in which rows are returned: what may be combined, the formulas of each conversion, and the reading of a
-file of ranges. Pure except for that file."""
+"""The forms in which rows are returned: what may be combined, the formulas of each conversion, the matrix of those
+that are no JSON, and the reading of a file of ranges. Pure except for that file. A request of the model's own vectors
+as float32 in JSON needs nothing of this."""
 
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from vecd.gateway.encoding.result import FloatRows, TokenRows, WholeInputs
-from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.errors import BadRequest
-from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form
+from vecd.gateway.request import Dtype, EmbedRequest, Encoding, FloatRows, Form, Make
 from vecd.model.card import ModelError
 from vecd.shm.arena import original_of
 from vecd.shm.output import ModelSizes, Output
+
+Rows: TypeAlias = NDArray[Any]
+Convert: TypeAlias = Callable[[Any], Rows]
+"""Rows [n, D] to other rows, C-contiguous and new."""
 
 WHOLE = frozenset({Dtype.INT8, Dtype.UINT8})
 PACKED = frozenset({Dtype.BINARY, Dtype.UBINARY})
@@ -234,20 +240,93 @@ def _less_128(codes: NDArray[np.uint8]) -> NDArray[np.int8]:
     return np.bitwise_xor(codes, np.uint8(128), out=codes).view(np.int8)
 
 
-class HybridRows(WholeInputs):
-    """What BGE-M3 makes of each input in one pass: a dense vector, a sparse one, and one for each token."""
+# --- the steps of a form ----------------------------------------------------------------------------------------
 
-    __slots__ = ("dense", "sparse", "tokens")
+_STORED = {
+    Dtype.FLOAT32: "f4",
+    Dtype.FLOAT16: "f2",
+    Dtype.BFLOAT16: "u2",
+    Dtype.INT8: "i1",
+    Dtype.UINT8: "u1",
+    Dtype.BINARY: "i1",
+    Dtype.UBINARY: "u1",
+}
+"""NumPy's type of the same bytes."""
+_CONVERT: dict[Dtype, Convert] = {
+    Dtype.FLOAT16: to_float16,
+    Dtype.BFLOAT16: to_bfloat16,
+    Dtype.BINARY: to_binary,
+    Dtype.UBINARY: to_ubinary,
+}
 
-    def __init__(self, num_inputs: int, dim: int, sparse: SparseRows, tokens: TokenRows) -> None:
-        super().__init__()
-        self.dense: FloatRows = np.empty((num_inputs, dim), dtype=np.float32)
-        """The model's vectors, shape [num_inputs, dim], in input order."""
-        self.sparse = sparse
-        self.tokens = tokens
 
-    def put_whole(self, index: int, rows: FloatRows) -> None:
-        """`rows` are [T, token_dim + 1], and the first one has the model's vector in its token's place."""
-        self.dense[index] = rows[0, : self.dense.shape[1]]
-        self.sparse.put_whole(index, rows[:, -1:])
-        self.tokens.put_whole(index, rows[:, :-1])
+def stored_dtype(form: Form) -> np.dtype[Any]:
+    """NumPy's type of a form's elements, in the requested byte order; bfloat16 is stored as uint16."""
+    return np.dtype((">" if form.is_big_endian else "<") + _STORED[form.dtype])
+
+
+def preparation(request: EmbedRequest, model: ModelSizes) -> list[Convert]:
+    """The steps from the model's rows to the requested float32 rows."""
+    steps: list[Convert] = []
+    if request.dimensions is not None:
+        steps.append(partial(shorten, dimensions=request.dimensions))
+    # The means of late chunks never have it.
+    has_length_1 = request.output.is_normalized_by(model) and not steps and request.late is None
+    if are_normalized(request, model) and not has_length_1:
+        steps.append(normalize)
+    return steps
+
+
+def conversion(form: Form, width: int, ranges: Ranges | None = None) -> list[Convert]:
+    """The steps from float32 rows [n, width] to rows of the form. `ranges` None: those of vectors of length 1."""
+    steps: list[Convert] = []
+    if form.dtype in WHOLE:
+        ranges = ranges or default_ranges(width)
+        steps.append(ranges.to_int8 if form.dtype is Dtype.INT8 else ranges.to_uint8)
+    elif form.dtype in _CONVERT:
+        steps.append(_CONVERT[form.dtype])
+    match form.encoding:
+        case Encoding.FLOAT if form.dtype is Dtype.FLOAT16:
+            steps.append(lambda rows: rows.astype(np.float32))  # orjson writes its shortest number
+        case Encoding.FLOAT if form.dtype is Dtype.BFLOAT16:
+            steps.append(from_bfloat16)
+        case Encoding.BASE64 if form.is_big_endian:
+            in_order = stored_dtype(form)
+            steps.append(lambda rows: rows.astype(in_order).view(np.uint8))
+    return steps
+
+
+_FLOAT32_BYTES = Form(Encoding.BYTES)
+
+
+class Matrix(Make):
+    __slots__ = ("_steps", "dim", "form", "rows")
+
+    def __init__(self, num_rows: int, dim: int, form: Form = _FLOAT32_BYTES, steps: Sequence[Convert] = ()) -> None:
+        """`steps`: from float32 rows to rows of the form's type."""
+        width = dim // DIMS_PER_BYTE if form.dtype in PACKED else dim
+        self.rows: Rows = np.empty((num_rows, width), dtype=stored_dtype(form))
+        """In input order, as they are returned; bfloat16 as its bits."""
+        self.dim = dim
+        """The dimensions of the vectors; binary types have eight in an element."""
+        self.form = form
+        self._steps = steps
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self.rows.shape[1]) * self.rows.itemsize
+
+    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
+        for convert in self._steps:
+            rows = convert(rows)
+        self.rows[index : index + len(rows)] = rows
+
+    def view(self) -> memoryview:
+        """Borrowed."""
+        return self.rows.view(np.uint8).data.cast("B")
+
+    def npy_header(self) -> bytes:
+        """The header of a NumPy file, version 1.0."""
+        header = BytesIO()
+        npy_format.write_array_header_1_0(header, npy_format.header_data_from_array_1_0(self.rows))
+        return header.getvalue()

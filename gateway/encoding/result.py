@@ -1,117 +1,139 @@
-"""The pending result of a request: its rows, collected in the order in which its batches finish.
+"""The result of a request: its rows, in the forms of its response, in whatever order its batches finish.
 
-Knows no worker and no slot: rows are borrowed until a call returns, and those that are collected as arrays are copied.
+A row is borrowed from a slot during a `put`, and what is kept of it is a copy. Rows come in by one way:
+
+    put_each(index, rows)           inputs index … index + n - 1 have one row each  ─┐
+    put_chunk(index, row, weight)   a chunk's; with the last one the input has a row ┤
+    put(index, rows, num_left)      the next rows of one input that has several     ─┴─► Make.put of each form ─► made
+
+What is made of the rows of each output, and what dialects find in `Embedded.made` once all have come:
+
+    VECTORS, UNNORMALIZED   each    JSON of each vector, or a Matrix, in every form of the request; late: see TOKENS
+    TOKENS                  stream  JSON of the vectors of each input; with late chunking `LateChunkRows`, whose means
+                                    are made as the rows come
+    SCORES                  each    a Matrix of logits: a request may ask for another activation than the model's
+    SPARSE                  each    a list of sparse vectors
+    LEXICAL                 whole   the same
+    TOKEN_SCORES            whole   a list of matrices
+    TOKEN_VECTORS           whole   the same, without the tokens that have no vector
+                            stream  for MaxSim: `MaxSimRows`, which compares rows as they come
+    HYBRID                  whole   Hybrid
+
+each: n inputs of one row. whole: all rows of an input at once. stream: the next rows of an input, few at a time.
+
+A row that cannot be made fails its own request alone. A result that is over, for any reason, takes no more rows, and
+what is still queued of its request never reaches a worker.
+
+Measured for 128 × 1024 floats (`benchmarks/answers.py`): raw 0.02 ms, base64 0.13 ms, float JSON 3.1 ms. That is why
+base64, the default of OpenAI's SDKs, matters, and why rows are encoded a few at a time.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Protocol, TypeAlias
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
+from pybase64 import b64encode
 
-from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Collector, EmbedRequest, Role
-from vecd.gateway.tokenization.late_chunks import LateChunks
+from vecd.gateway.encoding.forms import (
+    Convert,
+    Matrix,
+    Rows,
+    check_forms,
+    conversion,
+    preparation,
+    read_ranges,
+    width_of,
+)
+from vecd.gateway.encoding.labels import TOKENS_PER_STEP
+from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.encoding.streams import DroppedTokens, Hybrid, LateChunkRows, MaxSimRows, Tokens, Whole
+from vecd.gateway.errors import ApiError, ServerError
+from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, FloatRows, Form, Ints, Make
+from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.model.card import ModelCard
 from vecd.model.steps import TokenHead
 from vecd.shm.output import Output
 
-FloatRows: TypeAlias = NDArray[np.float32]
-Ints: TypeAlias = NDArray[np.int32]
+log = logging.getLogger("vecd.dispatch")
+
+Pieces: TypeAlias = list[bytes | memoryview]
+
+_FLOAT32, _VECTORS = Dtype.FLOAT32, Output.VECTORS  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+_FLOAT, _JSON = Encoding.FLOAT, (Encoding.FLOAT, Encoding.BASE64)
+_BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
+"""In a response: as a JSON number with its comma, and as base64."""
 
 
-class Delivered(Protocol):
-    """What a pending result uses of the sequence to which rows belong."""
+class Result(Embedded):
+    """`finished` resolves when every row has come, or raises the ApiError of the first failure."""
 
-    index: int
-    weight: int
-    output: Output
-    chunked: "ChunkedInput | None"
+    __slots__ = ("_makes", "_means", "finished", "num_missing")
 
-
-class ChunkedInput:
-    """Makes one vector of those of an input's chunks. Source of the mean, and of its weights: LangChain's
-    `OpenAIEmbeddings`, which does the same for servers that accept no long texts."""
-
-    __slots__ = ("_num_missing", "_sum", "_total_weight", "is_normalized")
-
-    def __init__(self, num_chunks: int, *, is_normalized: bool) -> None:
-        """`is_normalized`: the mean is brought to length 1 again."""
-        self._num_missing = num_chunks
-        self._sum: NDArray[np.float64] | None = None
-        self._total_weight = 0
-        self.is_normalized = is_normalized
-
-    def add(self, row: FloatRows, weight: int) -> FloatRows | None:
-        """Take a chunk's row (float32 [D], borrowed). With the last one, return the input's: float32 [1, D]."""
-        weighted = row.astype(np.float64) * weight
-        self._sum = weighted if self._sum is None else self._sum + weighted
-        self._total_weight += weight
-        self._num_missing -= 1
-        if self._num_missing:
-            return None
-        mean = self._sum / max(1, self._total_weight)
-        if self.is_normalized and (norm := float(np.linalg.norm(mean))) > 0:
-            mean /= norm
-        return mean.astype(np.float32)[None]
-
-
-class PendingResult:
-    """`finished` resolves when every row was delivered, or raises the ApiError of the first failure. Once it is done,
-    for any reason, the sequences that are still queued are abandoned and never reach a worker."""
-
-    __slots__ = ("_collectors", "finished", "num_missing")
-
-    def __init__(self, num_inputs: int, collectors: tuple[Collector, ...], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, num_inputs: int, makes: Sequence[Make], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(tuple([make.made for make in makes]))
         self.finished: asyncio.Future[None] = loop.create_future()
         self.num_missing = num_inputs
-        """Inputs whose rows have not all been delivered."""
-        self._collectors = collectors
+        """Inputs whose rows have not all come."""
+        self._makes = makes
+        self._means: dict[int, _Mean] = {}
+        """By input, of those that have chunks."""
 
     @property
     def is_over(self) -> bool:
         """Whether it is complete, has failed, or was abandoned."""
         return self.finished.done()
 
-    def deliver(self, index: int, rows: FloatRows) -> None:
+    def put_each(self, index: int, rows: FloatRows) -> None:
         """Take the rows (float32 [n, D], borrowed until this returns) of inputs `index` … `index + n - 1`."""
+        self._put(len(rows), index, rows, 0)
+
+    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
+        """Take the next rows (float32 [n, width], C-contiguous, borrowed) of input `index`; `num_left` more follow."""
+        self._put(0 if num_left else 1, index, rows, num_left)
+
+    def _put(self, num_complete: int, index: int, rows: FloatRows, num_left: int) -> None:
         if self.finished.done():
             return
         try:
-            for collector in self._collectors:
-                collector.put(index, rows)
-        except ApiError as error:  # the rows cannot have this form
+            for make in self._makes:
+                make.put(index, rows, num_left)
+        except Exception as error:
+            self._fail_alone(error)
+        else:
+            self.num_missing -= num_complete
+            if self.num_missing == 0:
+                self.finished.set_result(None)
+
+    def expect_chunks(self, index: int, num_chunks: int, *, is_normalized: bool) -> None:
+        """Input `index` has a row once those of all of its chunks have come: their mean, brought to length 1 if
+        `is_normalized`."""
+        self._means[index] = _Mean(num_chunks, is_normalized=is_normalized)
+
+    def put_chunk(self, index: int, row: FloatRows, weight: int) -> None:
+        """Take the row (float32 [D], borrowed) of a chunk of input `index`."""
+        try:
+            mean = self._means[index].with_row(row, weight)
+        except Exception as error:
+            self._fail_alone(error)
+        else:
+            if mean is not None:
+                self.put_each(index, mean)
+
+    def _fail_alone(self, error: Exception) -> None:
+        """The rows cannot have this form, or there is a fault."""
+        if isinstance(error, ApiError):
             self.fail(error.with_traceback(None))  # its frames hold the rows
         else:
-            self._count(len(rows))
-
-    def deliver_one(self, sequence: Delivered, rows: FloatRows, num_left: int = 0) -> None:
-        """Take the next rows (float32 [n, D], or [n, H] of tokens, C-contiguous, borrowed) of a sequence that is not
-        `is_plain`; `num_left` more rows will follow."""
-        if self.is_over:
-            return
-        if sequence.output.is_per_token:
-            try:
-                for collector in self._collectors:
-                    collector.put_tokens(sequence.index, rows, num_left)
-            except ApiError as error:
-                self.fail(error.with_traceback(None))
-            else:
-                if not num_left:
-                    self._count(1)
-        elif sequence.chunked is not None:
-            mean = sequence.chunked.add(rows[0], sequence.weight)
-            if mean is not None:
-                self.deliver(sequence.index, mean)
-
-    def _count(self, num_inputs: int) -> None:
-        self.num_missing -= num_inputs
-        if self.num_missing == 0:
-            self.finished.set_result(None)
+            log.error("the rows of a request cannot be encoded: %s", type(error).__name__, exc_info=error)
+            self.fail(ServerError("The server failed on this request"))
 
     def fail(self, error: ApiError) -> None:
-        if not self.is_over:
+        if not self.finished.done():
             self.finished.set_exception(error)
 
     def abandon(self) -> None:
@@ -119,243 +141,293 @@ class PendingResult:
         self.finished.cancel()
 
 
-class WholeInputs(Collector):
-    """Gets all rows of an input's tokens at once: many floats are delivered over several turns of the event loop."""
+class _Mean:
+    """Of the rows of an input's chunks. Source of the mean, and of its weights: LangChain's `OpenAIEmbeddings`, which
+    does the same for servers that accept no long texts."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_is_normalized", "_num_missing", "_sum", "_total_weight")
 
-    def __init__(self) -> None:
-        self._parts: dict[int, list[FloatRows]] = {}
+    def __init__(self, num_chunks: int, *, is_normalized: bool) -> None:
+        self._num_missing = num_chunks
+        self._sum: NDArray[np.float64] | None = None
+        self._total_weight = 0
+        self._is_normalized = is_normalized
 
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        parts = self._parts.setdefault(index, [])
-        parts.append(rows.copy())
-        if not num_left:
-            del self._parts[index]
-            self.put_whole(index, parts[0] if len(parts) == 1 else np.concatenate(parts))
-
-    def put_whole(self, index: int, rows: FloatRows) -> None:
-        """Take all rows of input `index`, float32 [T, width], which this owns from now on."""
-        raise NotImplementedError
-
-
-class DroppedTokens:
-    """Which tokens of a request's inputs have no vector."""
-
-    __slots__ = ("_drops_first", "_ignored_ids", "_num_queries", "_token_ids")
-
-    def __init__(self, head: TokenHead, request: EmbedRequest, token_ids: Sequence[Ints], *, drops_first: bool) -> None:
-        """`token_ids`: those of each input, shape [T]; read when its rows have come. `drops_first`: the first row is no
-        token's, whatever the head says."""
-        self._token_ids = token_ids
-        # All tokens of a query count, its expansion too.
-        is_query = request.tokenizing.role is Role.QUERY
-        self._num_queries = len(request.inputs) if is_query else request.tokenizing.num_queries
-        self._ignored_ids = head.ignored_ids
-        self._drops_first = head.drops_first or drops_first
-
-    def without(self, index: int, rows: FloatRows, num_left: int = 0) -> FloatRows:
-        """The rows (float32 [n, width]) of input `index`, all or some, without those of tokens that have none; `rows`
-        itself if all have one. `num_left` more stand behind them."""
-        ignored_ids = () if index < self._num_queries else self._ignored_ids
-        if not ignored_ids and not self._drops_first:
-            return rows
-        token_ids = self._token_ids[index]
-        end = len(token_ids) - num_left
-        start = end - len(rows)
-        has_vector = ~np.isin(token_ids[start:end], ignored_ids)
-        if self._drops_first and not start:
-            has_vector[0] = False
-        return rows if has_vector.all() else rows[has_vector]
+    def with_row(self, row: FloatRows, weight: int) -> FloatRows | None:
+        """With the last chunk's row, the mean: float32 [1, D]."""
+        weighted = row.astype(np.float64) * weight
+        self._sum = weighted if self._sum is None else self._sum + weighted
+        self._total_weight += weight
+        self._num_missing -= 1
+        if self._num_missing:
+            return None
+        mean = self._sum / max(1, self._total_weight)
+        if self._is_normalized and (norm := float(np.linalg.norm(mean))) > 0:
+            mean /= norm
+        return mean.astype(np.float32)[None]
 
 
-class TokenRows(WholeInputs):
-    """A matrix for each input."""
-
-    __slots__ = ("_dropped", "matrices")
-
-    def __init__(self, num_inputs: int, width: int, dropped: DroppedTokens | None = None) -> None:
-        """`width`: floats of a row. `dropped` None: every token has a row."""
-        super().__init__()
-        self.matrices: list[FloatRows] = [np.empty((0, width), dtype=np.float32)] * num_inputs
-        """In input order, float32 [rows of the input, width]; before an input has come, without rows."""
-        self._dropped = dropped
-
-    def put_whole(self, index: int, rows: FloatRows) -> None:
-        self.matrices[index] = rows if self._dropped is None else self._dropped.without(index, rows)
+# --- JSON -------------------------------------------------------------------------------------------------------
 
 
-class ScoreRows(Collector):
-    """The logits of each input, as the model gave them: a request may ask for another activation than the model's."""
-
-    __slots__ = ("logits",)
-
-    def __init__(self, num_inputs: int, num_labels: int) -> None:
-        self.logits: FloatRows = np.empty((num_inputs, num_labels), dtype=np.float32)
-        """Shape [num_inputs, num_labels], in input order."""
-
-    def put(self, index: int, rows: FloatRows) -> None:
-        self.logits[index : index + len(rows)] = rows
+def encode_float(rows: Rows) -> list[bytes]:
+    """JSON arrays of numbers, each the shortest that parses as the same float32, or an integer. `rows` are [n, D]."""
+    # Copies, in 0.2 µs: orjson's own bytes leave holes behind them, which take two thirds as much again.
+    return [bytes(memoryview(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))) for row in rows]
 
 
-_CHUNKS_PER_STEP = 32
-"""Encoded at once."""
+def encode_base64(rows: Rows) -> list[bytes]:
+    """JSON strings: standard base64, padded, of each row's bytes. `rows` are [n, D], C-contiguous."""
+    return [b'"%b"' % b64encode(row) for row in rows]
 
 
-class _Sums:
-    """The sums of the rows between each two borders of one input: chunks may overlap, and a row is added once."""
+class JsonRows(Make):
+    """A fragment of JSON for each vector."""
 
-    __slots__ = ("_borders", "_position", "sums")
+    __slots__ = ("_encode", "_steps", "made")
 
-    def __init__(self, borders: Ints, width: int) -> None:
-        self._borders = borders
-        self._position = 0
-        self.sums = np.zeros((len(borders) - 1, width))
+    def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, steps: Sequence[Convert] = ()) -> None:
+        """`encoding` is FLOAT or BASE64. `steps`: from float32 rows to the returned rows."""
+        self.made: Pieces = [b""] * num_inputs
+        """In input order."""
+        self._encode = encode_float if encoding is _FLOAT else encode_base64
+        self._steps = steps
 
-    def add(self, rows: FloatRows) -> None:
-        """Take the next rows, float32 [n, width], borrowed."""
-        start, stop = self._position, self._position + len(rows)
-        first, last = np.searchsorted(self._borders, (start + 1, stop))
-        starts = np.maximum(self._borders[first - 1 : last] - start, 0)
-        self.sums[first - 1 : last] += np.add.reduceat(rows, starts, axis=0, dtype=np.float64)
-        self._position = stop
-
-
-class LateChunkRows(Collector):
-    """The vectors of the chunks of each input: the means of their tokens, made while the rows come."""
-
-    __slots__ = ("_encode", "_width", "chunks", "sums")
-
-    def __init__(self, chunks: Sequence[LateChunks], width: int, encode: Callable[[FloatRows], list[bytes]]) -> None:
-        """`chunks` of each input are read when its rows come. `encode` makes a fragment of JSON of each mean, float32
-        [n, width]."""
-        self.chunks = chunks
-        self._width = width
-        self._encode = encode
-        self.sums: dict[int, _Sums] = {}
-
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        sums = self.sums.get(index)
-        if sums is None:
-            sums = self.sums[index] = _Sums(self.chunks[index].borders, self._width)
-        sums.add(rows)
-
-    def fragments(self, index: int) -> Iterator[bytes | None]:
-        """The JSON of each chunk's vector of input `index`, whose rows have all come; None for a chunk that was cut
-        off. Takes milliseconds now and then. Raises BadRequest for a vector that does not fit its type."""
-        chunks = self.chunks[index]
-        borders, sums = chunks.borders, self.sums[index].sums
-        start, stop = chunks.prompt
-        if stop > start:
-            sums[np.searchsorted(borders, start)] = 0  # until its end, there is no other border
-        until = np.concatenate((np.zeros((1, self._width)), np.cumsum(sums, axis=0)))
-        has_rows = chunks.rows[:, 0] < chunks.rows[:, 1]
-        starts, stops = chunks.rows[has_rows].T
-        nums = stops - starts - np.where(starts <= start, stop - start, 0)
-        totals = until[np.searchsorted(borders, stops)] - until[np.searchsorted(borders, starts)]
-        means = (totals / nums[:, None]).astype(np.float32)
-        runs = (means[at : at + _CHUNKS_PER_STEP] for at in range(0, len(means), _CHUNKS_PER_STEP))
-        encoded = chain.from_iterable(map(self._encode, runs))
-        yield from (next(encoded) if has else None for has in has_rows.tolist())
+    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
+        for convert in self._steps:
+            rows = convert(rows)
+        self.made[index : index + len(rows)] = self._encode(rows)
 
 
-MAX_SHORT_QUERY = 512
-"""Tokens of a query that is compared on the event loop. With 32,768 floats of a document, which is the most that is
-delivered in one turn, that takes 0.4 to 0.6 ms on one core (AVX-512, 128 to 1,024 floats a row)."""
+class JsonTokens(Tokens):
+    """A fragment of JSON for the tokens of each input: a list of lists, or base64 of their rows end to end."""
+
+    __slots__ = ("_is_float", "_parts", "_steps", "made")
+
+    def __init__(
+        self, num_inputs: int, encoding: Encoding, steps: Sequence[Convert], width: int, token_ids: list[Ints]
+    ) -> None:
+        """As `JsonRows`, and `Tokens`."""
+        super().__init__(width, token_ids)
+        self.made: Pieces = [b""] * num_inputs
+        """In input order."""
+        self._is_float = encoding is _FLOAT
+        self._steps = steps
+        self._parts: dict[int, tuple[bytearray, bytes]] = {}
+        """By input, for those with some of their rows: what is written, which is megabytes for a long text and never
+        copied, and bytes that make no 4 characters of base64 yet."""
+
+    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
+        for convert in self._steps:
+            rows = convert(rows)
+        written, rest = self._parts.pop(index, (bytearray(), b""))
+        if self._is_float:
+            written += (b"," if written else b"[") + b",".join(encode_float(rows)) + (b"" if num_left else b"]")
+        else:
+            rest += rows.tobytes()
+            end = len(rest) // 3 * 3 if num_left else len(rest)
+            written += (b"" if written else b'"') + b64encode(rest[:end]) + (b"" if num_left else b'"')
+            rest = rest[end:]
+        if num_left:
+            self._parts[index] = written, rest
+        else:
+            self.made[index] = memoryview(written)
 
 
-class MaxSimRows(WholeInputs):
-    """The score of each document for its own query or, where there is one, for that: late interaction, as in ColBERT.
-    Computed in float32, as PyLate and sentence-transformers do. Rows of a document are compared as they come, and
-    dropped."""
+# --- the table --------------------------------------------------------------------------------------------------
 
-    __slots__ = (
-        "_dropped",
-        "_greatest",
-        "_is_mean",
-        "_queries",
-        "_scores",
-        "held",
-        "num_come",
-        "num_queries_left",
-        "on_come",
-    )
 
-    def __init__(self, num_inputs: int, num_queries: int, dropped: DroppedTokens, *, is_mean: bool) -> None:
-        """The first `num_queries` inputs are queries, and the others documents: as many, or any number for one query.
-        `is_mean`: the score is the mean of the greatest products, not their sum."""
-        super().__init__()
-        self.on_come: Callable[[], None] | None = None
-        """Called when all rows of an input have come."""
-        self.num_come = 0
-        """Inputs whose rows have all come."""
-        self.num_queries_left = num_queries
-        """Queries whose rows have not all come."""
-        self._queries: list[FloatRows | None] = [None] * num_queries
-        self._scores = np.zeros(num_inputs - num_queries)
-        self._greatest: dict[int, FloatRows] = {}
-        """By the index of a document: the greatest product of each vector of its query, of the rows that have come."""
-        self.held: dict[int, list[FloatRows]] = {}
-        """By the index of a document: rows that came before its query, or whose query is not short."""
-        self._dropped = dropped
-        self._is_mean = is_mean
+class _Order(NamedTuple):
+    """What is to be made."""
+
+    card: ModelCard
+    request: EmbedRequest
+    token_ids: list[Ints]
+    keep: Callable[[int], None]
 
     @property
-    def num_floats(self) -> int:
-        """What is kept, of queries and of documents."""
-        queries = sum(query.size for query in self._queries if query is not None)
-        return queries + sum(rows.size for parts in self.held.values() for rows in parts)
+    def num_inputs(self) -> int:
+        return len(self.request.inputs)
 
-    def put_tokens(self, index: int, rows: FloatRows, num_left: int) -> None:
-        if index < len(self._queries):
-            super().put_tokens(index, rows, num_left)
+    def whole(self, made: Any, take: Callable[[int, FloatRows], None]) -> Whole:
+        return Whole(self.request.output.width_of(self.card), self.token_ids, made, take)
+
+    def dropped(self, *, drops_first: bool = False) -> DroppedTokens:
+        return DroppedTokens(self.head, self.request, self.token_ids, drops_first=drops_first)
+
+    @property
+    def head(self) -> TokenHead:
+        assert self.card.tokens is not None
+        return self.card.tokens
+
+    def matrices(self, width: int) -> list[FloatRows]:
+        """One for each input, without rows."""
+        return [np.empty((0, width), dtype=np.float32)] * self.num_inputs
+
+    def sparse(self) -> SparseRows:
+        """Of weights by token."""
+        assert self.card.sparse is not None
+        return SparseRows(self.num_inputs, self.request.sparse, self.token_ids, self.card.sparse.ignored_ids)
+
+
+def _token_scores(order: _Order) -> Make:
+    matrices = order.matrices(order.card.num_labels)
+    return order.whole(matrices, matrices.__setitem__)
+
+
+def _lexical(order: _Order) -> Make:
+    sparse = order.sparse()
+    return order.whole(sparse.made, sparse.put_whole)
+
+
+def _token_vectors(order: _Order) -> Make:
+    if order.request.is_max_sim:
+        return MaxSimRows(order.request, order.head, order.card.token_dim, order.token_ids, order.keep)
+    matrices = order.matrices(order.card.token_dim)
+    return order.whole(matrices, partial(order.dropped().keep, matrices))
+
+
+def _hybrid(order: _Order) -> Make:
+    dim, sparse, dropped = order.card.dim, order.sparse(), order.dropped(drops_first=True)
+    dense, matrices = np.empty((order.num_inputs, dim), dtype=np.float32), order.matrices(order.card.token_dim)
+
+    def take(index: int, rows: FloatRows) -> None:
+        """`rows` are [T, token_dim + 1], and the first one has the model's vector in its token's place."""
+        dense[index] = rows[0, :dim]
+        sparse.put_whole(index, rows[:, -1:])
+        dropped.keep(matrices, index, rows[:, :-1])
+
+    return order.whole(Hybrid(dense, sparse.made, matrices), take)
+
+
+_MAKE: Mapping[Output, Callable[[_Order], Make]] = {
+    Output.SCORES: lambda order: Matrix(order.num_inputs, order.card.num_labels),
+    Output.SPARSE: lambda order: SparseRows(order.num_inputs, order.request.sparse),
+    Output.LEXICAL: _lexical,
+    Output.TOKEN_SCORES: _token_scores,
+    Output.TOKEN_VECTORS: _token_vectors,
+    Output.HYBRID: _hybrid,
+}
+"""Of outputs that are kept as arrays, from which dialects write them. All others are made in the request's forms."""
+
+
+class Encoder:
+    """Makes what the requests for one model are answered with."""
+
+    def __init__(self, card: ModelCard, ranges_path: str | None = None, tokenizer: Tokenizer | None = None) -> None:
+        """`ranges_path`: see `vecd.gateway.config.GatewayConfig.ranges`. `tokenizer`: for late chunks. Raises
+        RangesError for a file that has no ranges for this model."""
+        self._card = card
+        self._is_normalized = card.is_normalized
+        self._ranges = None if ranges_path is None else read_ranges(ranges_path, card.dim)
+        self.tokenizer = tokenizer
+
+    def makes(
+        self,
+        request: EmbedRequest,
+        token_ids: list[Ints],
+        keep: Callable[[int], None] = lambda num_floats: None,
+    ) -> tuple[Make, ...]:
+        """One for each of the request's forms; of an output whose rows are kept as arrays, one. `token_ids` gets those
+        of each input, shape [T], where an input has several rows. `keep`: as in `MaxSimRows`. Raises BadRequest where
+        `check_forms` would."""
+        card = self._card
+        if card.truncate_dim and request.dimensions is None and request.output.is_plain:
+            request = request._replace(dimensions=card.truncate_dim)
+        if self._takes_rows_unchanged(request):  # most requests: the general case takes 7 µs
+            return (_of_each(request.forms[0], len(request.inputs), card.dim),)
+        if (make := _MAKE.get(request.output)) is not None:
+            return (make(_Order(card, request, token_ids, keep)),)
+        check_forms(request, card, has_ranges=self._ranges is not None)
+        prepare, width, num_inputs = preparation(request, card), width_of(request, card), len(request.inputs)
+        makes: list[Make] = []
+        for form in request.forms:
+            steps = (*prepare, *conversion(form, width, self._ranges))
+            if request.late is not None:
+                assert self.tokenizer is not None
+                encode = partial(_fragments, encoding=form.encoding, steps=steps)
+                makes.append(LateChunkRows(request, self.tokenizer, card.hidden_size, encode))
+            elif request.output.is_per_token:
+                makes.append(JsonTokens(num_inputs, form.encoding, steps, width, token_ids))
+            else:
+                makes.append(_of_each(form, num_inputs, width, steps))
+        return tuple(makes)
+
+    def response_bytes(self, request: EmbedRequest, num_tokens: int) -> int:
+        """The most bytes that a response of vectors has; 0 for one of anything else, which is counted when it is made.
+        `num_tokens`: of all inputs."""
+        if request.output.is_plain:
+            num_rows = len(request.inputs)
+        elif request.output is Output.TOKEN_VECTORS and not request.is_max_sim:
+            num_rows = num_tokens
         else:
-            self._put_document(index - len(self._queries), self._dropped.without(index, rows, num_left), num_left)
-        if not num_left:
-            self.num_come += 1
-            if self.on_come is not None:
-                self.on_come()
+            return 0
+        per_float = sum(_BYTES_OF_A_FLOAT if form.encoding is _FLOAT else _BYTES_OF_4 for form in request.forms)
+        return num_rows * width_of(request, self._card) * per_float
 
-    def put_whole(self, index: int, rows: FloatRows) -> None:
-        self._queries[index] = self._dropped.without(index, rows)
-        self.num_queries_left -= 1
+    def _takes_rows_unchanged(self, request: EmbedRequest) -> bool:
+        """Whether it requests one form of the model's own vectors, as float32."""
+        form = request.forms[0]
+        return (
+            len(request.forms) == 1
+            and form.dtype is _FLOAT32
+            and not form.is_big_endian
+            and request.dimensions is None
+            and request.output is _VECTORS
+            and request.late is None
+            and (self._is_normalized or not request.normalize)
+        )
 
-    def scores(self) -> NDArray[np.float64]:
-        """The score of each document, shape [documents], once all rows have come; 0 where the query or the document has
-        no vectors, as a document of nothing but ignored tokens. Takes as long as `compare_held`."""
-        self.compare_held()
-        return self._scores
 
-    def compare_held(self) -> None:
-        """Compare the rows that are held, and drop them. Call when all queries have come, and all rows of documents of
-        which some have; until it returns, no row may come. Takes seconds with long queries: call in a thread."""
-        for index, parts in self.held.items():
-            query = self._query_of(index)
-            assert query is not None
-            for rows in parts:
-                self._compare(index, query, rows)
-            self._finish(index)
-        self.held.clear()
+def _of_each(form: Form, num_inputs: int, dim: int, steps: Sequence[Convert] = ()) -> Make:
+    if form.encoding in _JSON:
+        return JsonRows(num_inputs, form.encoding, steps)
+    return Matrix(num_inputs, dim, form, steps)
 
-    def _put_document(self, index: int, rows: FloatRows, num_left: int) -> None:
-        query = self._query_of(index)
-        if query is None or len(query) > MAX_SHORT_QUERY:
-            self.held.setdefault(index, []).append(rows.copy())
-            return
-        self._compare(index, query, rows)
-        if not num_left and index not in self.held:
-            self._finish(index)
 
-    def _query_of(self, index: int) -> FloatRows | None:
-        return self._queries[index if len(self._queries) > 1 else 0]
+def _fragments(rows: FloatRows, encoding: Encoding, steps: Sequence[Convert]) -> list[bytes]:
+    make = JsonRows(len(rows), encoding, steps)
+    make.put(0, rows, 0)
+    return list(map(bytes, make.made))
 
-    def _compare(self, index: int, query: FloatRows, rows: FloatRows) -> None:
-        """Take the next rows of a document; their order does not matter."""
-        if len(query) and len(rows):
-            greatest = (query @ rows.T).max(axis=1)
-            self._greatest[index] = np.maximum(self._greatest.get(index, greatest), greatest)
 
-    def _finish(self, index: int) -> None:
-        greatest = self._greatest.pop(index, None)
-        if greatest is not None:
-            self._scores[index] = greatest.mean() if self._is_mean else greatest.sum()
+# --- rows that were collected as arrays -------------------------------------------------------------------------
+
+_FLOATS_PER_PIECE = 32 * 1024
+"""Of rows, 0.7 ms as JSON numbers."""
+
+
+def runs_of(values: Any, most: int = TOKENS_PER_STEP) -> Iterator[Any]:
+    """The values of a list or an array, a limited number at a time."""
+    return (values[at : at + most] for at in range(0, len(values), most))
+
+
+def list_pieces(runs: Iterable[Any], empty: bytes = b"[]") -> Iterator[bytes]:
+    """The JSON list of the elements of all runs, a piece for each run; with `empty` b"{}" an object of all entries. A
+    run may be empty."""
+    before = empty[:1]
+    for run in runs:
+        yield before + orjson.dumps(run, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] if len(run) else b""
+        before = b"," if len(run) else before
+    yield empty[1:] if before == b"," else empty
+
+
+def vector_json(vector: FloatRows, form: Form, steps: Sequence[Convert] = ()) -> bytes:
+    """The JSON of a vector, float32 [D]: a list of numbers, or base64. `steps`: what is done to it before that, as one
+    row."""
+    row = np.ascontiguousarray(vector[None])
+    return _fragments(row, form.encoding, (*steps, *conversion(form, len(vector))))[0]
+
+
+def matrix_pieces(matrix: FloatRows, form: Form, steps: Sequence[Convert] = ()) -> Iterator[bytes]:
+    """The JSON of a matrix, float32 [n, D], some rows at a time: a list of lists, or base64 of the rows end to end.
+    `steps`: as in `vector_json`, for all rows."""
+    before, between, end = (b"[", b",", b"]") if form.encoding is Encoding.FLOAT else (b'"', b"", b'"')
+    width = matrix.shape[1]
+    most = min(TOKENS_PER_STEP, _FLOATS_PER_PIECE // width)
+    for some in runs_of(matrix, most // 3 * 3 or 3):  # base64 has no padding behind a multiple of 3 bytes
+        rows = JsonTokens(1, form.encoding, (*steps, *conversion(form, width)), width, [])
+        rows.put(0, np.ascontiguousarray(some), 0)
+        yield before + bytes(rows.made[0][1:-1])
+        before = between
+    yield end if len(matrix) else before + end

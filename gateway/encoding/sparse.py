@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vecd.gateway.encoding.result import FloatRows, Ints, WholeInputs
-from vecd.gateway.request import SparseOptions
+from vecd.gateway.request import FloatRows, Ints, Make, SparseOptions
 from vecd.model.card import ModelCard, ModelError
 
 SparseVector = tuple[Ints, FloatRows]
@@ -17,10 +16,10 @@ SparseVector = tuple[Ints, FloatRows]
 _EMPTY: SparseVector = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
 
 
-class SparseRows(WholeInputs):
+class SparseRows(Make):
     """A sparse vector for each input."""
 
-    __slots__ = ("_ignored_ids", "_least_weight", "_token_ids", "_top_k", "vectors")
+    __slots__ = ("_ignored_ids", "_least_weight", "_token_ids", "_top_k", "made")
 
     def __init__(
         self,
@@ -31,19 +30,18 @@ class SparseRows(WholeInputs):
     ) -> None:
         """For weights by token of the sequence: `token_ids` of each input, shape [T], are read when its rows have come;
         `ignored_ids` have no weight."""
-        super().__init__()
-        self.vectors: list[SparseVector] = [_EMPTY] * num_inputs
+        self.made: list[SparseVector] = [_EMPTY] * num_inputs
         """In input order."""
         self._least_weight = max(0.0, options.min_weight)  # weights are greater
         self._top_k = options.top_k
         self._token_ids = token_ids
         self._ignored_ids = ignored_ids
 
-    def put(self, index: int, rows: FloatRows) -> None:
+    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
         """`rows` are weights over the vocabulary, [n, V]."""
         for row in rows:
             indices = np.flatnonzero(row > self._least_weight)
-            self.vectors[index] = self._largest(indices.astype(np.int32), row[indices])
+            self.made[index] = self._largest(indices.astype(np.int32), row[indices])
             index += 1
 
     def put_whole(self, index: int, rows: FloatRows) -> None:
@@ -53,7 +51,7 @@ class SparseRows(WholeInputs):
         token_ids, weights = token_ids[counts], weights[counts]
         order = np.lexsort((-weights, token_ids))
         indices, firsts = np.unique(token_ids[order], return_index=True)
-        self.vectors[index] = self._largest(indices, weights[order[firsts]])
+        self.made[index] = self._largest(indices, weights[order[firsts]])
 
     def _largest(self, indices: Ints, weights: FloatRows) -> SparseVector:
         """What `top_k` leaves; of equal weights those with the lower indices."""

@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from vecd.gateway.encoding.result import ChunkedInput, PendingResult
+from vecd.gateway.encoding.result import Result
 from vecd.gateway.request import BatchShare, Chunk, Priority, TokenizedInput
 from vecd.shm.output import Output
 
@@ -85,8 +85,8 @@ class QueuedSequence:
     """One tokenized input: the unit of scheduling. Owned by the batching policy while queued, then by one batch."""
 
     __slots__ = (
-        "border", "chunked", "deaths", "digest", "flight", "index", "num_rows", "num_tokens", "output",
-        "request_queue", "token_ids", "weight",
+        "border", "deaths", "digest", "flight", "index", "num_rows", "num_tokens", "output", "request_queue",
+        "token_ids", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -95,22 +95,23 @@ class QueuedSequence:
         index: int,
         tokenized: TokenizedInput | Chunk,
         output: Output = Output.VECTORS,
-        chunked: ChunkedInput | None = None,
         span: int = 1,
     ) -> None:
-        """`index`: of its input in the request. `chunked`: the input that the sequence is a chunk of. `span`: rows of
-        an output that spans several (`vecd.shm.output.span_of`)."""
+        """`index`: of its input in the request. `span`: rows of an output that spans several
+        (`vecd.shm.output.span_of`)."""
         self.request_queue = request_queue
         self.index = index
         self.token_ids = tokenized.token_ids
         self.num_tokens = tokenized.num_tokens
         self.output = output
-        self.chunked = chunked
+        self.weight: int | None = None
+        """Of a chunk's row in the mean; None: it is a whole input."""
+        self.border = 0
+        """Where its second part begins; 0: it has none."""
         if isinstance(tokenized, Chunk):
-            self.weight, self.border = tokenized.weight, 0
+            self.weight = tokenized.weight
         else:
-            self.weight, self.border = 0, tokenized.border
-        """The weight of a chunk's row in the mean, and where the second part of the sequence begins; 0: it has none."""
+            self.border = tokenized.border
         self.num_rows = output.num_rows(tokenized.num_tokens, span)
         self.deaths: Deaths | None = None
         self.flight: Flight | None = None
@@ -124,7 +125,7 @@ class QueuedSequence:
         return self.deaths is not None and self.deaths.must_run_alone
 
     @property
-    def pending(self) -> PendingResult:
+    def pending(self) -> Result:
         return self.request_queue.pending
 
     @property
@@ -137,7 +138,7 @@ class RequestQueue:
     """The sequences of one request that wait for a batch, in the order of its inputs. Given to `BatchingPolicy.close`
     when the request is over."""
 
-    pending: PendingResult
+    pending: Result
     priority: Priority
     deadline: float = math.inf
     """By the clock that the policy is given."""

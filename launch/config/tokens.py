@@ -105,7 +105,7 @@ def _tokenize(order: JsonObject, report: Callable[[str], None], on_found: OnFoun
 def _kept(head: TokenHead, sequences: Sequence[list[int]]) -> list[list[int]]:
     import numpy as np
 
-    from vecd.gateway.encoding.result import DroppedTokens
+    from vecd.gateway.encoding.streams import DroppedTokens
     from vecd.gateway.request import EmbedRequest, Role, Tokenizing
 
     kept = []

@@ -17,9 +17,9 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dialects.ask import read
 from vecd.gateway.dispatch.residence import Residence
-from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.encoding.result import Encoder
 from vecd.gateway.errors import ApiError
-from vecd.gateway.request import Collector, Durations, Embedded, Identity, InputReport, Overflow, Response, Source
+from vecd.gateway.request import Durations, Embedded, Identity, InputReport, Overflow, Response, Source
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
 
@@ -94,11 +94,11 @@ def read_in_pieces(operation: Operation, body: Mapping[str, Any], **bounds: int)
             return stop.value
 
 
-def embedded_of(*collectors: Collector, **changes: Any) -> Embedded:
-    """The result with these collectors. `changes`: of the `Embedded`."""
+def embedded_of(*made: Any, **changes: Any) -> Embedded:
+    """The result with what was made in each form. `changes`: of the `Embedded`."""
     usual = {"num_tokens": 7, "sources": {Source.TEXT}, "num_chars": 5, "durations": lambda: DURATIONS}
     usual |= {"model": PLAIN.model, "request_id": REQUEST_ID}
-    return Embedded(collectors, **{**usual, **changes})
+    return Embedded(made, **{**usual, **changes})
 
 
 def reports_of(asked: ParsedEmbed, num_inputs: int) -> list[InputReport]:
@@ -110,10 +110,11 @@ def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Res
     """The answer with these rows, one for each input. `changes`: of the `Embedded`."""
     dim = rows.shape[1]
     card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True, truncate_dim=0)
-    collectors = Encoder(card).make_collectors(asked.request)
-    for collector in collectors:
-        collector.put(0, rows)
-    return asked.render(embedded_of(*collectors, **{"reports": reports_of(asked, len(rows)), **changes}))
+    makes = Encoder(card).makes(asked.request, [])
+    for make in makes:
+        make.put(0, rows, 0)
+    made = [make.made for make in makes]
+    return asked.render(embedded_of(*made, **{"reports": reports_of(asked, len(rows)), **changes}))
 
 
 def pieces_of(response: Response) -> list[bytes | memoryview]:

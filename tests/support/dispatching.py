@@ -20,8 +20,8 @@ import zmq
 from vecd.gateway.app.routes import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
-from vecd.gateway.encoding.result import ChunkedInput, PendingResult
-from vecd.gateway.request import Chunk, Collector, Priority, TokenizedInput
+from vecd.gateway.encoding.result import Result
+from vecd.gateway.request import Chunk, Make, Priority, TokenizedInput
 from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -143,41 +143,38 @@ def sequences_of(batch: Batch) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, ends[:-1])]
 
 
-class Rows(Collector):
-    """Of each row its first number."""
+class Rows(Make):
+    """Of each row its first number; of rows of tokens all numbers."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, output: Output) -> None:
         self.fragments = [b""] * num_rows
         self.num_rows_left: list[int] = []
+        self.output = output
 
-    def put(self, index, rows) -> None:
-        for row in rows:
-            self.fragments[index] = b"%d" % row[0]
-            index += 1
-
-    def put_tokens(self, index, rows, num_left) -> None:
-        """Of each row its numbers."""
+    def put(self, index, rows, num_left) -> None:
         assert rows.flags.c_contiguous
-        self.num_rows_left.append(num_left)
-        numbers = b" ".join(b"%d" % number for number in rows.flat)
-        self.fragments[index] += (b"," if self.fragments[index] else b"") + numbers
+        if self.output.is_per_token:
+            self.num_rows_left.append(num_left)
+            numbers = b" ".join(b"%d" % number for number in rows.flat)
+            self.fragments[index] += (b"," if self.fragments[index] else b"") + numbers
+        else:
+            self.fragments[index : index + len(rows)] = [b"%d" % row[0] for row in rows]
 
 
-class Request(PendingResult):
+class Request(Result):
     request_queue: RequestQueue
 
-    def __init__(self, num_rows: int) -> None:
-        self._rows = Rows(num_rows)
-        super().__init__(num_rows, (self._rows,), asyncio.get_running_loop())
+    def __init__(self, num_rows: int, output: Output = Output.VECTORS, make: Make | None = None) -> None:
+        super().__init__(num_rows, (make or Rows(num_rows, output),), asyncio.get_running_loop())
 
     @property
     def fragments(self) -> list[bytes]:
-        return self._rows.fragments
+        return self.made[0].fragments
 
     @property
     def num_rows_left(self) -> list[int]:
         """As each delivery of tokens' rows said it."""
-        return self._rows.num_rows_left
+        return self.made[0].num_rows_left
 
 
 def _report(reported: list[Message], others: list[Dispatcher], message: Message) -> None:
@@ -249,22 +246,30 @@ class Dispatched:
         request = self._open(len(inputs))
         sequences: list[QueuedSequence] = []
         for index, ids in enumerate(inputs):
-            chunked = ChunkedInput(len(ids), is_normalized=False) if len(ids) > 1 else None
             chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
-            sequences += [QueuedSequence(request.request_queue, index, chunk, chunked=chunked) for chunk in chunks]
+            parts = chunks if len(ids) > 1 else [tokenized(ids * 2)]
+            if len(ids) > 1:
+                request.expect_chunks(index, len(ids), is_normalized=False)
+            sequences += [QueuedSequence(request.request_queue, index, part) for part in parts]
         self.queue(request.request_queue, sequences)
         return request
 
     def _request(
         self, inputs: Sequence[list[int]], output: Output, priority: Priority = Priority.NORMAL, tenant: str = ""
     ) -> Request:
-        request = self._open(len(inputs), priority, tenant)
+        request = self._open(len(inputs), priority, tenant, output)
         queue = request.request_queue
         self.queue(queue, [QueuedSequence(queue, i, tokenized(ids), output) for i, ids in enumerate(inputs)])
         return request
 
-    def _open(self, num_inputs: int, priority: Priority = Priority.NORMAL, tenant: str = "") -> Request:
-        request = Request(num_inputs)
+    def _open(
+        self,
+        num_inputs: int,
+        priority: Priority = Priority.NORMAL,
+        tenant: str = "",
+        output: Output = Output.VECTORS,
+    ) -> Request:
+        request = Request(num_inputs, output)
         request.request_queue = RequestQueue(request, priority, tenant=tenant)
         return request
 

@@ -104,4 +104,4 @@ class Piped:
         timeline = timeline or RequestTimeline()
         timeline.arrived_at = asyncio.get_running_loop().time()
         request = EmbedRequest(list(inputs), **fields)
-        return asyncio.ensure_future(self.pipeline.embed(request, num_estimated, timeline, principal or self.principal))
+        return asyncio.ensure_future(self.pipeline.run(request, num_estimated, timeline, principal or self.principal))

@@ -17,11 +17,9 @@ import pytest
 from tests.support.described import Collected
 from tests.support.dispatching import EPOCH, SPEC, Bench, Worker
 from tests.support.pipelines import SPLIT, Ids, Piped, planned_config
-from vecd.gateway import pipeline as pipeline_module
 from vecd.gateway.api.operation import ParsedDecode, ParsedTokenize
 from vecd.gateway.config import ApiKey
-from vecd.gateway.encoding.fragments import JsonRows
-from vecd.gateway.encoding.result import LateChunkRows
+from vecd.gateway.encoding import streams
 from vecd.gateway.errors import (
     ApiError,
     BadRequest,
@@ -213,9 +211,7 @@ async def test_an_input_that_has_been_computed_is_not_isolated_any_more(bench, s
 
 def fragments_of(embedded: Embedded) -> list[Any]:
     """The rows of each input, as numbers."""
-    [collector] = embedded.collectors
-    assert isinstance(collector, JsonRows)
-    return [orjson.loads(fragment) for fragment in collector.fragments]
+    return [orjson.loads(fragment) for fragment in embedded.made[0]]
 
 
 async def test_a_caller_who_leaves_amid_chunks_leaves_nothing_behind(bench, service):
@@ -289,7 +285,7 @@ async def test_an_app_that_has_ended_answers_with_the_error_that_it_was_given(be
 
 async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypatch, bench, service):
     """5 tokens of a request, 8 of one caller's and 16 of all that run: what is over leaves room for others."""
-    monkeypatch.setattr(pipeline_module, "MAX_TOKEN_FLOATS", 5 * SPEC.dim)
+    monkeypatch.setattr(streams, "MAX_TOKEN_FLOATS", 5 * SPEC.dim)
     service.pipeline.token_room.total = 16 * SPEC.dim
     with pytest.raises(BadRequest, match=r"6 tokens or more: .* at most 5"):
         await service.embed([1, 1, 1], [2, 2, 2], output=Output.TOKENS)
@@ -320,9 +316,9 @@ async def test_vectors_of_tokens_are_bounded_in_one_request_and_in_all(monkeypat
 
 async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(monkeypatch, bench, service):
     """3 chunks of a request, 4 of one caller's that run."""
-    monkeypatch.setattr(pipeline_module, "MAX_TOKEN_FLOATS", 3 * SPEC.dim)
+    monkeypatch.setattr(streams, "MAX_TOKEN_FLOATS", 3 * SPEC.dim)
     service.pipeline.token_room.total = 8 * SPEC.dim
-    service.pipeline.tokenizer = Letters()
+    service.pipeline.tokenizer = service.pipeline.encoder.tokenizer = Letters()
 
     def embed(*texts: str, max_tokens: int) -> asyncio.Task[Embedded]:
         return service.embed(*texts, late=LateChunking(max_tokens=max_tokens))
@@ -338,9 +334,8 @@ async def test_late_chunks_are_bounded_by_their_number_and_not_by_their_tokens(m
     worker = bench.add_worker()
     for _ in range(2):  # a slot has room for one of them
         worker.answer(await worker.receive())
-    [collector] = (await running).collectors
-    assert isinstance(collector, LateChunkRows)
-    assert [len(list(collector.fragments(index))) for index in range(2)] == [2, 1]
+    [made] = (await running).made
+    assert [len(list(made.fragments(index))) for index in range(2)] == [2, 1]
     assert (await running).num_tokens == 12
     assert not service.pipeline.token_room.num_of
 
@@ -361,8 +356,8 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
         turns.append((index, turn))
         return find_chunks(text, item, late, index, *others, **options)
 
-    monkeypatch.setattr(pipeline_module, "find_chunks", find)
-    service.pipeline.tokenizer = OneRun()
+    monkeypatch.setattr(streams, "find_chunks", find)
+    service.pipeline.tokenizer = service.pipeline.encoder.tokenizer = OneRun()
     running = service.embed(*["ab"] * 100, late=LateChunking(max_tokens=1))
     while len(turns) < 100:
         await asyncio.sleep(0)
@@ -372,7 +367,7 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
         await running
     assert [index for index, _ in turns] == list(range(100))
     in_each = Counter(turn for _, turn in turns)
-    assert max(in_each.values()) <= pipeline_module._LATE_INPUTS_PER_TURN
+    assert max(in_each.values()) <= streams.LateChunkRows.inputs_per_turn
 
 
 # --- what is asked of the tokenizer itself ---------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tests.support.dispatching import (
 )
 from tests.support.pipelines import SPLIT, Ids, Piped
 from vecd.gateway.config import ApiKey
-from vecd.gateway.encoding.fragments import JsonRows
 from vecd.gateway.errors import BadRequest, EngineFailed
 from vecd.gateway.request import Embedded, RequestTimeline, TokenizedInput
 from vecd.gateway.scheduling.keys import Principals
@@ -92,9 +91,7 @@ class Service(Piped):
 
 
 def numbers_of(embedded: Embedded) -> list[float]:
-    [rows] = embedded.collectors
-    assert isinstance(rows, JsonRows)
-    return [orjson.loads(fragment)[0] for fragment in rows.fragments]
+    return [orjson.loads(fragment)[0] for fragment in embedded.made[0]]
 
 
 def memory() -> VectorCacheMemory:
@@ -279,9 +276,7 @@ async def test_models_with_rows_of_other_lengths_share_the_memory_and_no_row():
         for service in services:
             embedded = await service.embed([2], [1])
             assert numbers_of(embedded) == [2, 1]
-            [rows] = embedded.collectors
-            assert isinstance(rows, JsonRows)
-            assert {len(orjson.loads(fragment)) for fragment in rows.fragments} == {service.bench.spec.dim}
+            assert {len(orjson.loads(fragment)) for fragment in embedded.made[0]} == {service.bench.spec.dim}
         assert short.counts()[:2] == (6, 4)
         num_bytes = short.bench.shared_metrics.total(Gauge.VECTOR_CACHE_BYTES)
         assert num_bytes == 4 * CACHE.way_nbytes(long.bench.spec.dim)

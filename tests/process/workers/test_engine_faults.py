@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.dispatching import DEADLINE_S, SPEC, Bench, Request, live_worker, running_bench
-from vecd.gateway.request import Collector
+from vecd.gateway.encoding.forms import Matrix
 from vecd.model.card import ModelCard
 from vecd.shm.views import Rows
 from vecd.workers.batch import COMPLETE, Finish, PackedBatch
@@ -56,19 +56,10 @@ def is_lost(batch: PackedBatch, rows: Rows) -> None:
         raise RuntimeError("could not create a primitive")
 
 
-class Vectors(Collector):
-    """Keeps the rows as they are."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.rows = np.zeros((num_rows, SPEC.dim), dtype=np.float32)
-
-    def put(self, index: int, rows: Rows) -> None:
-        self.rows[index : index + len(rows)] = rows
-
-
 def ask(bench: Bench, *first_ids: int) -> Request:
     request = bench.request(*first_ids)
-    request._collectors = (Vectors(len(first_ids)),)
+    matrix = Matrix(len(first_ids), SPEC.dim)
+    request._makes = request.made = (matrix,)
     return request
 
 
@@ -76,9 +67,7 @@ def assert_right(request: Request, *first_ids: int) -> None:
     assert request.finished.exception() is None
     ids = np.repeat(np.array(first_ids, dtype=np.int32), 2)
     batch = PackedBatch(np.full(len(first_ids), 2, dtype=np.int32), ids)
-    [collector] = request._collectors
-    assert isinstance(collector, Vectors)
-    assert np.array_equal(collector.rows, dummy_vectors(batch, SPEC.dim))
+    assert np.array_equal(request.made[0].rows, dummy_vectors(batch, SPEC.dim))
 
 
 async def all_over(*requests: Request) -> None:

@@ -182,8 +182,8 @@ def test_queries_of_static_weights_are_the_reference_s(as_json: bool, tmp_path: 
     for query in ("w2 w30 w30 w7 w119", "nothing", "w40"):
         ids = np.array(tokenizer.encode(query, add_special_tokens=False).ids, dtype=np.int32)
         made = SparseRows(1, SparseOptions(), [ids])
-        made.put_tokens(0, found.of_tokens(ids), 0)
-        [(indices, values)] = made.vectors
+        made.put_whole(0, found.of_tokens(ids))
+        [(indices, values)] = made.made
         row = np.zeros(card.vocab_size, dtype=np.float32)
         row[indices] = values
         np.testing.assert_array_equal(row, reference.of_ids(ids, task="query"))

@@ -19,7 +19,7 @@ from tests.unit.gateway.test_service import IN_VIRTUAL_TIME, NoTexts, http_reque
 from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.config import AliasDefaults, ApiKey, GatewayConfig
 from vecd.gateway.dispatch.workers import WorkerLink
-from vecd.gateway.encoding.fragments import Encoder
+from vecd.gateway.encoding.result import Encoder
 from vecd.gateway.errors import INPUT, ApiError, BadRequest, Unavailable
 from vecd.gateway.request import Embedded, EmbedRequest, Response
 from vecd.gateway.scheduling.keys import Principal
@@ -66,17 +66,14 @@ class Recorder:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def embed(
-        self, request: EmbedRequest, num_estimated: int, timeline: object, principal: Principal
-    ) -> Embedded:
+    async def run(self, request: EmbedRequest, num_estimated: int, timeline: object, principal: Principal) -> Embedded:
         self.requests.append(request)
         await self.may_answer.wait()
         if not request.output.is_plain:
             raise self._failure()
-        collectors = self._encoder.make_collectors(request)
-        for collector in collectors:
-            collector.put(0, np.ones((len(request.inputs), self._card.dim), np.float32))
-        return embedded_of(*collectors)
+        [make] = self._encoder.makes(request, [])
+        make.put(0, np.ones((len(request.inputs), self._card.dim), np.float32), 0)
+        return embedded_of(make.made)
 
     def keep_alive(self, seconds: float | None) -> None:
         self.kept_s = seconds
@@ -131,7 +128,7 @@ class Bench:
     def _begin(self, made: Service) -> None:
         cast(Any, made.dispatcher).activate = lambda: None  # it has no socket
         recorder = self._recorders[made] = self.make_recorder(made.config)
-        for name in ("embed", "describe", "decode", "render"):
+        for name in ("run", "describe", "decode", "render"):
             setattr(made.pipeline, name, getattr(recorder, name))
         made.residence.keep_alive = recorder.keep_alive  # type: ignore[method-assign]
         self.made.append(made)
@@ -291,7 +288,7 @@ async def test_an_error_about_an_input_names_the_dialect_s_field(bench: Bench, m
     async def fail(*_: object) -> None:
         raise BadRequest(f"'{INPUT}[0]' is too long", param=INPUT)
 
-    monkeypatch.setattr(bench.made[0].pipeline, "embed", fail)
+    monkeypatch.setattr(bench.made[0].pipeline, "run", fail)
     response = await bench.post(path, {name: value})
     assert response.status >= 400
     assert f"'{name}[0]' is too long" in body_of(response).decode()

@@ -23,11 +23,10 @@ from tests.support.dispatching import DEADLINE_S, EPOCH, Bench, live_worker, run
 from tests.support.pipelines import Piped, planned_config
 from vecd.gateway import pipeline
 from vecd.gateway.dispatch import delivery
-from vecd.gateway.encoding import result as max_sim
-from vecd.gateway.encoding.forms import HybridRows
-from vecd.gateway.encoding.fragments import Matrix
-from vecd.gateway.encoding.result import MaxSimRows, ScoreRows, TokenRows
-from vecd.gateway.encoding.sparse import SparseRows, read_query_weights
+from vecd.gateway.encoding import streams
+from vecd.gateway.encoding.result import Result
+from vecd.gateway.encoding.sparse import read_query_weights
+from vecd.gateway.encoding.streams import MaxSimRows
 from vecd.gateway.errors import BadRequest, ServerError, TooManyRequests
 from vecd.gateway.request import Chunk, Embedded, Encoding, Form, Role, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
@@ -111,26 +110,25 @@ async def served(card: ModelCard, *, rows_per_slot: int = 8, tokenizer: Any = No
             assert bench.stuck == []
 
 
-def collector_of(embedded: Embedded) -> Any:
-    [collector] = embedded.collectors
-    return collector
+def made_of(embedded: Embedded) -> Any:
+    [made] = embedded.made
+    return made
 
 
 async def test_scores_are_those_of_each_pair_and_its_border():
     inputs = [[0, 1, 2, 3], [1, 1, 2, 3], [2, 1, 2, 3], [0, 7], [1, 1, 2, 3]]
     async with served(CLASSIFIER) as model:
         embedded = await model.ask(Output.SCORES, *inputs)
-        collector = collector_of(embedded)
-        assert isinstance(collector, ScoreRows)
-        assert np.array_equal(collector.logits, np.vstack([model.rows(Output.SCORES, *each) for each in inputs]))
-        assert len({row.tobytes() for row in collector.logits}) == 4, "a border is a part of the input"
+        made = made_of(embedded)
+        assert np.array_equal(made.rows, np.vstack([model.rows(Output.SCORES, *each) for each in inputs]))
+        assert len({row.tobytes() for row in made.rows}) == 4, "a border is a part of the input"
         assert embedded.token_ids == []
 
 
 async def test_identical_pairs_are_computed_once_and_no_others():
     async with served(RERANKER) as model:
         requests = [model.ask(Output.SCORES, [1, 1, 2, 3], [2, 1, 2, 3]) for _ in range(3)]
-        rows = [collector_of(await request).logits for request in requests]
+        rows = [made_of(await request).rows for request in requests]
         expected = np.vstack([model.rows(Output.SCORES, border, 1, 2, 3) for border in (1, 2)])
         assert all(np.array_equal(each, expected) for each in rows)
         assert model.bench.shared_metrics.total(Counter.COALESCED) == 4
@@ -146,9 +144,8 @@ async def test_sparse_vectors_span_rows_and_come_whole(rows_per_slot: int, float
         first, second = model.ask(Output.SPARSE, *inputs[:5]), model.ask(Output.SPARSE, *inputs[5:])
         vectors = []
         for embedded in (await first, await second):
-            collector = collector_of(embedded)
-            assert isinstance(collector, SparseRows)
-            vectors += collector.vectors
+            made = made_of(embedded)
+            vectors += made
         for (indices, weights), (border, *ids) in zip(vectors, inputs, strict=True):
             [expected] = model.rows(Output.SPARSE, border, *ids)
             assert np.array_equal(indices, np.flatnonzero(expected))
@@ -161,7 +158,7 @@ async def test_a_sparse_vector_that_is_not_finite_fails_its_own_request_only():
         sick, well = model.ask(Output.SPARSE, [0, 1], [0, BAD]), model.ask(Output.SPARSE, [0, 2], [0, 3])
         with pytest.raises(ServerError, match=r"not finite for 'input\[1\]'"):
             await sick
-        assert len(collector_of(await well).vectors) == 2
+        assert len(made_of(await well)) == 2
 
 
 @pytest.mark.parametrize("floats_per_turn", [1, 20, delivery.FLOATS_PER_TURN])
@@ -175,20 +172,13 @@ async def test_all_outputs_of_a_model_with_three_kinds_go_in_one_batch(floats_pe
         hybrid, vectors, tokens, lexical = [await task for task in tasks]
         dense = np.vstack([model.rows(Output.VECTORS, *each) for each in inputs])
         by_token = [model.rows(Output.HYBRID, *each) for each in inputs]
-        collector = collector_of(hybrid)
-        assert isinstance(collector, HybridRows)
-        assert np.array_equal(collector.dense, dense)
-        assert isinstance(collector_of(vectors), Matrix)
-        assert np.array_equal(collector_of(vectors).rows, dense)
-        for rows in (collector.tokens, collector_of(tokens)):
-            assert isinstance(rows, TokenRows)
-            assert all(
-                np.array_equal(found, expected[1:, :-1])
-                for found, expected in zip(rows.matrices, by_token, strict=True)
-            )
-        for sparse in (collector.sparse, collector_of(lexical)):
-            assert isinstance(sparse, SparseRows)
-            for (indices, weights), (_, *ids), expected in zip(sparse.vectors, inputs, by_token, strict=True):
+        made = made_of(hybrid)
+        assert np.array_equal(made.dense, dense)
+        assert np.array_equal(made_of(vectors).rows, dense)
+        for rows in (made.tokens, made_of(tokens)):
+            assert all(np.array_equal(found, expected[1:, :-1]) for found, expected in zip(rows, by_token, strict=True))
+        for sparse in (made.sparse, made_of(lexical)):
+            for (indices, weights), (_, *ids), expected in zip(sparse, inputs, by_token, strict=True):
                 largest = {each: max(expected[np.array(ids) == each, -1]) for each in set(ids) - {0, 2}}
                 assert dict(zip(indices.tolist(), weights, strict=True)) == {k: v for k, v in largest.items() if v > 0}
         assert [ids.tolist() for ids in hybrid.token_ids] == [ids for _, *ids in inputs]
@@ -204,9 +194,8 @@ async def test_rows_of_tokens_come_as_matrices(card: ModelCard, output: Output, 
     inputs = [[3, 1, 5, 7, 5, 9], [0, 4], [1, 2, 3]]
     async with served(card) as model:
         embedded = await model.ask(output, *inputs)
-        collector = collector_of(embedded)
-        assert isinstance(collector, TokenRows)
-        for matrix, (border, *ids) in zip(collector.matrices, inputs, strict=True):
+        made = made_of(embedded)
+        for matrix, (border, *ids) in zip(made, inputs, strict=True):
             assert np.array_equal(matrix, model.rows(output, border, *ids)[~np.isin(ids, dropped)])
         assert [ids.tolist() for ids in embedded.token_ids] == [ids for _, *ids in inputs]
 
@@ -226,7 +215,7 @@ async def test_scores_and_sparse_vectors_have_no_mean(card: ModelCard, output: O
 async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
     card: ModelCard, output: Output, num_floats: int, monkeypatch
 ):
-    monkeypatch.setattr(pipeline, "MAX_TOKEN_FLOATS", num_floats)
+    monkeypatch.setattr(streams, "MAX_TOKEN_FLOATS", num_floats)
     monkeypatch.setattr(pipeline, "MAX_RUNNING_TOKEN_FLOATS", 2 * (2 * num_floats - 1))
     async with served(card, rows_per_slot=16) as model:
         await model.ask(output, [0, 1, 2, 3], [0, 4, 5])
@@ -234,13 +223,13 @@ async def test_the_floats_of_a_response_are_as_many_as_the_output_has(
             await model.ask(output, [0, 1, 2, 3], [0, 4, 5, 6])
         both = model.ask(output, [0, 1, 2, 3, 4, 5]), model.ask(output, [0, 1, 2, 3, 4, 5])
         results = await asyncio.gather(*both, return_exceptions=True)
-        assert [type(result) for result in results] == [Embedded, TooManyRequests]
+        assert [type(result) for result in results] == [Result, TooManyRequests]
         await model.ask(output, [0, 1, 2, 3, 4, 5])
 
 
 async def test_one_input_may_have_more_floats_than_several(monkeypatch):
     """8,192 tokens of BGE-M3 have 1,025 floats each, more than 8 Mi: its longest text is served all the same."""
-    monkeypatch.setattr(pipeline, "MAX_TOKEN_FLOATS", 5 * 7)
+    monkeypatch.setattr(streams, "MAX_TOKEN_FLOATS", 5 * 7)
     monkeypatch.setattr(pipeline, "MAX_RUNNING_TOKEN_FLOATS", 2 * 5 * 7)
     async with served(HYBRID, rows_per_slot=16) as model:
         longest = [0, *range(1, 13)]
@@ -248,7 +237,7 @@ async def test_one_input_may_have_more_floats_than_several(monkeypatch):
         assert embedded.num_tokens == 12
         both = model.ask(Output.HYBRID, longest), model.ask(Output.HYBRID, [0, 1])
         results = await asyncio.gather(*both, return_exceptions=True)
-        assert [type(result) for result in results] == [Embedded, TooManyRequests]
+        assert [type(result) for result in results] == [Result, TooManyRequests]
         with pytest.raises(BadRequest, match=r"have 12 tokens or more: .* at most 5 in a request"):
             await model.ask(Output.HYBRID, [0, 1], [0, *range(1, 12)])
 
@@ -276,7 +265,8 @@ def expected_scores(model: Served, queries: list[list[int]], documents: list[lis
 
 def allow(monkeypatch, *, num_tokens: int) -> None:
     """Of one request, and of two of a caller at a time."""
-    monkeypatch.setattr(pipeline, "MAX_TOKEN_FLOATS", num_tokens * MULTI_VECTOR.token_dim)
+    for module in (pipeline, streams):
+        monkeypatch.setattr(module, "MAX_TOKEN_FLOATS", num_tokens * MULTI_VECTOR.token_dim)
     monkeypatch.setattr(pipeline, "MAX_RUNNING_TOKEN_FLOATS", 4 * num_tokens * MULTI_VECTOR.token_dim)
 
 
@@ -286,23 +276,23 @@ async def test_documents_of_any_number_are_scored_in_the_memory_of_their_query(f
     monkeypatch.setattr(delivery, "FLOATS_PER_TURN", floats_per_turn)
     allow(monkeypatch, num_tokens=20)
     kept, reserved = [], []
-    put_tokens = MaxSimRows.put_tokens
+    put = MaxSimRows.put
 
-    def noting(collector: MaxSimRows, index: int, rows: NDArray[np.float32], num_left: int) -> None:
-        put_tokens(collector, index, rows, num_left)
-        kept.append(collector.num_floats)
+    def noting(made: MaxSimRows, index: int, rows: NDArray[np.float32], num_left: int) -> None:
+        put(made, index, rows, num_left)
+        kept.append(made.num_floats)
         reserved.append(model.pipeline.token_room.num)
 
-    monkeypatch.setattr(MaxSimRows, "put_tokens", noting)
+    monkeypatch.setattr(MaxSimRows, "put", noting)
     async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
         embedded = await model.ask(Output.TOKEN_VECTORS, QUERIES[0], *MANY, **ranking(1))
-        scores = collector_of(embedded).scores().tolist()
+        scores = made_of(embedded).scores().tolist()
         assert scores == pytest.approx(expected_scores(model, [QUERIES[0]] * len(MANY), MANY), abs=1e-6)
         assert max(kept) < (20 + 9) * MULTI_VECTOR.token_dim, "the limit, and the document that reaches it"
         assert kept[-1] == kept[len(kept) // 2] == reserved[-1], "nothing is added behind the query"
         both = [model.ask(Output.TOKEN_VECTORS, query, *MANY, **ranking(1)) for query in QUERIES]
         for query, embedded in zip(QUERIES, await asyncio.gather(*both), strict=True):
-            scores = collector_of(embedded).scores().tolist()
+            scores = made_of(embedded).scores().tolist()
             assert scores == pytest.approx(expected_scores(model, [query] * len(MANY), MANY), abs=1e-6)
 
 
@@ -331,7 +321,7 @@ async def test_as_many_queries_as_documents_are_scored_in_pairs(monkeypatch):
     queries = [QUERIES[n % 2] for n in range(12)]
     async with served(MULTI_VECTOR, rows_per_slot=32, tokenizer=IdsInRuns()) as model:
         embedded = await model.ask(Output.TOKEN_VECTORS, *queries, *MANY[:12], **ranking(12))
-        scores = collector_of(embedded).scores().tolist()
+        scores = made_of(embedded).scores().tolist()
         assert scores == pytest.approx(expected_scores(model, queries, MANY[:12]), abs=1e-6)
         with pytest.raises(BadRequest, match=r"The queries have 43 tokens or more: .* at most 40 in a request"):
             await model.ask(Output.TOKEN_VECTORS, *queries, *queries[:5], *MANY[:17], **ranking(17))
@@ -343,15 +333,14 @@ async def test_documents_for_a_long_query_are_compared_in_a_thread_when_there_is
 ):
     monkeypatch.setattr(delivery, "FLOATS_PER_TURN", floats_per_turn)
     allow(monkeypatch, num_tokens=30)
-    for module in (pipeline, max_sim):
-        monkeypatch.setattr(module, "MAX_SHORT_QUERY", 2)
+    monkeypatch.setattr(streams, "MAX_SHORT_QUERY", 2)
     threads, kept = [], []
     compare_held = MaxSimRows.compare_held
 
-    def noting(collector: MaxSimRows) -> None:
+    def noting(made: MaxSimRows) -> None:
         threads.append(threading.current_thread())
-        kept.append(collector.num_floats // MULTI_VECTOR.token_dim)
-        compare_held(collector)
+        kept.append(made.num_floats // MULTI_VECTOR.token_dim)
+        compare_held(made)
 
     monkeypatch.setattr(MaxSimRows, "compare_held", noting)
     long, short = QUERIES
@@ -363,7 +352,7 @@ async def test_documents_for_a_long_query_are_compared_in_a_thread_when_there_is
             assert 1 <= len(threads) <= 12, "not for each document"
             assert threading.current_thread() not in threads
             assert max(kept) < 30 + 9
-            scores = collector_of(embedded).scores().tolist()
+            scores = made_of(embedded).scores().tolist()
             assert scores == pytest.approx(expected_scores(model, of_each, documents), abs=1e-6)
             threads.clear()
 
@@ -392,7 +381,7 @@ async def test_a_document_whose_worker_dies_is_counted_once(monkeypatch):
         while not asked.done():
             answer(await other.receive())
             await asyncio.sleep(0.05)
-        scores = collector_of(await asked).scores().tolist()
+        scores = made_of(await asked).scores().tolist()
         assert scores == pytest.approx(expected_scores(model, [QUERIES[1]] * 6, documents), abs=1e-6)
 
 
@@ -432,10 +421,9 @@ def weighed(bench: Bench, tmp_path: Path) -> Weighed:
 
 
 def vectors_of(embedded: Embedded) -> list[dict[int, float]]:
-    [rows] = embedded.collectors
-    assert isinstance(rows, SparseRows)
-    assert all((np.diff(indices) > 0).all() for indices, _ in rows.vectors)
-    return [dict(zip(indices.tolist(), weights.tolist(), strict=True)) for indices, weights in rows.vectors]
+    vectors = made_of(embedded)
+    assert all((np.diff(indices) > 0).all() for indices, _ in vectors)
+    return [dict(zip(indices.tolist(), weights.tolist(), strict=True)) for indices, weights in vectors]
 
 
 @pytest.mark.parametrize("num_copies", [1, 3000], ids=["at once", "in runs"])

@@ -220,7 +220,7 @@ class Gate:
 
     num_inputs = num_chars = 0
 
-    async def embed(self, request: EmbedRequest, *_: object) -> None:
+    async def run(self, request: EmbedRequest, *_: object) -> None:
         inputs = request.inputs
         texts = [text for each in inputs for text in (each if isinstance(each, Pair) else (each,))]
         self.count(texts, len(inputs))

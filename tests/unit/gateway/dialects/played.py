@@ -18,10 +18,9 @@ from tests.unit.gateway.test_service import http_request
 from tests.unit.gateway.test_several_models import ALIAS_DEFAULTS, ALIASES, CARDS, Bench, Recorder, json_of
 from vecd.gateway.api.operation import ParsedMessages
 from vecd.gateway.config import AliasDefaults, GatewayConfig
-from vecd.gateway.encoding.fragments import Encoder
-from vecd.gateway.encoding.result import FloatRows
+from vecd.gateway.encoding.result import Encoder
 from vecd.gateway.errors import INPUT, ApiError, EngineFailed, Unavailable
-from vecd.gateway.request import Embedded, EmbedRequest, InputReport, Source, Token
+from vecd.gateway.request import Embedded, EmbedRequest, FloatRows, InputReport, Source, Token
 from vecd.gateway.tokenization.late_chunks import LateChunks
 from vecd.model.card import ModelCard
 from vecd.model.steps import PairTemplate, ScoreHead, Step
@@ -61,7 +60,7 @@ class Played(Recorder):
         self.asked: Any = None
         self.rendered: Any = None
 
-    async def embed(self, request: EmbedRequest, *rest: Any) -> Embedded:
+    async def run(self, request: EmbedRequest, *rest: Any) -> Embedded:
         if request.inputs[0] == "late":
             raise Unavailable("No worker is up", retry_after_s=1)
         if request.inputs[0] == "poison":
@@ -74,15 +73,18 @@ class Played(Recorder):
         rows = self._rows(2 * num, width)
         ids, offsets = np.array([1, 2], np.int32), np.array([[0, 1], [0, 1]], np.int32)
         spans = np.array([[0, 1]], np.int32), np.array([[0, 2]], np.int32), (0, 0), 2, np.array([False])
-        collectors = Encoder(self._card).make_collectors(request, [ids] * num, [LateChunks(*spans)] * num)
-        for collector in collectors:
+        makes = Encoder(self._card, tokenizer=cast(Any, self)).makes(request, [ids] * num)
+        if request.late is not None:
+            makes[0].made.chunks.extend([LateChunks(*spans)] * num)
+        for make in makes:
             if request.output.is_per_token or request.late is not None:
                 for index in range(num):
-                    collector.put_tokens(index, rows[2 * index : 2 * index + 2], 0)
+                    make.put(index, rows[2 * index : 2 * index + 2], 0)
             else:
-                collector.put(0, np.ascontiguousarray(rows[:num]))
+                make.put(0, np.ascontiguousarray(rows[:num]), 0)
         reports = (InputReport(3, False, 1, Source.TEXT),) * num if request.wants_report else ()
-        return embedded_of(*collectors, reports=reports, token_ids=(ids,) * num, offsets=(offsets,) * num)
+        made = [make.made for make in makes]
+        return embedded_of(*made, reports=reports, token_ids=(ids,) * num, offsets=(offsets,) * num)
 
     async def describe(self, parsed: Any, *_: object) -> None:
         self.asked = {"texts": parsed.texts, "add_special_tokens": parsed.add_special_tokens, "prompt": parsed.prompt}

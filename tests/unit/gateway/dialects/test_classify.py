@@ -11,7 +11,7 @@ from jsonschema_rs import validator_for
 from tests.support.arrays import COLBERT, MOODS, NER, SPLADE, TOXIC, rendered, rows
 from tests.support.asking import PLAIN, answer, ask, body_of, changed, refusal
 from vecd.gateway.dialects import openai, tei, vllm
-from vecd.gateway.encoding.result import ScoreRows, TokenRows
+from vecd.gateway.encoding.forms import Matrix
 from vecd.gateway.errors import WrongModel
 from vecd.gateway.request import Overflow, Pair, Tokenizing
 from vecd.shm.output import Output
@@ -29,10 +29,10 @@ SOFTMAX = [[0.09003057317038046, 0.6652409557748218, 0.24472847105479764], [0.5,
 """Computed with math.exp."""
 
 
-def scores(logits: np.ndarray) -> ScoreRows:
-    collected = ScoreRows(*logits.shape)
-    collected.put(0, logits)
-    return collected
+def scores(logits: np.ndarray) -> Matrix:
+    made = Matrix(*logits.shape)
+    made.put(0, logits, 0)
+    return made
 
 
 # --- /predict ---------------------------------------------------------------------------------------------------
@@ -171,10 +171,8 @@ TEXT = "Él Ada Lovelace"
 TOKENS: dict[str, Any] = {"token_ids": (IDS,), "offsets": (OFFSETS,)}
 
 
-def token_scores() -> TokenRows:
-    collected = TokenRows(1, 3)
-    collected.put_tokens(0, TOKEN_LOGITS, 0)
-    return collected
+def token_scores() -> list[np.ndarray]:
+    return [TOKEN_LOGITS]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jsonschema_rs import validator_for
 
 from tests.support.cards import CLASSIFIER, DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
 from tests.unit.gateway.dialects.played import Client
-from vecd.gateway.encoding.result import FloatRows
+from vecd.gateway.request import FloatRows
 from vecd.model.steps import Step
 
 MODELS = {

@@ -11,11 +11,10 @@ from tests.support.arrays import COLBERT, M3, SPLADE, render, rendered, rows
 from tests.support.asking import PLAIN, ask, changed, refusal
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import openai, tei, vllm
-from vecd.gateway.encoding.forms import HybridRows
-from vecd.gateway.encoding.result import TokenRows
-from vecd.gateway.encoding.sparse import SparseRows
+from vecd.gateway.encoding.sparse import SparseVector
+from vecd.gateway.encoding.streams import Hybrid
 from vecd.gateway.errors import BadRequest, WrongModel
-from vecd.gateway.request import EmbedRequest, Role, SparseOptions
+from vecd.gateway.request import EmbedRequest, FloatRows, Role
 from vecd.shm.output import Output
 
 EMBEDDINGS = openai.DIALECT.operations["POST /v1/embeddings"]
@@ -24,27 +23,20 @@ EMBED_SPARSE = tei.DIALECT.operations["POST /embed_sparse"]
 POOLING = vllm.DIALECT.operations["POST /pooling"]
 
 
-def sparse_rows(*vectors: dict[int, float]) -> SparseRows:
-    collected = SparseRows(len(vectors), SparseOptions())
-    for index, weights in enumerate(vectors):
-        row = np.zeros((1, 8), np.float32)
-        for token_id, weight in weights.items():
-            row[0, token_id] = weight
-        collected.put(index, row)
-    return collected
+def sparse_rows(*vectors: dict[int, float]) -> list[SparseVector]:
+    ordered = [sorted(weights.items()) for weights in vectors]
+    return [
+        (np.array([token_id for token_id, _ in each], np.int32), np.array([weight for _, weight in each], np.float32))
+        for each in ordered
+    ]
 
 
-def token_rows(*matrices: Any) -> TokenRows:
-    collected = TokenRows(len(matrices), 2)
-    for index, matrix in enumerate(matrices):
-        collected.put_whole(index, rows(*matrix) if len(matrix) else np.empty((0, 2), np.float32))
-    return collected
+def token_rows(*matrices: Any) -> list[FloatRows]:
+    return [rows(*matrix) if len(matrix) else np.empty((0, 2), np.float32) for matrix in matrices]
 
 
-def hybrid_rows() -> HybridRows:
-    collected = HybridRows(1, 2, sparse_rows({3: 0.5}), token_rows([[3, 4], [0, 2]]))
-    collected.dense[0] = (0.6, 0.8)
-    return collected
+def hybrid_rows() -> Hybrid:
+    return Hybrid(rows([0.6, 0.8]), sparse_rows({3: 0.5}), token_rows([[3, 4], [0, 2]]))
 
 
 def requested(model_info: ModelInfo, **fields: Any) -> EmbedRequest:

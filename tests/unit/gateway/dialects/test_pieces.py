@@ -15,11 +15,10 @@ from vecd.gateway.api.operation import ParsedEmbed
 from vecd.gateway.app.app import render_steps
 from vecd.gateway.app.routes import Claim
 from vecd.gateway.dialects import openai, tei, vllm
-from vecd.gateway.encoding.fragments import JsonRows, Matrix, conversion, matrix_pieces
+from vecd.gateway.encoding.forms import Matrix, conversion
 from vecd.gateway.encoding.labels import AGGREGATIONS, TOKENS_PER_STEP
-from vecd.gateway.encoding.result import TokenRows
-from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.request import Dtype, EmbedRequest, Encoding, Form, Response, SparseOptions
+from vecd.gateway.encoding.result import JsonTokens, matrix_pieces
+from vecd.gateway.request import Dtype, EmbedRequest, Encoding, FloatRows, Form, Response
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.tokenizer import TokenVocabulary
 
@@ -30,8 +29,8 @@ ZERO_SHOT = openai.DIALECT.operations["POST /v1/classify"]
 NUM = 1_000
 
 
-def pieces_of(asked: ParsedEmbed, *collectors: Any, **changes: Any) -> Iterator[bytes]:
-    body = asked.render(embedded_of(*collectors, **changes)).body
+def pieces_of(asked: ParsedEmbed, made: Any, **changes: Any) -> Iterator[bytes]:
+    body = asked.render(embedded_of(made, **changes)).body
     assert not isinstance(body, bytes | list)
     return map(bytes, body)
 
@@ -46,10 +45,8 @@ def seen_vocabulary(seen: list[int]) -> TokenVocabulary:
     return TokenVocabulary(text_of)
 
 
-def token_rows(width: int) -> TokenRows:
-    collected = TokenRows(1, width)
-    collected.put_tokens(0, np.random.default_rng(1).normal(size=(NUM, width)).astype(np.float32), 0)
-    return collected
+def token_rows(width: int) -> list[FloatRows]:
+    return [np.random.default_rng(1).normal(size=(NUM, width)).astype(np.float32)]
 
 
 AT = np.arange(NUM, dtype=np.int32)
@@ -65,7 +62,7 @@ def test_entities_are_found_so_many_tokens_at_a_time(operation, field, aggregati
     body = {field: "x" * NUM, "aggregation_strategy": aggregation, "ignore_labels": []}
     collected = token_rows(3)
     if is_one_span:
-        collected.matrices[0][:] = (9, 0, 0)
+        collected[0][:] = (9, 0, 0)
     asked = ask(operation, body, model_info=model_info)
     assert asked.is_large
     num_scores = num_before = most = 0
@@ -122,10 +119,10 @@ def test_pieces_of_a_matrix_make_what_its_rows_make_together(width, encoding, dt
     """And a piece of wide rows has fewer."""
     form = Form(encoding, dtype)
     matrix = np.random.default_rng(1).uniform(-0.1, 0.1, size=(500 if width < 1024 else 12, width)).astype(np.float32)
-    whole = JsonRows(1, encoding, conversion(form, width))
-    whole.put_tokens(0, matrix, 0)
+    whole = JsonTokens(1, encoding, conversion(form, width), width, [])
+    whole.put(0, matrix, 0)
     pieces = list(matrix_pieces(matrix, form))
-    assert b"".join(pieces) == whole.fragments[0]
+    assert b"".join(pieces) == whole.made[0]
     most = max(3, min(TOKENS_PER_STEP, 32 * 1024 // width))
     assert len(pieces) - 1 >= len(matrix) / most
 
@@ -133,15 +130,14 @@ def test_pieces_of_a_matrix_make_what_its_rows_make_together(width, encoding, dt
 def test_weights_of_a_sparse_vector_are_written_so_many_at_a_time():
     seen: list[int] = []
     model_info = changed(SPLADE, vocab_size=NUM, vocabulary=seen_vocabulary(seen))
-    collected = SparseRows(1, SparseOptions())
-    collected.put(0, np.arange(1, NUM + 1, dtype=np.float32)[None])
+    vectors = [(AT, np.arange(1, NUM + 1, dtype=np.float32))]
     for operation, body in (
         (SPARSE, {"inputs": "a"}),
         (EMBEDDINGS, {"input": "a", "output": "sparse", "return_tokens": True}),
         (EMBEDDINGS, {"input": "a", "output": "sparse", "sparse_format": "map"}),
     ):
         num_before = len(seen)
-        for piece in pieces_of(ask(operation, body, model_info=model_info), collected):
+        for piece in pieces_of(ask(operation, body, model_info=model_info), vectors):
             assert piece.count(b",") <= 2 * TOKENS_PER_STEP
             assert len(seen) - num_before <= TOKENS_PER_STEP
             num_before = len(seen)
@@ -153,7 +149,7 @@ def test_labels_of_zero_shot_are_written_so_many_at_a_time():
     names = [f"n{index}" for index in range(NUM)]
     asked = ask(ZERO_SHOT, {"input": ["a", "b"], "labels": names}, model_info=changed(PLAIN, max_inputs=2 * NUM))
     matrix = Matrix(NUM + 2, 2)
-    matrix.put(0, np.random.default_rng(1).normal(size=(NUM + 2, 2)).astype(np.float32))
+    matrix.put(0, np.random.default_rng(1).normal(size=(NUM + 2, 2)).astype(np.float32), 0)
     pieces = list(pieces_of(asked, matrix))
     assert max(piece.count(b'"label"') for piece in pieces) == TOKENS_PER_STEP
     first, second = orjson.loads(b"".join(pieces))["data"]

@@ -15,7 +15,8 @@ from tests.support.asking import PLAIN, ask, body_of, changed, embedded_of, read
 from vecd.gateway.api.operation import Operation
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import rerank, tei, vllm
-from vecd.gateway.encoding.result import DroppedTokens, MaxSimRows, ScoreRows
+from vecd.gateway.encoding.forms import Matrix
+from vecd.gateway.encoding.streams import MaxSimRows
 from vecd.gateway.errors import BadRequest, TooManyInputs, WrongModel
 from vecd.gateway.request import Embedded, EmbedRequest, Overflow, Pair, Role, Tokenizing
 from vecd.model.steps import PairTemplate, ScoreHead, TokenHead
@@ -42,19 +43,18 @@ MULTI_VECTOR = changed(COLBERT, max_inputs=6)
 def of_logits(logits: Sequence[Any], **changes: Any) -> Embedded:
     """The result of a model with scores: a number for each input, or a list with one for each label."""
     matrix = np.array(logits, dtype=np.float32).reshape(len(logits), -1)
-    collector = ScoreRows(*matrix.shape)
-    collector.put(0, matrix)
-    return embedded_of(collector, **changes)
+    made = Matrix(*matrix.shape)
+    made.put(0, matrix, 0)
+    return embedded_of(made, **changes)
 
 
 def of_matrices(*matrices: np.ndarray, num_queries: int = 1, is_mean: bool = False) -> Embedded:
     """The result of a multi-vector model: the vectors of the tokens of each input, the queries first."""
     request = EmbedRequest(["text"] * len(matrices), tokenizing=Tokenizing(num_queries=num_queries))
-    dropped = DroppedTokens(TokenHead(steps=()), request, (), drops_first=False)
-    collector = MaxSimRows(len(matrices), num_queries, dropped, is_mean=is_mean)
+    made = MaxSimRows(request, TokenHead(steps=(), is_mean=is_mean), matrices[0].shape[1], [])
     for index, matrix in enumerate(matrices):
-        collector.put_tokens(index, matrix, 0)
-    return embedded_of(collector)
+        made.put(index, matrix, 0)
+    return embedded_of(made)
 
 
 def rank(

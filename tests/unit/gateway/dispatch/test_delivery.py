@@ -11,9 +11,9 @@ import pytest
 
 from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.workers import InFlight, WorkerLink
-from vecd.gateway.encoding.result import PendingResult
+from vecd.gateway.encoding.result import Result
 from vecd.gateway.errors import ServerError
-from vecd.gateway.request import Collector, Priority, TokenizedInput
+from vecd.gateway.request import Chunk, Make, Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.shm.output import Output
@@ -36,22 +36,19 @@ class Turns:
             await asyncio.sleep(0)
 
 
-class Rows(Collector):
-    """A collector that notes each row's first number, and in which turn it came. It cannot take `refused`."""
+class Rows(Make):
+    """Notes each row's first number, and in which turn it came. It cannot take `refused`."""
 
     def __init__(self, turns: Turns, refused: float | None = None) -> None:
         self.turns = turns
         self.refused = refused
         self.seen: list[tuple[int, float]] = []
 
-    def put(self, index: int, rows: np.ndarray) -> None:
+    def put(self, index: int, rows: np.ndarray, num_left: int) -> None:
         for row in rows:
             if row[0] == self.refused:
                 raise ZeroDivisionError("no such number")
             self.seen.append((self.turns.now, float(row[0])))
-
-    def put_tokens(self, index: int, rows: np.ndarray, num_left: int) -> None:
-        self.put(index, rows)
 
 
 class Case:
@@ -65,9 +62,9 @@ class Case:
         slots = SlotViews(self.rows, np.zeros(num_slots, np.int64), np.zeros(1, np.int64))
         self.link = WorkerLink(Incarnation(0, 1), slots, {}, CostModel(1000))
 
-    def request(self, num_rows: int, refused: float | None = None) -> tuple[PendingResult, Rows, RequestQueue]:
+    def request(self, num_rows: int, refused: float | None = None) -> tuple[Result, Rows, RequestQueue]:
         rows = Rows(self.turns, refused)
-        pending = PendingResult(num_rows, (rows,), asyncio.get_running_loop())
+        pending = Result(num_rows, (rows,), asyncio.get_running_loop())
         return pending, rows, RequestQueue(pending, Priority.NORMAL, float("inf"), "")
 
     def answered(self, slot: int, sequences: list[QueuedSequence]) -> InFlight:
@@ -145,3 +142,47 @@ async def test_a_request_whose_rows_cannot_be_encoded_fails_alone(turns, output:
     seen = [[number for _, number in rows.seen] for _, rows, _ in (first, last)]
     assert seen == [[0, 1], [num_rows + 2, num_rows + 3]]
     assert caplog.messages == ["the rows of a request cannot be encoded: ZeroDivisionError"]
+
+
+@pytest.mark.parametrize("sick_is_copied", [False, True])
+async def test_a_copy_of_a_row_that_cannot_be_encoded_fails_alone(turns, sick_is_copied: bool, caplog):
+    """Of the request that computes the row, and of one that gets a copy, one cannot take it."""
+    case = Case(turns, num_slots=1, rows_per_slot=4)
+    refused = [None, 1.0] if sick_is_copied else [1.0, None]
+    (leader, seen, queue), (follower, copied, other_queue) = (case.request(2, each) for each in refused)
+    batch = case.answered(0, sequences(queue, 2))
+    batch.copies = [(sequence, position) for position, sequence in enumerate(sequences(other_queue, 2))]
+    case.delivery.add(case.link, batch)
+    well, sick = (leader, follower) if sick_is_copied else (follower, leader)
+    await well.finished
+    with pytest.raises(ServerError, match="The server failed on this request"):
+        await sick.finished
+    assert [number for _, number in (seen if sick_is_copied else copied).seen] == [0, 1]
+    assert (case.delivered, case.delivery.num_rows) == ([1], 0)
+    assert caplog.messages == ["the rows of a request cannot be encoded: ZeroDivisionError"]
+
+
+async def test_a_chunk_whose_row_cannot_be_added_fails_its_request_alone(turns, caplog):
+    """As an input whose chunks nobody has announced."""
+    case = Case(turns, num_slots=1, rows_per_slot=4)
+    (sick, _, queue), (well, _, other_queue) = case.request(1), case.request(1)
+    chunk = QueuedSequence(queue, 0, Chunk(b"", 1, 1))
+    case.delivery.add(case.link, case.answered(0, [chunk, *sequences(other_queue, 1)]))
+    await well.finished
+    with pytest.raises(ServerError, match="The server failed on this request"):
+        await sick.finished
+    assert caplog.messages == ["the rows of a request cannot be encoded: KeyError"]
+
+
+async def test_rows_that_cannot_be_kept_are_delivered_all_the_same(turns, caplog):
+    case = Case(turns, num_slots=1, rows_per_slot=4)
+
+    def keep(*_: object) -> None:
+        raise MemoryError
+
+    case.delivery = Delivery(widths={}, on_delivered=lambda *_: None, keep=keep)
+    result, rows, queue = case.request(2)
+    case.delivery.add(case.link, case.answered(0, sequences(queue, 2)))
+    await result.finished
+    assert [number for _, number in rows.seen] == [0, 1]
+    assert caplog.messages == ["rows cannot be kept"]

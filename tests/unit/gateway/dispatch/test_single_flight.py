@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.dispatching import EPOCH, SPEC, Dispatched, Request, sequences_of, tokenized
-from vecd.gateway.encoding.result import ChunkedInput
 from vecd.gateway.errors import EngineFailed, PoisonInput, Unavailable
 from vecd.gateway.request import Chunk, Priority
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
@@ -209,10 +208,10 @@ async def test_other_outputs_and_other_tokens_are_other_sequences(flights):
 async def test_a_chunk_follows_and_keeps_its_weight(flights):
     request = Request(1)
     request.request_queue = request_queue = RequestQueue(request, NORMAL)
-    chunked = ChunkedInput(2, is_normalized=False)
+    request.expect_chunks(0, 2, is_normalized=False)
     chunks = [Chunk(tokenized([n, n]).token_ids, 2, weight) for n, weight in ((4, 1), (8, 3))]
     flights.request(8)
-    flights.queue(request_queue, [QueuedSequence(request_queue, 0, chunk, chunked=chunked) for chunk in chunks])
+    flights.queue(request_queue, [QueuedSequence(request_queue, 0, chunk) for chunk in chunks])
     flights.add_worker()
     assert await flights.answer_all() == [[8, 8], [4, 4]]
     assert request.fragments == [b"7"]  # (4 · 1 + 8 · 3) / 4

@@ -13,20 +13,20 @@ from hypothesis.extra.numpy import arrays
 
 from vecd.gateway.api.answer import render_rows
 from vecd.gateway.encoding.forms import (
+    Matrix,
     Names,
     check_forms,
     default_ranges,
     from_bfloat16,
     normalize,
+    stored_dtype,
     to_bfloat16,
     to_binary,
     to_ubinary,
 )
-from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix, encode_base64, encode_float, stored_dtype
-from vecd.gateway.encoding.result import PendingResult
+from vecd.gateway.encoding.result import Encoder, JsonRows, Result, encode_base64, encode_float
 from vecd.gateway.errors import BadRequest
-from vecd.gateway.request import Collector, Dtype, Embedded, EmbedRequest, Encoding, Form, Priority, TokenizedInput
-from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
+from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form, Make
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
 from vecd.shm.output import Output
@@ -55,51 +55,45 @@ def unit_rows(num_rows: int, dim: int) -> np.ndarray:
     return normalize(np.random.default_rng(num_rows * dim).standard_normal((num_rows, dim), dtype=np.float32))
 
 
-def kept(collector: Collector) -> list[bytes]:
-    assert isinstance(collector, JsonRows | Matrix)
-    rows = collector.fragments if isinstance(collector, JsonRows) else collector.rows
-    return [bytes(row) for row in rows]
+def kept(make: Make) -> list[bytes]:
+    return [bytes(row) for row in (make.rows if isinstance(make, Matrix) else make.made)]
 
 
-def decoded(collector: JsonRows | Matrix) -> np.ndarray:
+def decoded(make: JsonRows | Matrix) -> np.ndarray:
     """What a caller has of it, in the machine's order; bfloat16 as float32."""
-    form = collector.form if isinstance(collector, Matrix) else Form()
-    if isinstance(collector, Matrix):
-        body = body_of(collector)
+    form = make.form if isinstance(make, Matrix) else Form()
+    if isinstance(make, Matrix):
+        body = body_of(make)
         if form.encoding is Encoding.NPY:
             return np.load(BytesIO(body), allow_pickle=False)
-        rows = np.frombuffer(body, stored_dtype(form)).reshape(len(collector.rows), -1)
+        rows = np.frombuffer(body, stored_dtype(form)).reshape(len(make.rows), -1)
         return from_bfloat16(rows) if form.dtype is Dtype.BFLOAT16 else rows
-    return np.array([orjson.loads(fragment) for fragment in collector.fragments])
+    return np.array([orjson.loads(fragment) for fragment in make.made])
 
 
-def decoded_base64(collector: JsonRows | Matrix, form: Form) -> np.ndarray:
-    assert isinstance(collector, JsonRows)
-    texts = [base64.b64decode(orjson.loads(fragment), validate=True) for fragment in collector.fragments]
+def decoded_base64(make: JsonRows | Matrix, form: Form) -> np.ndarray:
+    assert isinstance(make, JsonRows)
+    texts = [base64.b64decode(orjson.loads(fragment), validate=True) for fragment in make.made]
     rows = np.array([np.frombuffer(text, stored_dtype(form)) for text in texts])
     return from_bfloat16(rows) if form.dtype is Dtype.BFLOAT16 else rows
 
 
 def collected(rows: np.ndarray, form: Form, card: ModelCard | None = None, **fields) -> JsonRows | Matrix:
     encoder = Encoder(card or card_of(rows.shape[1]))
-    [collector] = encoder.make_collectors(request_of(len(rows), form, **fields))
-    assert isinstance(collector, JsonRows | Matrix)
-    collector.put(0, rows)
-    return collector
+    [make] = encoder.makes(request_of(len(rows), form, **fields), [])
+    assert isinstance(make, JsonRows | Matrix)
+    make.put(0, rows, 0)
+    return make
 
 
 def matrix_of(rows: np.ndarray, form: Form, card: ModelCard | None = None, **fields) -> Matrix:
-    collector = collected(rows, form, card, **fields)
-    assert isinstance(collector, Matrix)
-    return collector
-
-
-def json_collectors(encoder: Encoder, request: EmbedRequest) -> list[JsonRows]:
-    return [collector for collector in encoder.make_collectors(request) if isinstance(collector, JsonRows)]
+    make = collected(rows, form, card, **fields)
+    assert isinstance(make, Matrix)
+    return make
 
 
 def body_of(matrix: Matrix) -> bytes:
-    body = render_rows(matrix, Embedded(model="m", num_tokens=1)).body
+    body = render_rows(Embedded((matrix,), model="m", num_tokens=1)).body
     return body if isinstance(body, bytes) else b"".join(body)
 
 
@@ -131,10 +125,10 @@ def test_float_is_the_shortest_form():
 def test_rows_may_come_in_any_order_and_are_not_borrowed(form):
     rows = unit_rows(5, 16)
     in_order = collected(rows, form)
-    [in_parts] = Encoder(card_of()).make_collectors(request_of(5, form))
+    [in_parts] = Encoder(card_of()).makes(request_of(5, form), [])
     for start, end in ((4, 5), (1, 4), (0, 1)):
         slot = rows[start:end].copy()
-        in_parts.put(start, slot)
+        in_parts.put(start, slot, 0)
         slot[:] = np.nan
     assert kept(in_parts) == kept(in_order)
 
@@ -190,10 +184,10 @@ def test_the_order_of_bytes_is_the_one_that_was_asked_for():
 def test_several_forms_are_answered_each_in_its_place():
     rows = unit_rows(3, 16)
     forms = [Form(dtype=dtype) for dtype in Dtype] + [Form(Encoding.BASE64), Form(Encoding.NPY, Dtype.FLOAT16)]
-    collectors = Encoder(card_of()).make_collectors(request_of(3, *forms))
-    for collector in collectors:
-        collector.put(0, rows)
-    assert [kept(collector) for collector in collectors] == [kept(collected(rows, form)) for form in forms]
+    makes = Encoder(card_of()).makes(request_of(3, *forms), [])
+    for make in makes:
+        make.put(0, rows, 0)
+    assert [kept(make) for make in makes] == [kept(collected(rows, form)) for form in forms]
 
 
 # --- length and dimensions --------------------------------------------------------------------------------------
@@ -221,9 +215,9 @@ def test_fewer_dimensions_are_the_first_ones_brought_to_length_1(form):
 )
 def test_a_model_with_truncate_dim_is_cut_unless_the_request_says_otherwise(fields, expected):
     rows = unit_rows(3, 24)
-    [collector] = Encoder(replace(card_of(24), truncate_dim=16)).make_collectors(request_of(3, Form(), **fields))
-    collector.put(0, rows)
-    assert [orjson.loads(row) for row in kept(collector)] == pytest.approx(expected(rows), abs=1e-7)
+    [make] = Encoder(replace(card_of(24), truncate_dim=16)).makes(request_of(3, Form(), **fields), [])
+    make.put(0, rows, 0)
+    assert [orjson.loads(row) for row in kept(make)] == pytest.approx(expected(rows), abs=1e-7)
 
 
 @pytest.mark.parametrize("encoding", Encoding)
@@ -256,10 +250,10 @@ def test_length_1_is_made_where_it_is_asked_for_and_not_there(encoding, is_norma
 _TOKENS = {"output": Output.TOKENS, "normalize": True}
 
 
-def put_tokens(collector: JsonRows | Matrix, index: int, rows: np.ndarray, *cuts: int) -> None:
+def put_tokens(make: Make, index: int, rows: np.ndarray, *cuts: int) -> None:
     for start, end in zip((0, *cuts), (*cuts, len(rows)), strict=True):
         slot = rows[start:end].copy()
-        collector.put_tokens(index, slot, len(rows) - end)
+        make.put(index, slot, len(rows) - end)
         slot[:] = np.nan
 
 
@@ -269,24 +263,23 @@ def test_tokens_are_lists_of_lists_or_one_matrix_in_base64_in_however_many_parts
     cuts = np.cumsum(sizes).tolist()
     matrices = [unit_rows(1, 16), unit_rows(sum(sizes) + 2, 16)]
     form, model = Form(Encoding.BASE64, dtype, is_big_endian), card_of(is_normalized=False)
-    as_numbers, in_base64 = json_collectors(
-        Encoder(card_of(hidden_size=16)), request_of(2, Form(dtype=dtype), form, **_TOKENS)
-    )
-    for collector in (as_numbers, in_base64):
-        put_tokens(collector, 1, matrices[1], *cuts)
-        put_tokens(collector, 0, matrices[0])
+    request = request_of(2, Form(dtype=dtype), form, **_TOKENS)
+    as_numbers, in_base64 = Encoder(card_of(hidden_size=16)).makes(request, [])
+    for make in (as_numbers, in_base64):
+        put_tokens(make, 1, matrices[1], *cuts)
+        put_tokens(make, 0, matrices[0])
     for index, rows in enumerate(matrices):
         one_by_one = kept(collected(rows, Form(dtype=dtype), model, normalize=True))
-        assert orjson.loads(as_numbers.fragments[index]) == [orjson.loads(fragment) for fragment in one_by_one]
-        text = base64.b64decode(orjson.loads(in_base64.fragments[index]), validate=True)
+        assert orjson.loads(as_numbers.made[index]) == [orjson.loads(fragment) for fragment in one_by_one]
+        text = base64.b64decode(orjson.loads(in_base64.made[index]), validate=True)
         assert text == body_of(matrix_of(rows, Form(Encoding.BYTES, dtype, is_big_endian), model, normalize=True))
 
 
 def test_tokens_have_the_hidden_states_size_and_are_not_normalized_unasked():
     rows = unit_rows(3, 8) * 5
-    [collector] = json_collectors(Encoder(card_of(16, hidden_size=8)), request_of(1, Form(), output=Output.TOKENS))
-    collector.put_tokens(0, rows, 0)
-    assert np.array_equal(np.array(orjson.loads(collector.fragments[0]), dtype=np.float32), rows)
+    [make] = Encoder(card_of(16, hidden_size=8)).makes(request_of(1, Form(), output=Output.TOKENS), [])
+    make.put(0, rows, 0)
+    assert np.array_equal(np.array(orjson.loads(make.made[0]), dtype=np.float32), rows)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------
@@ -320,7 +313,7 @@ def test_what_cannot_be_answered_names_its_field(card, has_ranges, request_, par
     assert f"'{param}'" in caught.value.message
     # A dialect that forgets to ask gets no other vectors than were asked for.
     with pytest.raises(BadRequest, match=r"must be|multiple|bfloat16|length 1|ranges"):
-        Encoder(card, ranges_file(tmp_path, card.dim) if has_ranges else None).make_collectors(request_)
+        Encoder(card, ranges_file(tmp_path, card.dim) if has_ranges else None).makes(request_, [])
 
 
 def ranges_file(folder, dim: int) -> str:
@@ -337,12 +330,13 @@ def test_a_file_of_ranges_is_used_for_the_models_own_vectors(tmp_path, is_normal
     card = card_of(is_normalized=is_normalized)
     request = request_of(1, INT8, UINT8, **fields)
     check_forms(request, card, has_ranges=True)
-    int8, uint8 = json_collectors(Encoder(card, ranges_file(tmp_path, 16)), request)
+    int8, uint8 = Encoder(card, ranges_file(tmp_path, 16)).makes(request, [])
+    assert isinstance(uint8, JsonRows)
     row = np.zeros((1, 16), dtype=np.float32)
     row[0, :4] = [-0.25, 0.5, 0.125, -1]
-    for collector in (int8, uint8):
-        collector.put(0, row)
-    codes = np.array(orjson.loads(int8.fragments[0]))
+    for make in (int8, uint8):
+        make.put(0, row, 0)
+    codes = np.array(orjson.loads(int8.made[0]))
     assert codes.tolist() == [-128, 127, -1, -128] + [-128 + 85] * 12
     assert np.array_equal(decoded_base64(uint8, UINT8)[0], codes + 128)
 
@@ -350,16 +344,15 @@ def test_a_file_of_ranges_is_used_for_the_models_own_vectors(tmp_path, is_normal
 @pytest.mark.parametrize("output", [Output.VECTORS, Output.TOKENS])
 async def test_a_row_that_the_form_cannot_hold_fails_its_request_alone(output):
     card = card_of(is_normalized=False)
-    collectors = Encoder(card).make_collectors(request_of(1, Form(dtype=Dtype.FLOAT16), output=output))
-    pending = PendingResult(1, collectors, asyncio.get_running_loop())
+    makes = Encoder(card).makes(request_of(1, Form(dtype=Dtype.FLOAT16), output=output), [])
+    result = Result(1, makes, asyncio.get_running_loop())
     rows = np.full((1, 16), 1e5, dtype=np.float32)
     if output is Output.TOKENS:
-        request_queue = RequestQueue(pending, Priority.NORMAL, 0.0, "")
-        pending.deliver_one(QueuedSequence(request_queue, 0, TokenizedInput(b"", 1, False), output), rows)
+        result.put(0, rows, 0)
     else:
-        pending.deliver(0, rows)
+        result.put_each(0, rows)
     with pytest.raises(BadRequest, match="float16 ends at 65504") as caught:
-        pending.finished.result()
+        result.finished.result()
     assert "100000" not in caught.value.message
 
 
@@ -380,6 +373,6 @@ def test_a_numpy_file_has_the_type_that_was_asked_for(dtype, little, big):
         array = np.load(BytesIO(body_of(matrix)), allow_pickle=False)
         assert array.dtype.str == expected
         assert np.array_equal(array, _EXPECTED[dtype](rows))
-        assert render_rows(matrix, Embedded(model="m", num_tokens=3)).headers == {
+        assert render_rows(Embedded((matrix,), model="m", num_tokens=3)).headers == {
             "x-vecd-tokens": "3", "x-vecd-dimensions": "16", "x-vecd-dtype": dtype.value, "x-vecd-model": "m",
         }  # fmt: skip

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from vecd.gateway.api.answer import render_rows
-from vecd.gateway.encoding.forms import normalize
-from vecd.gateway.encoding.fragments import Encoder, JsonRows, Matrix
+from vecd.gateway.encoding.forms import Matrix, normalize
+from vecd.gateway.encoding.result import Encoder
 from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, Form
 from vecd.model.card import ModelCard
 from vecd.model.steps import Step
@@ -49,19 +49,18 @@ def test_what_a_snippet_reads_is_the_vector(name, tmp_path, monkeypatch):
     )
     num_inputs = 1 if output is Output.TOKENS else len(_ROWS)
     request = EmbedRequest(["text"] * num_inputs, (form,), output=output)
-    [collector] = Encoder(card, ranges_path).make_collectors(request)
+    [make] = Encoder(card, ranges_path).makes(request, [])
     names = {"np": np, "io": io, "base64": base64, "dim": _DIM, "hidden_size": _DIM}
     if output is Output.TOKENS:
-        collector.put_tokens(0, _ROWS, 0)
+        make.put(0, _ROWS, 0)
     else:
-        collector.put(0, _ROWS)
-    if isinstance(collector, Matrix):
-        pieces = render_rows(collector, Embedded(model="m", num_tokens=1)).body
+        make.put(0, _ROWS, 0)
+    if isinstance(make, Matrix):
+        pieces = render_rows(Embedded((make,), model="m", num_tokens=1)).body
         names["body"] = pieces if isinstance(pieces, bytes) else b"".join(pieces)
         expected = _ROWS
     else:
-        assert isinstance(collector, JsonRows)
-        names["embedding"] = orjson.loads(collector.fragments[0])
+        names["embedding"] = orjson.loads(make.made[0])
         expected = _ROWS if output is Output.TOKENS else _ROWS[0]
     exec(_SNIPPETS[name], names)
     vectors = names["vectors"]

@@ -47,8 +47,8 @@ def test_a_copy_is_read_in_place_of_the_file(tmp_path: Path, name: str) -> None:
 def vector_of(token_ids: list[int], num_prefix: int = 0, num_suffix: int = 0) -> tuple[list[int], list[float]]:
     ids = np.array(token_ids, dtype=np.int32)
     rows = SparseRows(1, SparseOptions(), [ids])
-    rows.put_tokens(0, QueryWeights(WEIGHTS).of_tokens(ids, num_prefix, num_suffix), 0)
-    [(indices, weights)] = rows.vectors
+    rows.put_whole(0, QueryWeights(WEIGHTS).of_tokens(ids, num_prefix, num_suffix))
+    [(indices, weights)] = rows.made
     assert indices.dtype == np.int32
     assert weights.dtype == np.float32
     return indices.tolist(), weights.tolist()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.dispatching import admitting, batching
-from vecd.gateway.encoding.result import PendingResult
+from vecd.gateway.encoding.result import Result
 from vecd.gateway.errors import TooManyRequests
 from vecd.gateway.request import Priority
 from vecd.gateway.scheduling import admission as admission_module
@@ -141,7 +141,7 @@ def test_without_a_place_retry_after_is_when_a_request_will_be_over_and_not_the_
     entrance.policy.queued_tokens = 0
     with entrance.try_enter(20_000) as permit:
         assert entrance.rejection().headers["retry-after-ms"] == "20000", "it is being tokenized"
-        permit.request_queue = RequestQueue(PendingResult(1, (), asyncio.new_event_loop()), NORMAL)
+        permit.request_queue = RequestQueue(Result(1, (), asyncio.new_event_loop()), NORMAL)
         permit.request_queue.num_tokens = entrance.policy.queued_tokens = 8_000
         permit.note_queued()
         assert entrance.rejection().headers["retry-after-ms"] == "8000", "it is queued"

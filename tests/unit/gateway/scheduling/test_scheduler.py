@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.dispatching import batching
-from vecd.gateway.encoding.result import ChunkedInput, PendingResult
+from vecd.gateway.encoding.result import Result
 from vecd.gateway.request import Chunk, Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy
@@ -29,7 +29,7 @@ class Queue:
         self.now = 100.0
 
     def request(self, *lengths: int, priority=Priority.NORMAL, tenant="", output=Output.VECTORS) -> RequestQueue:
-        request_queue = RequestQueue(PendingResult(len(lengths), (), _loop), priority, tenant=tenant)
+        request_queue = RequestQueue(Result(len(lengths), (), _loop), priority, tenant=tenant)
         self.policy.add(request_queue, make_sequences(request_queue, *lengths, output=output), self.now)
         return request_queue
 
@@ -43,7 +43,7 @@ class Queue:
 
 
 def late_request(queue: Queue, deadline: float, tenant="") -> RequestQueue:
-    request_queue = RequestQueue(PendingResult(1, (), _loop), Priority.NORMAL, deadline, tenant)
+    request_queue = RequestQueue(Result(1, (), _loop), Priority.NORMAL, deadline, tenant)
     queue.policy.add(request_queue, make_sequences(request_queue, 10), queue.now)
     return request_queue
 
@@ -149,13 +149,10 @@ def test_a_short_input_in_chunks_is_a_short_request():
     queue = Queue()
     queue.request(*[100] * 100)
     queue.take(max_tokens=512)
-    request_queue = RequestQueue(PendingResult(1, (), _loop), Priority.NORMAL)
-    chunked = ChunkedInput(2, is_normalized=True)
+    request_queue = RequestQueue(Result(1, (), _loop), Priority.NORMAL)
     chunks = [Chunk(array("i", [1] * 10).tobytes(), 10, 8)] * 2
     assert not queue.policy.wants_short_batches(queue.now)
-    queue.policy.add(
-        request_queue, [QueuedSequence(request_queue, 0, chunk, chunked=chunked) for chunk in chunks], queue.now
-    )
+    queue.policy.add(request_queue, [QueuedSequence(request_queue, 0, chunk) for chunk in chunks], queue.now)
     assert queue.policy.wants_short_batches(queue.now)
 
 
@@ -651,7 +648,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         output=st.sampled_from([TOKENS, SPARSE]),
     )
     def request_many_rows(self, lengths, priority, tenant, output):
-        request_queue = RequestQueue(PendingResult(len(lengths) + 8, (), _loop), priority, tenant=tenant)
+        request_queue = RequestQueue(Result(len(lengths) + 8, (), _loop), priority, tenant=tenant)
         self.waiting[request_queue] = []
         self.outputs[request_queue] = output
         self.more(request_queue, lengths)
@@ -813,7 +810,7 @@ def test_a_short_request_and_a_backlog_are_told_apart_for_other_models():
 
 
 def suspects(queue: Queue, *nums_deaths: int) -> list[QueuedSequence]:
-    request_queue = RequestQueue(PendingResult(len(nums_deaths), (), _loop), Priority.NORMAL)
+    request_queue = RequestQueue(Result(len(nums_deaths), (), _loop), Priority.NORMAL)
     sequences = make_sequences(request_queue, *[10] * len(nums_deaths))
     for sequence, num in zip(sequences, nums_deaths, strict=True):
         sequence.deaths = Deaths(num) if num else None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.dispatching import batching
-from vecd.gateway.encoding.result import PendingResult
+from vecd.gateway.encoding.result import Result
 from vecd.gateway.request import Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -52,7 +52,7 @@ class Server:
         self.now = 100.0
 
     def request(self, tenant: str, priority: Priority, lengths: list[int]) -> RequestQueue:
-        request_queue = RequestQueue(PendingResult(len(lengths), (), self._loop), priority, tenant=tenant)
+        request_queue = RequestQueue(Result(len(lengths), (), self._loop), priority, tenant=tenant)
         inputs = [TokenizedInput(b"", length, False) for length in lengths]
         self.policy.add(request_queue, [QueuedSequence(request_queue, *item) for item in enumerate(inputs)], self.now)
         return request_queue
