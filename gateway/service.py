@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vecd.gateway.api.body import Bodies
 from vecd.gateway.api.fields import parse_timeout_s
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.config import GatewayConfig
@@ -76,7 +75,6 @@ class Service:
             vector_cache=self.dispatcher.vector_cache,
             query_weights=read_query_weights(config.card, tokenizer.id_of, config.query_weights),
         )
-        self.bodies = Bodies(config, tokenizer)
         identity = Identity(defaults.alias for defaults in config.alias_defaults)
         self.info = ModelInfo(
             config, self.residence, identity, int(time.time()), generation, tokenizer.least_tokens, tokenizer.vocabulary

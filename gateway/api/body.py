@@ -6,8 +6,7 @@ at once they hold the GIL for 1.6 s.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeVar
 
@@ -15,12 +14,11 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api.large_json import Bounds, FieldNames, PieceReader, invalid_json, is_about_surrogate
-from vecd.gateway.config import GatewayConfig
 from vecd.gateway.errors import BadRequest
 from vecd.gateway.http.framing import Decompression
 from vecd.gateway.request import Coding
-from vecd.gateway.scheduling.admission import Share, TenantRoom
-from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.gateway.scheduling.admission import TenantRoom
+from vecd.gateway.tokenization.fair_pool import Threads
 
 T = TypeVar("T")
 
@@ -43,33 +41,25 @@ _DECOMPRESSOR_BYTES = 256 * 1024
 
 
 class Bodies:
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
-        """A body may become `config.max_body_bytes` long when it is decompressed. The tokenizer says how much of one
-        input is read, and lends its threads."""
-        self._threads, self._max_bytes = tokenizer.threads, config.max_body_bytes
-        self.room = TenantRoom(MAX_WAITING_BYTES, "bodies of {} bytes wait to be parsed", _BYTES_PER_S)
-        self._own_bounds = self._bounds = Bounds(config.max_inputs, tokenizer.max_chars, tokenizer.max_ids)
+    max_bytes: int
+    """A body may become so long when it is decompressed."""
+    bounds: Bounds
+    """How much of a large body is kept, whatever model it is for."""
 
-    def widen(self, others: Sequence["Bodies"]) -> None:
-        """Keep as much of a large body as this or any of `others` was made for, from now on."""
-        bounds = [self._own_bounds, *(other._own_bounds for other in others)]
-        self._bounds = replace(
-            self._own_bounds,
-            max_items=max(each.max_items for each in bounds),
-            max_chars=max(each.max_chars for each in bounds),
-            max_ids=max(each.max_ids for each in bounds),
-        )
+    def __init__(self) -> None:
+        self.room = TenantRoom(MAX_WAITING_BYTES, "bodies of {} bytes wait to be parsed", _BYTES_PER_S)
 
     async def parse(
         self,
         body: bytes,
         names: FieldNames,
         parse_fields: Callable[[JsonObject], T],
+        threads: Threads,
         tenant: str = "",
         coding: Coding | None = None,
     ) -> T:
-        """The result of `parse_fields` for the fields of the JSON object in `body`. Of a large body it is called in a
-        thread, lists of int32 in large fields come as `array("i")`, and strings and lists of numbers are cut.
+        """The result of `parse_fields` for the fields of the JSON object in `body`. Of a large body it is called in one
+        of the threads, lists of int32 in large fields come as `array("i")`, and strings and lists of numbers are cut.
 
         `tenant`: the owner of the body, "" if there is none.
 
@@ -77,7 +67,7 @@ class Bodies:
         decompressed, TooManyRequests when too many bytes wait to be parsed, of all bodies or of this tenant's, and
         what `parse_fields` raises.
         """
-        most = min(self._max_bytes, max(_MIN_INFLATED_BYTES, MAX_INFLATED_RATIO * len(body)))
+        most = min(self.max_bytes, max(_MIN_INFLATED_BYTES, MAX_INFLATED_RATIO * len(body)))
         inflating = None if coding is None else Decompression(body, coding, most)
         if inflating is not None and len(body) <= INLINE_BYTES:
             inflating.advance(INLINE_BYTES)
@@ -88,18 +78,14 @@ class Bodies:
         with self.room.share(tenant) as share:
             share.take(len(body))
             if inflating is not None:
-                body = await self._inflate(inflating, len(body), share, tenant)
-            reader = PieceReader(body, names, self._bounds)
-            return await self._threads.run(_parse_steps(reader, parse_fields), tenant)
-
-    async def _inflate(self, inflating: Decompression, num_sent_bytes: int, share: Share, tenant: str) -> bytes:
-        """Decompress step by step, and count the bytes before each, because the whole size is not known."""
-        advance = partial(inflating.advance, INFLATED_AT_A_TIME_BYTES)
-        while not inflating.is_complete:
-            share.take(num_sent_bytes + inflating.num_bytes + _DECOMPRESSOR_BYTES)
-            await self._threads.call(advance, tenant)
-        share.take(num_sent_bytes + inflating.num_bytes)
-        return inflating.take()
+                num_sent_bytes, advance = len(body), partial(inflating.advance, INFLATED_AT_A_TIME_BYTES)
+                while not inflating.is_complete:  # bytes are counted before each step: the whole size is not known
+                    share.take(num_sent_bytes + inflating.num_bytes + _DECOMPRESSOR_BYTES)
+                    await threads.call(advance, tenant)
+                share.take(num_sent_bytes + inflating.num_bytes)
+                body = inflating.take()
+            reader = PieceReader(body, names, self.bounds)
+            return await threads.run(_parse_steps(reader, parse_fields), tenant)
 
 
 def _parse_small(body: bytes, names: FieldNames) -> JsonObject:

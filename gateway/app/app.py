@@ -22,8 +22,9 @@ import orjson
 
 from vecd.base.files import JsonMapping, JsonObject, load
 from vecd.base.tasks import NoTasks
-from vecd.gateway.api.body import INLINE_BYTES
+from vecd.gateway.api.body import INLINE_BYTES, Bodies
 from vecd.gateway.api.fields import REQUEST_ID
+from vecd.gateway.api.large_json import Bounds
 from vecd.gateway.api.operation import (
     ParsedDecode,
     ParsedEmbed,
@@ -143,6 +144,7 @@ class App:
         self.process = process
         self.principals = Principals(config.keys, config.gateways)
         self.processes = Processes()
+        self.bodies = Bodies()
         self.documents: dict[Hashable, bytes] = {}
         """What `/openapi.json` keeps until models or keys change."""
         self.begin_trace: Callable[[HttpRequest], None] | None = None
@@ -362,7 +364,8 @@ class App:
                 asked = self._read(route, info, models, http, body)
             else:
                 take = partial(self._read, route, info, models, http)
-                asked = await service.bodies.parse(http.body, route.names, take, principal.tenant, http.coding)
+                threads, tenant = service.tokenizer.threads, principal.tenant
+                asked = await self.bodies.parse(http.body, route.names, take, threads, tenant, http.coding)
         except ApiError as error:
             if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
                 error.dialect = route.claim_of({error.param: True}, info).dialect.name
@@ -454,10 +457,14 @@ class App:
             refuses_unknown=config.unknown_model == "refuse",
             is_complete=not self._num_awaited,
         )
+        self.bodies.max_bytes = config.max_body_bytes
+        self.bodies.bounds = Bounds(  # of all models: a large body is read before its model is known
+            max(service.config.max_inputs for service in self.of_models),
+            max(service.tokenizer.max_chars for service in self.of_models),
+            max(service.tokenizer.max_ids for service in self.of_models),
+        )
         for service in self.of_models:
             service.watch_use(is_one_of_several=self.models.are_several)
-            # A large body is read before its model is known.
-            service.bodies.widen([each.bodies for each in self.of_models])
 
     def _lay_out(self) -> None:
         """Find out what is served, by whether the admin listener serves it, and by whether the path names a model."""

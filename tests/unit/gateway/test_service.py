@@ -64,8 +64,8 @@ class FakeService:
     def __init__(self, config: GatewayConfig, generation: int) -> None:
         self.residence = SimpleNamespace(is_awaited=False)
         self.info = ModelInfo(config, cast(Any, self.residence), Identity(), created_at=0, generation=generation)
-        self.bodies = self.watch_use = Mock()
-        self.tokenizer = SimpleNamespace(threads=Mock())
+        self.watch_use = Mock()
+        self.tokenizer = SimpleNamespace(threads=Mock(), max_chars=1, max_ids=1)
         self.config = config
         self.generation = generation
         self.dispatcher = Mock(spec=Dispatcher)

@@ -5,7 +5,7 @@ import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,14 +28,11 @@ LARGE = FieldNames(frozenset({"input"}), FIELDS.small)
 
 
 @asynccontextmanager
-async def parsing(**limits: int) -> AsyncIterator[Bodies]:
-    threads = Threads()
-    most: Any = SimpleNamespace(
-        threads=threads,
-        **{"max_inputs": 100_000, "max_chars": 10**9, "max_ids": 10**9, "max_body_bytes": 10**9, **limits},
-    )
+async def parsing(max_body_bytes: int = 10**9, max_inputs: int = 100_000) -> AsyncIterator[tuple[Bodies, Threads]]:
+    threads, bodies = Threads(), Bodies()
+    bodies.max_bytes, bodies.bounds = max_body_bytes, Bounds(max_inputs, max_chars=10**9, max_ids=10**9)
     try:
-        yield Bodies(most, most)
+        yield bodies, threads
     finally:
         threads.close()
 
@@ -48,8 +45,8 @@ def parse(
     **limits: int,
 ) -> Any:
     async def main() -> Any:
-        async with parsing(**limits) as bodies:
-            return await bodies.parse(body, LARGE._replace(bare_list=bare_list), parse_fields, coding=coding)
+        async with parsing(**limits) as (bodies, threads):
+            return await bodies.parse(body, LARGE._replace(bare_list=bare_list), parse_fields, threads, coding=coding)
 
     return asyncio.run(main())
 
@@ -92,10 +89,10 @@ def test_a_fault_of_a_bare_list_is_told_at_its_place(padding, body, says, at):
 async def test_bodies_that_wait_to_be_parsed_are_bounded_and_those_of_one_tenant_take_half(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.body.MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
-    async with parsing() as bodies:
+    async with parsing() as (bodies, threads):
 
         async def parse_for(tenant: str, sent: bytes = body) -> int:
-            return len((await bodies.parse(sent, LARGE, dict, tenant))["input"])
+            return len((await bodies.parse(sent, LARGE, dict, threads, tenant))["input"])
 
         first = asyncio.ensure_future(parse_for("a"))
         await asyncio.sleep(0)
@@ -313,7 +310,7 @@ async def test_what_bodies_become_is_bounded_together_while_they_become_it(monke
     monkeypatch.setattr("vecd.gateway.api.body.MAX_INFLATED_RATIO", 2000)
     bomb = gzip.compress(b'{"input":"%b"}' % (b"x" * 20_000_000))
     most = 0
-    async with parsing() as bodies:
+    async with parsing() as (bodies, threads):
 
         async def watch() -> None:
             nonlocal most
@@ -322,13 +319,14 @@ async def test_what_bodies_become_is_bounded_together_while_they_become_it(monke
                 await asyncio.sleep(0)
 
         watching = asyncio.ensure_future(watch())
-        three = [bodies.parse(bomb, LARGE, lambda fields: len(fields["input"]), coding=Coding.GZIP) for _ in range(3)]
+        start = partial(bodies.parse, bomb, LARGE, lambda fields: len(fields["input"]), threads, coding=Coding.GZIP)
+        three = [start() for _ in range(3)]
         ends = await asyncio.gather(*three, return_exceptions=True)
         assert ends.count(20_000_000) == 1
         assert sum(isinstance(end, TooManyRequests) for end in ends) == 2
         assert most <= 30_000_000
         assert (bodies.room.num, dict(bodies.room.num_of)) == (0, {})
-        left = asyncio.ensure_future(bodies.parse(bomb, LARGE, dict, coding=Coding.GZIP))
+        left = asyncio.ensure_future(bodies.parse(bomb, LARGE, dict, threads, coding=Coding.GZIP))
         while not bodies.room.num:
             await asyncio.sleep(0)
         left.cancel()
