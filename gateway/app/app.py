@@ -63,26 +63,7 @@ from vecd.gateway.telemetry.finished import import_opentelemetry
 from vecd.gateway.telemetry.prometheus import Processes
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.model.card import ModelError
-from vecd.shm.control import (
-    Activate,
-    Discard,
-    InputDeaths,
-    InputsCleared,
-    Message,
-    ModelBroken,
-    ModelFiles,
-    ModelIdentity,
-    ModelIs,
-    NewKeys,
-    Prepare,
-    Prepared,
-    Progress,
-    Quarantined,
-    Retired,
-    Withdrawn,
-    WorkerDown,
-    WorkerUp,
-)
+from vecd.shm import control
 from vecd.shm.settings import names_of
 from vecd.shm.shared_metrics import Gauge
 from vecd.shm.views import map_arena
@@ -221,14 +202,15 @@ class App:
     def _check_head(self, service: Service, http: HttpRequest) -> None:
         """Raises ApiError."""
         route, principal = self._find(service, http)
-        if route.scope == "embed" and _is_large(http):
+        length = http.headers.get("content-length", "")
+        if route.scope == "embed" and not (length.isdecimal() and int(length) <= _LARGE_BODY_BYTES):
             principal.check_quota()  # a small body is read all the same, so that the client keeps its connection
 
     def _find(self, service: Service, http: HttpRequest) -> tuple[Route, Principal]:
         """Raises ApiError. Called twice for a request that arrives in parts, because its key may have been removed
         before the last one."""
         if self._cors is not None and self._cors.is_preflight(http):
-            route = _PREFLIGHT
+            route = Route(self._cors.respond_to_preflight, scope=None)
         else:
             choice = http.choice
             table = self.tables[http.is_admin, choice is not None and choice.is_by_path]
@@ -481,62 +463,59 @@ class App:
 
     # --- messages of the supervisor -------------------------------------------------------------------------
 
-    def on_message(self, message: Message, fds: Sequence[int]) -> None:
+    def on_message(self, message: control.Message, fds: Sequence[int]) -> None:
         """Obey a message, without waiting. The descriptors stay the caller's."""
         match message:
-            case WorkerUp():
+            case control.WorkerUp():
                 service = self.all[message.generation]
                 slots = map_arena(fds[0], service.config.arena, writable=False)[self.process.shared_metrics.gateway]
                 service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
                 if (number_format := message.facts.get("dtype")) is not None:
                     service.info.identity.add_format(number_format)
-            case ModelIdentity():
+            case control.ModelIdentity():
                 identity = self.all[message.generation].info.identity
                 identity.set(message.digest, message.by_alias, message.problem)
-            case ModelFiles():
+            case control.ModelFiles():
                 self.all[message.generation].known.changed_files = message.changed
-            case WorkerDown():
+            case control.WorkerDown():
                 who = Incarnation(message.worker, message.life)
                 for service in self.all.values():
                     service.dispatcher.worker_down(
                         who, message.reason, has_crashed=message.has_crashed, is_planned=message.is_planned
                     )
-            case ModelIs():
+            case control.ModelIs():
                 self.all[message.generation].change_state(message)
-            case ModelBroken():
+            case control.ModelBroken():
                 service = self.all[message.generation]
                 service.dispatcher.set_broken(message.reason)
                 service.pipeline.fail_all(service.dispatcher.broken_error)
-            case Quarantined() | InputDeaths() | InputsCleared():
+            case control.Quarantined() | control.InputDeaths() | control.InputsCleared():
                 for service in self.all.values():
                     if service.config.model == message.model:  # its generations have one key for digests
                         service.known.note(message)
-            case Progress():
+            case control.Progress():
                 if self.active.dispatcher.start_stage is not None:
                     self.active.dispatcher.start_stage = message.stage
-            case NewKeys():
-                self.set_keys(tuple(load(ApiKey, key) for key in message.keys))
-            case Prepare():
+            case control.NewKeys():
+                # What has been admitted goes on, and what has been used stays used.
+                self.principals.set_keys(tuple(load(ApiKey, key) for key in message.keys))
+                self._lay_out()
+            case control.Prepare():
                 self.prepare(message, socket.socket(fileno=os.dup(fds[0])))
-            case Activate():
+            case control.Activate():
                 self.activate(message.generation)
-            case Withdrawn():
-                self.withdraw(message.generation)
-            case Discard():
+            case control.Withdrawn():
+                self._replace([self.all[message.generation]])
+            case control.Discard():
                 self.discard(message.generation)
 
-    def set_keys(self, keys: Sequence[ApiKey]) -> None:
-        """Accept these keys from now on. What has been admitted goes on, and what has been used stays used."""
-        self.principals.set_keys(keys)
-        self._lay_out()
-
-    def prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
+    def prepare(self, message: control.Prepare, zmq_listening: socket.socket) -> None:
         """Make ready for another generation, and report it. Takes the ownership of `zmq_listening`."""
         # A socket object closes itself if the task is cancelled before it begins.
         task = self.preparing[message.generation] = asyncio.ensure_future(self._prepare(message, zmq_listening))
         task.add_done_callback(lambda _: self.preparing.pop(message.generation))
 
-    async def _prepare(self, message: Prepare, zmq_listening: socket.socket) -> None:
+    async def _prepare(self, message: control.Prepare, zmq_listening: socket.socket) -> None:
         generation, send = message.generation, self.process.send
         tokenizer: Tokenizer | None = None
         try:
@@ -550,14 +529,14 @@ class App:
         except asyncio.CancelledError:
             raise
         except (ModelError, NoTasks) as error:
-            send(Prepared(generation, str(error)))
+            send(control.Prepared(generation, str(error)))
         except BaseException as error:  # libraries in Rust raise other classes than Exception
             log.error("generation %d cannot be prepared", generation, exc_info=True)
-            send(Prepared(generation, f"a gateway failed with {type(error).__name__}"))
+            send(control.Prepared(generation, f"a gateway failed with {type(error).__name__}"))
         else:
             zmq_listening.detach()  # the dispatcher owns it from now on
             self.all[generation] = service
-            send(Prepared(generation))
+            send(control.Prepared(generation))
         finally:
             if tokenizer is not None and generation not in self.all:
                 tokenizer.threads.close()
@@ -575,11 +554,8 @@ class App:
         service.dispatcher.activate()
         self._replace(before, service)
 
-    def withdraw(self, generation: int) -> None:
-        """Give a generation no new request, nor another of its model, and retire it."""
-        self._replace([self.all[generation]])
-
     def _replace(self, before: Sequence[Service], *new: Service) -> None:
+        """Give new requests to the new ones, and none to those before, which are retired."""
         first = self.active
         services = [*(each for each in self.of_models if each not in before), *new]
         self.of_models = tuple(sorted(services, key=lambda service: service.config.model_index))
@@ -601,7 +577,7 @@ class App:
         if service.is_in_use:
             asyncio.get_running_loop().call_later(_RETIRE_POLL_S, self._retire, service)
         else:
-            self.process.send(Retired(service.generation))
+            self.process.send(control.Retired(service.generation))
 
     def discard(self, generation: int) -> None:
         """Forget a generation, whether it is being prepared or has been retired."""
@@ -644,32 +620,23 @@ class App:
 # --- one request ------------------------------------------------------------------------------------------------
 
 
-async def _preflight(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
-    assert app._cors is not None
-    return app._cors.respond_to_preflight(http)
-
-
-_PREFLIGHT = Route(_preflight, scope=None)
-"""Replaces the route of the path."""
-
-
 async def _reduced(work: Work, service: Service, http: HttpRequest, principal: Principal) -> ParsedEmbed | Response:
     """What is left of `work` once all that is not an embedding has been done."""
-    pipeline, deadline = service.pipeline, service.deadline_of(http)
+    pipeline = service.pipeline
     match work:
         case ParsedMessages():
-            further = work.proceed(await pipeline.render(work, deadline, principal))
+            further = work.proceed(await pipeline.render(work, service.deadline_of(http), principal))
             return await _reduced(further, service, http, principal)
         case ParsedTokenize():
-            await pipeline.describe(work, deadline, principal)
+            await pipeline.describe(work, service.deadline_of(http), principal)
             return work.render()
         case ParsedDecode():
-            return work.render(await pipeline.decode(work, deadline, principal))
+            return work.render(await pipeline.decode(work, service.deadline_of(http), principal))
         case ParsedStay():
             if work.work is not None or not (work.loads and service.residence.is_awaited):
                 return work.work or work.render(0)
             started_at = time.monotonic()
-            await service.residence.until_ready(deadline - started_at)
+            await service.residence.until_ready(service.deadline_of(http) - started_at)
             return work.render(round((time.monotonic() - started_at) * 1e9))
     return work
 
@@ -718,9 +685,3 @@ def _server_timing(durations: Durations) -> str:
     """Source of the format, which browsers show: https://www.w3.org/TR/server-timing/."""
     stages = zip(durations._fields, durations, strict=True)
     return ", ".join(f"{name.removesuffix('_s')};dur={seconds * 1e3:.3f}" for name, seconds in stages)
-
-
-def _is_large(http: HttpRequest) -> bool:
-    """Whether more of a body is to come than is read for the sake of a connection."""
-    length = http.headers.get("content-length", "")
-    return not length.isdecimal() or int(length) > _LARGE_BODY_BYTES

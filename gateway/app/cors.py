@@ -35,7 +35,7 @@ class Cors:
             and self._allowed(headers) is not None
         )
 
-    def respond_to_preflight(self, request: HttpRequest) -> Response:
+    async def respond_to_preflight(self, app: object, service: object, request: HttpRequest, _: object) -> Response:
         """The same at an unknown path, or else the page could not read the 404. The requested headers are allowed by
         name, because "*" would leave out Authorization."""
         requested = request.headers.get("access-control-request-headers", "")
