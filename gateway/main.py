@@ -86,11 +86,10 @@ class Control:
 
     def _send_unsent(self) -> None:
         while self._unsent:
-            message = self._unsent.popleft()
             try:
-                self._channel.send(message, waits=False)
+                self._channel.send(self._unsent[0], waits=False)
+                self._unsent.popleft()
             except BlockingIOError:
-                self._unsent.appendleft(message)
                 asyncio.get_running_loop().call_later(_SEND_AGAIN_S, self._send_unsent)
                 return
             except OSError:
@@ -167,7 +166,9 @@ def run(channel: Channel) -> int:
         os.close(cache_fd)
     try:
         _end_with_supervisor(channel, [str(path) for path in (config.uds, config.admin_uds) if path is not None])
-        gateway = Gateway(config, start, channel, shared_metrics, vector_cache)
+        control = Control(channel)
+        process = GatewayProcess(start, shared_metrics, control.send, Cores(config.num_cores), vector_cache)
+        gateway = Gateway(config, process, control)
     except (ModelError, TlsError, NoTasks) as error:
         channel.send(ChildFailed(str(error), is_configuration=isinstance(error, (RangesError, TlsError))))
         return 3
@@ -227,33 +228,25 @@ async def _await_start(
 
 
 class Gateway:
-    def __init__(
-        self,
-        config: GatewayConfig,
-        start: GatewayStart,
-        channel: Channel,
-        shared_metrics: SharedMetrics,
-        vector_cache: VectorCacheMemory | None,
-    ) -> None:
+    def __init__(self, config: GatewayConfig, process: GatewayProcess, control: Control) -> None:
         """Raises ModelError for a tokenizer that cannot be read, RangesError for ranges, TlsError for a certificate,
         NoTasks without threads."""
         self._pool = Pool(_NUM_THREADS, "gateway")
         self._config = config
-        self._shared_metrics = shared_metrics
-        self._control = Control(channel)
-        self._cores = Cores(config.num_cores)
+        self._shared_metrics = shared_metrics = process.shared_metrics
+        self._control = control
+        self._cores = process.cores
         self._other_programs = OtherPrograms()
         self._published_at = 0.0
-        process = GatewayProcess(start, shared_metrics, self._control.send, self._cores, vector_cache)
         self._app = App(ROUTES, config, process)
-        self._app.active.dispatcher.start_stage = start.start_stage
+        self._app.active.dispatcher.start_stage = process.start.start_stage
         self._app.on_activated = self._change
         self._core_claim: CoreClaim | None = None
         if config.gateways > 1:
             self._core_claim = CoreClaim(
                 self._cores,
                 num_waiting=self._app.num_waiting,
-                send=self._control.send,
+                send=control.send,
                 call_later=lambda seconds, look: asyncio.get_running_loop().call_later(seconds, look),
             )
         self._tls = ServerTls(str(config.tls_cert), str(config.tls_key)) if config.tls_cert and config.tls_key else None
@@ -306,7 +299,8 @@ class Gateway:
             return 3
         loop.set_default_executor(self._pool)
         self._app.active.dispatcher.activate()
-        self._address = _address_of(listening)
+        name = listening.getsockname()
+        self._address = (str(name), None) if listening.family == socket.AF_UNIX else (name[0], name[1])
         self._start_tracing(config)
         await self._server.start(listening, tls=self._tls, keeps_listening=config.keeps_listening)
         if admin is not None:
@@ -394,12 +388,6 @@ def _limits_of(config: GatewayConfig) -> Limits:
         max_connections=config.share(config.max_connections),
         max_connections_per_address=config.share(config.max_connections_per_address),
     )
-
-
-def _address_of(sock: socket.socket) -> tuple[str, int | None]:
-    """The address and port of a listening socket, or its path and None."""
-    name = sock.getsockname()
-    return (str(name), None) if sock.family == socket.AF_UNIX else (name[0], name[1])
 
 
 def _end_with_supervisor(channel: Channel, uds_paths: Sequence[str]) -> None:

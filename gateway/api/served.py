@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import PurePath
 from urllib.parse import quote
 
@@ -266,7 +266,7 @@ class Models:
         self.all = tuple(models)
         self.is_complete = is_complete
         self._refuses_unknown = refuses_unknown
-        self._limited: dict[tuple[str, ...], Models] = {}
+        self.only = lru_cache(_MAX_LIMITED)(self._only)
         seen = {each.alias: model.by_alias(each) for model in models for each in model.config.alias_defaults}
         self.have_defaults = bool(seen)
         """Some alias has request defaults."""
@@ -279,19 +279,10 @@ class Models:
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
         self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
 
-    def only(self, names: tuple[str, ...]) -> "Models":
-        """Those of the models that have these names in the configuration; there may be none. Call it on the event
-        loop."""
-        found = self._limited.get(names)
-        if found is None:
-            if len(self._limited) >= _MAX_LIMITED:
-                self._limited.clear()
-            found = self._limited[names] = Models(
-                [model for model in self.all if model.model in names],
-                refuses_unknown=self._refuses_unknown,
-                is_complete=self.is_complete,
-            )
-        return found
+    def _only(self, names: tuple[str, ...]) -> "Models":
+        """Those of the models that have these names in the configuration; there may be none."""
+        models = [model for model in self.all if model.model in names]
+        return Models(models, refuses_unknown=self._refuses_unknown, is_complete=self.is_complete)
 
     def find(self, name: str) -> ModelInfo | None:
         if len(name) > _MAX_CHARS:
@@ -352,7 +343,7 @@ class Models:
     def refusal(self, name: str) -> ApiError:
         """For an unknown name that is always refused. It lists no model, because the client may have no key."""
         if self.is_complete:
-            return unlisted(name)
+            return ModelNotFound(name, "those that GET /v1/models lists")
         return Unavailable("The server is starting; models are loading", retry_after_s=1, code="not_ready")
 
     def able(self, needs: Sequence[str]) -> tuple[ModelInfo, ...]:
@@ -375,11 +366,6 @@ class Models:
 def log_stand_in(model: str) -> None:
     """Log once that a model answers in the place of others, whose names are the client's, and not for the log."""
     log.info("requests name a model that is not configured; %s answers in its place", model)
-
-
-def unlisted(name: str) -> ModelNotFound:
-    """The error for a name that means no model, without a list of those that do."""
-    return ModelNotFound(name, "those that GET /v1/models lists")
 
 
 def readings_of(path: str) -> list[tuple[str, str]]:

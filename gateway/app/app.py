@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import orjson
 
@@ -95,16 +95,6 @@ def read_tokenizer(config: GatewayConfig) -> Tokenizer:
         max_embed_len=config.max_embed_len,
         literal_special_tokens=config.literal_special_tokens,
     )
-
-
-class _Asked(NamedTuple):
-    """What a body asks for."""
-
-    info: ModelInfo
-    claim: Claim
-    work: Work
-    field: str
-    """The client's word for the inputs."""
 
 
 class App:
@@ -338,23 +328,23 @@ class App:
             http.identity = models.as_named(info, choice.named).identity
         try:
             principal.check_quota()  # before the body is parsed
-            demand = parse_demand(http.headers) if CONDITION in http.headers else None
+            demand = parse_demand(http.headers[CONDITION]) if CONDITION in http.headers else None
             if choice is None and len(route.claims) == 1 and not info.can(route.claims[0].operation.needs):
                 raise wrong_model(route.claims[0].operation, info, self._paths)
             body = _small_object(http)
             if body is not None:
-                asked = self._read(route, info, models, http, body)
+                info, claim, work, field = self._read(route, info, models, http, body)
             else:
                 take = partial(self._read, route, info, models, http)
                 threads, tenant = service.tokenizer.threads, principal.tenant
-                asked = await self.bodies.parse(http.body, route.names, take, threads, tenant, http.coding)
+                reading = self.bodies.parse(http.body, route.names, take, threads, tenant, http.coding)
+                info, claim, work, field = await reading
         except ApiError as error:
             if error.dialect is None and error.param is not None:  # the field may be of one of the dialects alone
                 error.dialect = route.claim_of({error.param: True}, info).dialect.name
             raise
         timeline.parsed_at = time.monotonic()
         http.body = b""  # frees up to tens of megabytes
-        info, claim, work, field = asked
         if choice is not None:
             service = self.all[info.generation]
             for each in [each for each in held if each.config.model != info.model]:
@@ -367,8 +357,11 @@ class App:
             if isinstance(left, ParsedEmbed):
                 request, tokenizer = left.request, service.tokenizer
                 is_large = left.is_large or len(request.inputs) > _INLINE_ITEMS
-                estimate = partial(tokenizer.estimate_tokens, request.inputs, request.tokenizing)
-                num_estimated = await tokenizer.threads.call(estimate, principal.tenant) if is_large else estimate()
+                if is_large:
+                    estimate = partial(tokenizer.estimate_tokens, request.inputs, request.tokenizing)
+                    num_estimated = await tokenizer.threads.call(estimate, principal.tenant)
+                else:
+                    num_estimated = tokenizer.estimate_tokens(request.inputs, request.tokenizing)
                 embedded = await service.pipeline.run(request, num_estimated, timeline, principal)
                 embedded.model, embedded.request_id = info.model, http.request_id
                 if is_large:
@@ -390,8 +383,11 @@ class App:
             add_others(error, claim.operation, info, models.all, self._paths)
             raise
 
-    def _read(self, route: Route, info: ModelInfo, models: Models, http: HttpRequest, body: JsonMapping) -> _Asked:
-        """Called in a thread if the body is large."""
+    def _read(
+        self, route: Route, info: ModelInfo, models: Models, http: HttpRequest, body: JsonMapping
+    ) -> tuple[ModelInfo, Claim, Work, str]:
+        """What a body asks for, of which model, and the client's word for the inputs. Called in a thread if the body is
+        large."""
         choice = http.choice
         if "*" in route.path:  # Azure's clients send both, and it is the path that names the deployment
             body = {**body, MODEL.name: name_in(route.path, http.path)}
@@ -411,8 +407,11 @@ class App:
             assert operation.parse is not None
             call = read(operation.fields, body, http.headers, info)
             work = operation.parse(call)
-            field = (isinstance(work, ParsedEmbed) and work.field) or call.wanted.word(INPUT)
-            return _Asked(info, claim, work, field)
+            if isinstance(work, ParsedEmbed) and work.field:
+                return info, claim, work, work.field
+            words = operation.fields.words.get(INPUT.key)
+            is_first = words is not None and body.get(words[0]) is not None  # as in most bodies
+            return info, claim, work, words[0] if words and is_first else call.wanted.word(INPUT)
         except ApiError as error:
             error.dialect = claim.dialect.name
             add_others(error, operation, info, models.all, self._paths)

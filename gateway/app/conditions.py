@@ -6,7 +6,6 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from vecd.gateway.api.fields import Headers
 from vecd.gateway.errors import ApiError, BadRequest, IdentityMismatch, NotReady, Unavailable, quoted
 from vecd.gateway.request import HEADER, Identity
 from vecd.gateway.service import Service
@@ -27,11 +26,8 @@ class Demand(NamedTuple):
         return self.digest if self.number_format is None else f"{self.digest};dtype={self.number_format}"
 
 
-def parse_demand(headers: Headers) -> Demand | None:
-    """Raises BadRequest."""
-    value = headers.get(CONDITION)
-    if value is None:
-        return None
+def parse_demand(value: str) -> Demand:
+    """`value`: the header's. Raises BadRequest."""
     match = _CONDITION.fullmatch(value)
     if match is None:
         raise BadRequest(
