@@ -55,10 +55,10 @@ from vecd.gateway.config import ApiKey, GatewayConfig
 from vecd.gateway.dialects.ask import INPUT, MODEL, read
 from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError, NotFound, Unavailable
-from vecd.gateway.request import HEADER, Durations, Embedded, HttpRequest, ModelChoice, Overflow, Response, Source
+from vecd.gateway.request import HEADER, Durations, Embedded, HttpRequest, ModelChoice, Response, Source
 from vecd.gateway.request import REQUEST_ID as VALID_ID
 from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal, Principals
-from vecd.gateway.service import GatewayProcess, Service
+from vecd.gateway.service import GatewayProcess, Service, read_tokenizer
 from vecd.gateway.telemetry.finished import import_opentelemetry
 from vecd.gateway.telemetry.prometheus import Processes
 from vecd.gateway.tokenization.tokenizer import Tokenizer
@@ -83,18 +83,6 @@ _TIMING_HEADER = "x-vecd-timing"
 _INLINE_ITEMS = 4096
 """Responses up to this many items are rendered on the event loop: 1 ms, 4 ms with a report of each."""
 _TEXTS = frozenset((Source.TEXT,))
-
-
-def read_tokenizer(config: GatewayConfig) -> Tokenizer:
-    """Raises ModelError. Takes up to seconds."""
-    return Tokenizer(
-        config.card,
-        config.max_tokens,
-        config.token_ids,
-        overflow=Overflow(config.overflow),
-        max_embed_len=config.max_embed_len,
-        literal_special_tokens=config.literal_special_tokens,
-    )
 
 
 class App:
