@@ -14,8 +14,7 @@ import tokenizers
 import transformers
 from transformers import AutoTokenizer
 
-from vecd.model.card import ModelError, vocabulary_files
-from vecd.model.files import read_optional
+from vecd.model.files import Folder, ModelError, vocabulary_files
 
 _PROBES = (
     "",
@@ -37,7 +36,7 @@ _PROBES = (
 def convert(folder: Path, vocab_size: int, target: Path) -> None:
     """Write the fast tokenizer of the model in `folder` to `target`. Its ids must be below `vocab_size`. Raises
     ModelError, in one line, also when the file's ids differ from AutoTokenizer's."""
-    config = read_optional(folder / "tokenizer_config.json")
+    config = Folder(folder).optional("tokenizer_config.json")
     if config.get("auto_map"):
         raise config.error("asks for Python code from the model's repository to be run (auto_map)")
     tokenizer = _load(folder)

@@ -8,7 +8,8 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ EXPORT = "onnx/model.onnx"
 def files_of(folder: Path) -> list[Path]:
     wanted = (*MODEL_FILES, PICKLED_WEIGHTS, *PICKLED_HEADS)
     found = (*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*"))
-    is_of_model = (path.parent.name == "onnx" or any(fnmatch(path.name, name) for name in wanted) for path in found)
-    return [path for path, is_one in zip(found, is_of_model, strict=True) if is_one and path.is_file()]
+    named = (path for path in found if path.parent.name == "onnx" or any(fnmatch(path.name, name) for name in wanted))
+    return [path for path in named if path.is_file()]
 
 
 def source_of(path: str) -> str:
@@ -50,10 +51,10 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
 
-def read_json(path: Path) -> Any:
-    """Like the other readers, raises ModelError when the file is missing or not JSON."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        yield
     except FileNotFoundError:
         raise ModelError(f"{path}: file missing") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number too long
@@ -98,15 +99,39 @@ class ModelSettings(dict[str, Any]):
         return ModelSettings(self.path, value or {})
 
 
-def read_object(path: Path) -> ModelSettings:
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return ModelSettings(path, content)
+class Folder:
+    """A folder of a model. Opens each JSON file once. All methods raise ModelError for a file that
+    is not as it must be. The parts of a name are joined, so that the first may be a module's path, which may be ""."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parsed: dict[Path, Any] = {}
+
+    def json(self, *name: str) -> Any:
+        path = self.path.joinpath(*name)
+        if path not in self._parsed:
+            with _reading(path):
+                self._parsed[path] = json.loads(path.read_text(encoding="utf-8"))
+        return self._parsed[path]
+
+    def settings(self, *name: str) -> ModelSettings:
+        """A copy, which may be changed."""
+        path, content = self.path.joinpath(*name), self.json(*name)
+        if not isinstance(content, dict):
+            raise ModelError(f"{path}: must be a JSON object")
+        return ModelSettings(path, content)
+
+    def optional(self, *name: str) -> ModelSettings:
+        """Empty for a file that is missing."""
+        path = self.path.joinpath(*name)
+        return self.settings(*name) if path.exists() else ModelSettings(path, {})
+
+    def has(self, *name: str) -> bool:
+        return self.path.joinpath(*name).is_file()
 
 
-def read_optional(path: Path) -> ModelSettings:
-    return read_object(path) if path.exists() else ModelSettings(path, {})
+def has_safetensors(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def single_file(folder: Path) -> Path:
@@ -124,6 +149,18 @@ def single_file(folder: Path) -> Path:
     raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
 
 
+def vocabulary_files(folder: Path) -> list[Path]:
+    """WordPiece, BPE, sentencepiece. The fast tokenizer's file can be made of them."""
+    named = (folder / name for name in ("vocab.txt", "vocab.json", "merges.txt"))
+    return sorted(path for path in (*named, *folder.glob("*.model")) if path.is_file())
+
+
+def export_files(export: Path) -> list[Path]:
+    """An ONNX file and what its weights may be in: every file of its folder but other exports and theirs."""
+    files = (path for path in export.parent.rglob("*") if path.is_file())
+    return sorted(path for path in files if path.name.startswith(export.name) or ".onnx" not in path.name)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """As transformers chooses: the single file wins over an index. Raises ModelError for a file that is missing."""
     index = folder / "model.safetensors.index.json"
@@ -134,7 +171,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def shards(index: Path, suffix: str) -> list[Path]:
     """The files that an index names, all with this suffix."""
-    content = read_object(index)
+    content = Folder(index.parent).settings(index.name)
     places = content.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise content.error("weight_map must name a file for each tensor")
@@ -162,13 +199,8 @@ class StoredTensor(NamedTuple):
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file, by their names. Reads its header alone. Raises ModelError for a file that is missing or
     not whole."""
-    try:
-        with path.open("rb") as file:
-            return tensors_in(path, path.stat().st_size, lambda begin, count: os.pread(file.fileno(), count, begin))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: file missing") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from None
+    with _reading(path), path.open("rb") as file:
+        return tensors_in(path, path.stat().st_size, lambda begin, count: os.pread(file.fileno(), count, begin))
 
 
 def tensors_in(path: Path, size: int, read: Callable[[int, int], Any]) -> dict[str, StoredTensor]:

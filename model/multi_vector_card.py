@@ -1,6 +1,6 @@
-"""What the files of a multi-vector model say about its token vectors: ColBERT in three layouts, and BGE-M3.
+"""Readers of models with sparse vectors, and with vectors of tokens: SPLADE, ColBERT in three layouts, and BGE-M3.
 
-Owns the layouts and the reading of a `TokenHead`. Reads JSON files and the headers of safetensors, no weights.
+Owns the layouts, and the reading of a `SparseHead` and a `TokenHead`.
 
 Sources: the multi-vector encoder of sentence-transformers 6.2, which reads the three layouts (its own, PyLate's and
 Stanford's), and FlagEmbedding's `inference/embedder/encoder_only/m3.py` for BGE-M3.
@@ -9,18 +9,18 @@ Stanford's), and FlagEmbedding's `inference/embedder/encoder_only/m3.py` for BGE
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from vecd.base.files import JsonMapping, JsonObject
-from vecd.model.files import ModelError, ModelSettings, read_object, read_optional, stored_tensors, token_ids
-from vecd.model.steps import HeadLayers, Module, SparseHead, Step, TokenHead, check_modules, read_modules, read_steps
+from vecd.model.files import Folder, ModelError, ModelSettings, stored_tensors, token_ids, weight_files
+from vecd.model.folder import ModelFolder, architecture_of
+from vecd.model.steps import MODERNBERT, HeadLayers, Module, SparseHead, Step, TokenHead, check_modules, read_steps
 
 OWN, PYLATE, STANFORD = "sentence-transformers", "PyLate", "Stanford"
 """The layouts. The first lists every step; the others leave out the mask and the norm, which they always have."""
 
-_SETTINGS = "config_sentence_transformers.json"
 _DEFAULT_QUERY_TOKENS = 32
 
 _PYLATE_KEYS = (
@@ -37,33 +37,61 @@ _PYLATE_KEYS = (
 """A model whose settings have one of them expands queries unless they say otherwise."""
 
 
-def layout_of(folder: Path) -> str:
-    settings = read_optional(folder / _SETTINGS)
-    match settings.get("model_type"):
+class MultiVector:
+    def claims(self, folder: ModelFolder) -> bool:
+        return bool(_layout_of(folder))
+
+    def card(self, folder: ModelFolder) -> JsonObject:
+        modules = folder.modules_behind("Transformer")
+        hidden_size = folder.config["hidden_size"]
+        if folder.export:
+            raise ModelError(f"{folder.export}: a multi-vector model is served from safetensors alone")
+        sentence_bert = folder.sentence_bert(may_expand=True)
+        max_tokens = folder.max_tokens(sentence_bert)
+        steps, token_dim = _read_steps(folder, modules, hidden_size)
+        tokens = _read_head(folder, steps, sentence_bert)
+        # PyLate sets the tokenizer's limit to that of the text that it has embedded last.
+        if tokens.document_tokens or tokens.query_tokens > max_tokens:
+            tokens = replace(tokens, document_tokens=tokens.document_tokens or max_tokens)
+            max_tokens = folder.num_positions or max_tokens
+        if tokens.query_tokens > max_tokens:
+            raise ModelError(
+                f"{folder.path}: queries of {tokens.query_tokens} tokens, but the model's limit is {max_tokens}"
+            )
+        return {
+            **folder.of_transformer(sentence_bert),
+            "dim": token_dim,
+            "token_dim": token_dim,
+            "max_tokens": max_tokens,
+            "prompt": "",
+            "capabilities": ("multi-vector",),
+            "tokens": tokens,
+        }
+
+
+def _layout_of(folder: ModelFolder) -> str:
+    match folder.stated.get("model_type"):
         case "MultiVectorEncoder":
             return OWN
         case "ColBERT":
             return PYLATE
         case None:
-            architectures = read_optional(folder / "config.json").get("architectures")
-            if isinstance(architectures, list) and "HF_ColBERT" in architectures:
+            if architecture_of(folder.optional("config.json")) == "HF_ColBERT":
                 return STANFORD
-            return PYLATE if "query_prefix" in settings else ""
+            return PYLATE if "query_prefix" in folder.stated else ""
         case _:
             return ""
 
 
-def read_token_steps(
-    folder: Path, layout: str, modules: Sequence[Module], weights: Sequence[Path], hidden_size: int
-) -> tuple[tuple[Step, ...], int]:
+def _read_steps(folder: ModelFolder, modules: Sequence[Module], hidden_size: int) -> tuple[tuple[Step, ...], int]:
     """The steps behind the state of each token, and the number of floats behind them. `modules` are those behind the
-    Transformer, `weights` the files of its weights. Raises ModelError for a module that is not supported, and for a
-    projection that is missing."""
+    Transformer. Raises ModelError for a module that is not supported, and for a projection that is missing."""
+    layout = _layout_of(folder)
     if layout == STANFORD:
-        return _linear_of_weights(weights, hidden_size)
+        return _linear_of_weights(folder.weights, hidden_size)
     others = [module for module in modules if module.kind != "MultiVectorMask"]
     if layout == OWN and len(others) == len(modules):
-        raise ModelError(f"{folder / 'modules.json'}: a multi-vector model must have a MultiVectorMask module")
+        raise ModelError(f"{folder.path / 'modules.json'}: a multi-vector model must have a MultiVectorMask module")
     return read_steps(folder, others, hidden_size, of_tokens=True)
 
 
@@ -79,23 +107,14 @@ def _linear_of_weights(weights: Sequence[Path], hidden_size: int) -> tuple[tuple
     raise ModelError(f"{weights[0]}: linear.weight is missing (the projection of a ColBERT model)")
 
 
-def read_token_head(
-    folder: Path,
-    weights_folder: Path,
-    layout: str,
-    steps: Sequence[Step],
-    masks: Sequence[Path],
-    sentence_bert: JsonMapping,
-    prompts: Mapping[str, str],
-) -> TokenHead:
-    """The head of a model in one of the layouts. `masks`: the files of its MultiVectorMask modules; `sentence_bert`:
-    the settings of its Transformer. Raises ModelError when a setting is not supported, or names a token that the
-    vocabulary lacks."""
+def _read_head(folder: ModelFolder, steps: Sequence[Step], sentence_bert: JsonMapping) -> TokenHead:
+    """`sentence_bert`: the settings of the Transformer. Raises ModelError when a setting is not supported, or names a
+    token that the vocabulary lacks."""
+    layout, prompts = _layout_of(folder), dict(folder.prompts[1])
+    settings = folder.stated
     if layout == STANFORD:
-        settings = _as_pylate(read_optional(folder / "artifact.metadata"))
-    else:
-        settings = read_optional(folder / _SETTINGS)
-    vocabulary = Vocabulary(weights_folder)
+        settings, prompts = _as_pylate(folder.optional("artifact.metadata")), {}
+    vocabulary = _Vocabulary(folder)
     for name in ("query_prefix", "document_prefix"):
         if not isinstance(settings.get(name), str | None):
             raise settings.error(f"{name} must be a string")
@@ -109,7 +128,7 @@ def read_token_head(
         if expansion.get("strategy") == "min":
             max_query_tokens = query_tokens
         query_tokens = expansion.positive("length")
-    words = _skipped_words(layout, settings, masks)
+    words = _skipped_words(folder) if layout == OWN else _words_in(settings, list(string.punctuation))
     return TokenHead(
         steps=tuple(steps) if layout == OWN else (*steps, Step("normalize")),
         query_marker=query_marker,
@@ -140,7 +159,7 @@ def _as_pylate(metadata: ModelSettings) -> ModelSettings:
 
 
 def _marker(
-    settings: JsonMapping, role: str, prompts: Mapping[str, str], vocabulary: "Vocabulary"
+    settings: JsonMapping, role: str, prompts: Mapping[str, str], vocabulary: "_Vocabulary"
 ) -> tuple[int | None, str]:
     """The id that is put behind the first token, and the text before the input. The prefix is a token if the vocabulary
     has it, with its space or without it, and text otherwise."""
@@ -173,12 +192,13 @@ def _length(lengths: ModelSettings, name: str) -> int:
     return 0 if lengths.get(name) is None else lengths.positive(name)
 
 
-def _skipped_words(layout: str, settings: ModelSettings, masks: Sequence[Path]) -> list[str]:
-    if layout != OWN:
-        return list(string.punctuation) if settings.get("skiplist_words") is None else _words_in(settings)
+def _skipped_words(folder: ModelFolder) -> list[str]:
     words: list[str] = []
-    for mask in map(read_optional, masks):
-        words += _words_in(mask)
+    for module in folder.modules:
+        if module.kind != "MultiVectorMask":
+            continue
+        mask = folder.optional(module.path, "config.json")
+        words += _words_in(mask, [])
         tasks = mask.get("skiplist_tasks") or ["document"]
         if mask.get("keep_only_token_ids"):
             raise mask.error("keep_only_token_ids is not supported")
@@ -187,8 +207,8 @@ def _skipped_words(layout: str, settings: ModelSettings, masks: Sequence[Path]) 
     return words
 
 
-def _words_in(settings: ModelSettings) -> list[str]:
-    words = settings.get("skiplist_words") or []
+def _words_in(settings: ModelSettings, default: list[str]) -> list[str]:
+    words = default if settings.get("skiplist_words") is None else settings["skiplist_words"] or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise settings.error("skiplist_words must be a list of strings")
     return words
@@ -201,14 +221,15 @@ SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.safetensors", "colbert_linear.saf
 _UNUSED_TOKENS = ("cls_token", "sep_token", "eos_token", "pad_token", "unk_token")
 
 
-def has_bge_m3(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in (SPARSE_LINEAR, COLBERT_LINEAR))
+def has_bge_m3(folder: ModelFolder) -> bool:
+    return folder.has(SPARSE_LINEAR) and folder.has(COLBERT_LINEAR)
 
 
-def read_bge_m3(folder: Path, weights_folder: Path, hidden_size: int) -> tuple[SparseHead, TokenHead]:
+def read_bge_m3(folder: ModelFolder) -> tuple[SparseHead, TokenHead]:
+    hidden_size = folder.config["hidden_size"]
     lexical = Step("dense", file=SPARSE_LINEAR, in_dim=hidden_size, out_dim=1, activation="relu")
     projection = Step("dense", file=COLBERT_LINEAR, in_dim=hidden_size, out_dim=hidden_size)
-    vocabulary = Vocabulary(weights_folder)
+    vocabulary = _Vocabulary(folder)
     ids = {token_id for name in _UNUSED_TOKENS if (token_id := vocabulary.special(name)) is not None}
     sparse = SparseHead((lexical,), is_lexical=True, ignored_ids=tuple(sorted(ids)))
     return sparse, TokenHead((projection, Step("normalize")), drops_first=True, is_mean=True)
@@ -219,13 +240,11 @@ def read_bge_m3(folder: Path, weights_folder: Path, hidden_size: int) -> tuple[S
 _USUAL_MASKS = ("[MASK]", "<mask>")
 
 
-class Vocabulary:
-    def __init__(self, folder: Path) -> None:
-        self.ids = token_ids(read_object(folder / "tokenizer.json"))
-        self._special = {
-            **read_optional(folder / "special_tokens_map.json"),
-            **read_optional(folder / "tokenizer_config.json"),
-        }
+class _Vocabulary:
+    def __init__(self, folder: ModelFolder) -> None:
+        self.ids = token_ids(folder.settings(folder.place, "tokenizer.json"))
+        files = ("special_tokens_map.json", "tokenizer_config.json")
+        self._special = {name: value for file in files for name, value in folder.optional(folder.place, file).items()}
 
     def special(self, name: str) -> int | None:
         token = self._special.get(name)
@@ -263,105 +282,109 @@ _SPARSE_KINDS = frozenset({_POOLING, "MLMTransformer", _STATIC, "SparseAutoEncod
 _NUM_LOGS = {"relu": 1, "log1p_relu": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class SparseModules:
-    transformer: str = ""
-    task: str = "fill-mask"
-    pooling: str = "max"
-    num_logs: int = 1
-    query_weights: str = ""
+class Sparse:
+    def claims(self, folder: ModelFolder) -> bool:
+        """Raises ModelError for another model where the kind is "sparse"."""
+        if folder.kind not in ("auto", "sparse") or has_bge_m3(folder):
+            return False
+        if not folder.modules:
+            return folder.kind == "sparse"
+        named = {*folder.kinds, *(module.kind for route in _read_routes(folder).values() for module in route)}
+        is_sparse = folder.stated.get("model_type") == "SparseEncoder" or bool(named & _SPARSE_KINDS)
+        if folder.kind == "sparse" and not is_sparse:
+            path = folder.path / "modules.json"
+            raise ModelError(f"{path}: is not a sparse model: its modules are {', '.join(folder.kinds)}")
+        return is_sparse
+
+    def card(self, folder: ModelFolder) -> JsonObject:
+        if folder.stated.get("max_active_dims") is not None:
+            raise folder.stated.error("max_active_dims is not supported; ask for top_k in requests")
+        if routes := _read_routes(folder):
+            task, head = _routed(folder, routes)
+        elif folder.modules:
+            task, head = _chain(folder, folder.path / "modules.json", folder.modules)
+        else:
+            task, head = _plain(folder)
+        config, weights = folder.config, weight_files(folder.weights_folder)
+        sentence_bert = folder.sentence_bert("fill-mask", task)
+        names = {name for file in weights for name in stored_tensors(file)}
+        head = replace(head, steps=_steps_of_masked_words(config, names))
+        own = {"dim": config["vocab_size"], "capabilities": ("sparse",), "sparse": head}
+        return {**folder.of_transformer(sentence_bert), **own}
 
 
-def find_sparse(folder: Path, kind: str) -> SparseModules | None:
-    """The parts of a SPLADE model; None if the folder holds none, or if `kind` asks for another kind. Raises ModelError
-    for a sparse model that is not served, and for another model where `kind` is "sparse"."""
-    if kind not in ("auto", "sparse"):
-        return None
-    path = folder / "modules.json"
-    if not path.exists():
-        return _plain(folder) if kind == "sparse" else None
-    modules = read_modules(path)
-    kinds = [module.kind for module in modules]
-    routes = _read_routes(folder / modules[0].path) if kinds[:1] == ["Router"] else {}
-    config = read_optional(folder / _SETTINGS)
-    named = {*kinds, *(module.kind for route in routes.values() for module in route)}
-    if config.get("model_type") != "SparseEncoder" and not named & _SPARSE_KINDS:
-        if kind == "sparse":
-            raise ModelError(f"{path}: is not a sparse model: its modules are {', '.join(kinds)}")
-        return None
-    if config.get("max_active_dims") is not None:
-        raise config.error("max_active_dims is not supported; ask for top_k in requests")
-    check_modules(path, modules)
-    if not routes:
-        return _chain(folder, path, modules)
-    if len(modules) > 1:
-        raise ModelError(f"{path}: module {kinds[1]} behind a Router is not supported")
-    path = folder / modules[0].path / "router_config.json"
-    for route in routes.values():
-        check_modules(path, route)
-    return _routed(folder, path, routes)
+def _plain(folder: ModelFolder) -> tuple[str, SparseHead]:
+    config = folder.settings("config.json")
+    if not architecture_of(config).endswith("ForMaskedLM"):
+        raise config.error(
+            f"is not a sparse model: architectures is {config.get('architectures')!r}, not a …ForMaskedLM"
+        )
+    return "fill-mask", SparseHead(())
 
 
-def _plain(folder: Path) -> SparseModules:
-    config = read_object(folder / "config.json")
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not any(str(name).endswith("ForMaskedLM") for name in architectures):
-        raise config.error(f"is not a sparse model: architectures is {architectures!r}, not a …ForMaskedLM")
-    return SparseModules()
-
-
-def _chain(folder: Path, path: Path, modules: list[Module]) -> SparseModules:
+def _chain(folder: ModelFolder, path: Path, modules: list[Module]) -> tuple[str, SparseHead]:
+    """The task of the transformer, and the head without its steps. Side effect: the folder's place."""
     kinds = [module.kind for module in modules]
     if len(modules) != 2 or kinds[0] not in _TRANSFORMERS or kinds[1] != _POOLING:
         unknown = [kind for kind in kinds if kind not in (*_TRANSFORMERS, _POOLING)]
         fault = f"module {unknown[0]} is not supported in a sparse model" if unknown else f"they are {kinds}"
         raise ModelError(f"{path}: must be a Transformer and a {_POOLING}; {fault}")
-    settings = read_object(folder / modules[1].path / "config.json")
+    settings = folder.settings(modules[1].path, "config.json")
     pooling, activation = settings.get("pooling_strategy", "max"), settings.get("activation_function", "relu")
     if pooling not in ("max", "sum"):
         raise settings.error(f"pooling_strategy {pooling!r} is unknown; known: max, sum")
     if not isinstance(activation, str) or activation not in _NUM_LOGS:
         raise settings.error(f"activation_function {activation!r} is unknown; known: {', '.join(_NUM_LOGS)}")
-    task = "feature-extraction" if kinds[0] == "Transformer" else "fill-mask"
-    return SparseModules(modules[0].path, task, pooling, _NUM_LOGS[activation])
+    folder.place = modules[0].path
+    head = SparseHead((), pooling=pooling, num_logs=_NUM_LOGS[activation])
+    return "feature-extraction" if kinds[0] == "Transformer" else "fill-mask", head
 
 
-def _routed(folder: Path, path: Path, routes: Mapping[str, list[Module]]) -> SparseModules:
+def _routed(folder: ModelFolder, routes: Mapping[str, list[Module]]) -> tuple[str, SparseHead]:
+    if len(folder.modules) > 1:
+        path = folder.path / "modules.json"
+        raise ModelError(f"{path}: module {folder.modules[1].kind} behind a Router is not supported")
+    path = folder.path / folder.modules[0].path / "router_config.json"
+    for route in routes.values():
+        check_modules(path, route)
     if routes.keys() != {"query", "document"}:
         raise ModelError(f"{path}: must have the routes query and document, has {', '.join(sorted(routes))}")
-    query, found = routes["query"], _chain(folder, path, routes["document"])
+    query, (task, head) = routes["query"], _chain(folder, path, routes["document"])
     if query == routes["document"]:
-        return found
+        return task, head
     kinds = [module.kind for module in query]
     if kinds != [_STATIC]:
         raise ModelError(f"{path}: the query's modules are {', '.join(kinds)}; served is a {_STATIC} alone")
     weights = _query_weights(folder, query[0].path)
-    _check_tokenizer(folder / query[0].path / "tokenizer.json", folder / found.transformer / "tokenizer.json")
-    return replace(found, query_weights=weights)
+    _check_tokenizer(folder, query[0].path)
+    return task, replace(head, query_weights=weights)
 
 
-def _query_weights(folder: Path, module: str) -> str:
-    named = read_optional(folder / module / "config.json").get("path")
+def _query_weights(folder: Folder, module: str) -> str:
+    named = folder.optional(module, "config.json").get("path")
     names = [f"{module}/model.safetensors"]
     if isinstance(named, str) and named.endswith(".json"):
         # As it was given when the model was made: a path of that machine, or a name beside the model.
         names = [f"{module}/{Path(named).name}", Path(named).name]
     for name in names:
-        if (folder / name).is_file():
+        if folder.has(name):
             return name
-    raise ModelError(f"{folder / names[0]}: file missing (the weights of queries)")
+    raise ModelError(f"{folder.path / names[0]}: file missing (the weights of queries)")
 
 
-def _check_tokenizer(queries: Path, documents: Path) -> None:
-    if not queries.exists() or not documents.exists() or queries.read_bytes() == documents.read_bytes():
-        return
-    theirs, ours = (read_object(path) for path in (queries, documents))
-    if any(theirs.get(name) != ours.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")):
-        raise ModelError(f"{queries}: is another tokenizer than {documents}")
+def _check_tokenizer(folder: ModelFolder, of_queries: str) -> None:
+    """Raises ModelError where queries have another tokenizer than documents."""
+    queries, documents = (folder.optional(place, "tokenizer.json") for place in (of_queries, folder.place))
+    names = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+    if queries and documents and any(queries.get(name) != documents.get(name) for name in names):
+        raise ModelError(f"{queries.path}: is another tokenizer than {documents.path}")
 
 
-def _read_routes(folder: Path) -> dict[str, list[Module]]:
-    config = read_object(folder / "router_config.json")
+def _read_routes(folder: ModelFolder) -> dict[str, list[Module]]:
+    """Of a Router; none if there is no such module."""
+    if folder.kinds[:1] != ["Router"]:
+        return {}
+    config = folder.settings(folder.modules[0].path, "router_config.json")
     if config.inner("parameters").get("route_mappings"):
         raise config.error("route_mappings is not supported")
     try:
@@ -397,18 +420,12 @@ _HEADS = MappingProxyType(
             norm="generator_predictions.LayerNorm",
             last="generator_lm_head",
         ),
-        "modernbert": HeadLayers(
-            dense="head.dense",
-            activation="classifier_activation:gelu",
-            norm="head.norm",
-            epsilon="norm_eps:1e-5",
-            last="decoder",
-        ),
+        "modernbert": replace(MODERNBERT, last="decoder"),
     }
 )
 
 
-def steps_of_masked_words(config: ModelSettings, names: Collection[str]) -> tuple[Step, ...]:
+def _steps_of_masked_words(config: ModelSettings, names: Collection[str]) -> tuple[Step, ...]:
     """The steps from the state of a token to its logits. `names`: those of all tensors. Raises ModelError for a head
     that no table describes, or that is not among the tensors."""
     model_type = config["model_type"]

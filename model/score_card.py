@@ -1,4 +1,4 @@
-"""What the card of a model for classification says: the kinds it can serve, its labels, and its head.
+"""Readers of models that give scores: classifiers of texts and of tokens, and rerankers.
 
 Owns the reading of a score head: labels, activation, and by family the layers behind the transformer, as data.
 
@@ -9,12 +9,12 @@ the settings: sentence-transformers 6.2's CrossEncoder, and transformers' pipeli
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
-from vecd.base.files import JsonMapping
-from vecd.model.files import ModelError, ModelSettings, read_object, token_ids
-from vecd.model.steps import HeadLayers, PairTemplate, ScoreHead, Step, UnknownActivation
+from vecd.base.files import JsonMapping, JsonObject
+from vecd.model.files import ModelError, ModelSettings, token_ids
+from vecd.model.folder import ModelFolder, architecture_of, is_causal_model
+from vecd.model.steps import MODERNBERT, HeadLayers, PairTemplate, ScoreHead, Step, UnknownActivation
 
 _OF_SEQUENCES, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
@@ -25,44 +25,48 @@ _MAX_LABELS = 2**16
 """The list of names travels between processes, and a row of a slot has a float for each."""
 
 
-def score_kinds(config: ModelSettings, sentence_transformers: ModelSettings, kind: str) -> tuple[str, ...]:
-    """The capabilities of a model that transformers loads as a classifier. `kind`, one of `vecd.model.steps.KINDS`,
-    counts where the files allow several. A classifier that is asked for as dense is none."""
-    architecture = architecture_of(config)
-    if architecture.endswith(_OF_TOKENS) and kind != "dense":
-        return ("token-classify",)
-    if not architecture.endswith(_OF_SEQUENCES) or kind == "dense":
-        return ()
-    num_labels = _num_labels(config)
-    reranks = num_labels == 1 or kind == "rerank" or sentence_transformers.get("model_type") == "CrossEncoder"
-    may_rerank = num_labels <= _MAX_RANKED_LABELS and kind != "classify"
-    return ("rerank", "classify") if reranks and may_rerank else ("classify",)
+class Classifier:
+    """What transformers loads as a classifier. One that is asked for as dense is none."""
 
+    def claims(self, folder: ModelFolder) -> bool:
+        """Raises ModelError for a cross-encoder whose weights are no classifier's."""
+        if not folder.is_plain or folder.kind == "dense":
+            return False
+        architecture = architecture_of(folder.config)
+        is_classifier = architecture.endswith((_OF_SEQUENCES, _OF_TOKENS))
+        if folder.is_cross_encoder and not is_classifier:
+            raise folder.stated.error(f"model_type is CrossEncoder, and the weights are those of {architecture!r}")
+        return is_classifier
 
-def read_score_head(config: ModelSettings, sentence_transformers: ModelSettings) -> ScoreHead:
-    """Raises ModelError for a setting that is not known."""
-    labels = _labels(config)
-    architecture = architecture_of(config)
-    is_of_tokens = architecture.endswith(_OF_TOKENS)
-    code = config.inner("auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
-    if code is not None:
-        raise config.error(f"asks for Python code from the model's repository to be run (auto_map: {code})")
-    pooling = "" if is_of_tokens else _pooling(config)
-    padding_id = config.get("pad_token_id") if pooling == "lasttoken" else None
-    return ScoreHead(
-        labels=labels,
-        activation=_activation(config, sentence_transformers, len(labels)),
-        pooling=pooling,
-        steps=_steps(config, len(labels), is_of_tokens=is_of_tokens),
-        architecture=architecture,
-        padding_id=padding_id,
-    )
-
-
-def architecture_of(config: JsonMapping) -> str:
-    """Empty if config.json names none."""
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
+    def card(self, folder: ModelFolder) -> JsonObject:
+        config, stated = folder.config, folder.stated
+        architecture, labels = architecture_of(config), _labels(config)
+        is_of_tokens = architecture.endswith(_OF_TOKENS)
+        code = config.inner("auto_map").get(f"AutoModel{_OF_TOKENS if is_of_tokens else _OF_SEQUENCES}")
+        if code is not None:
+            raise config.error(f"asks for Python code from the model's repository to be run (auto_map: {code})")
+        pooling = "" if is_of_tokens else _pooling(config)
+        inputs = folder.optional(folder.place, "tokenizer_config.json").get("model_input_names")
+        head = ScoreHead(
+            labels=labels,
+            activation=_activation(config, stated, len(labels)),
+            pooling=pooling,
+            steps=_steps(config, len(labels), is_of_tokens=is_of_tokens),
+            architecture=architecture,
+            has_segments=not isinstance(inputs, list) or "token_type_ids" in inputs,
+            padding_id=config.get("pad_token_id") if pooling == "lasttoken" else None,
+        )
+        if stated.get("default_prompt_name"):
+            raise stated.error("default_prompt_name is not supported for a model that takes pairs")
+        reranks = len(labels) == 1 or folder.kind == "rerank" or folder.is_cross_encoder
+        if is_of_tokens:
+            capabilities: tuple[str, ...] = ("token-classify",)
+        elif reranks and len(labels) <= _MAX_RANKED_LABELS and folder.kind != "classify":
+            capabilities = ("rerank", "classify")
+        else:
+            capabilities = ("classify",)
+        own = {"dim": len(labels), "num_labels": len(labels), "capabilities": capabilities, "score": head}
+        return {**folder.of_transformer(folder.sentence_bert("sequence-classification")), **own}
 
 
 # --- labels and activation --------------------------------------------------------------------------------------
@@ -70,25 +74,18 @@ def architecture_of(config: JsonMapping) -> str:
 
 def _labels(config: ModelSettings) -> tuple[str, ...]:
     """By index. As in transformers: without names they are LABEL_0, …, and without a number there are two."""
-    names = config.get("id2label")
+    names, num_labels = config.get("id2label"), config.get("num_labels")
     if names is None:
-        return tuple(f"LABEL_{index}" for index in range(_num_labels(config)))
-    if not isinstance(names, Mapping) or set(names) != set(map(str, range(len(names)))) or not names:
+        num_labels = 2 if num_labels is None else num_labels
+    elif not isinstance(names, Mapping) or set(names) != set(map(str, range(len(names)))) or not names:
         raise config.error("id2label must have a name for each index from 0 on")
-    if config.get("num_labels") not in (None, len(names)):
-        raise config.error(f"num_labels is {config['num_labels']!r}, and id2label has {len(names)} names")
-    return tuple(str(names[str(index)]) for index in range(len(names)))
-
-
-def _num_labels(config: ModelSettings) -> int:
-    names, stated = config.get("id2label"), config.get("num_labels")
-    if isinstance(names, Mapping) and names:
-        stated = len(names)
-    if stated is None:
-        return 2
-    if type(stated) is not int or not 0 < stated <= _MAX_LABELS:
-        raise config.error(f"num_labels is {stated!r:.80}, and must be a whole number from 1 to {_MAX_LABELS:,}")
-    return stated
+    elif num_labels not in (None, len(names)):
+        raise config.error(f"num_labels is {num_labels!r}, and id2label has {len(names)} names")
+    else:
+        num_labels = len(names)
+    if type(num_labels) is not int or not 0 < num_labels <= _MAX_LABELS:
+        raise config.error(f"num_labels is {num_labels!r:.80}, and must be a whole number from 1 to {_MAX_LABELS:,}")
+    return tuple(str(names[str(index)]) if names else f"LABEL_{index}" for index in range(num_labels))
 
 
 _ACTIVATION_CLASSES = {
@@ -144,9 +141,7 @@ _HEADS: Mapping[str, HeadLayers] = MappingProxyType(
         **dict.fromkeys(
             ("deberta", "deberta-v2"), HeadLayers(dense="pooler.dense", activation="pooler_hidden_act:gelu")
         ),
-        "modernbert": HeadLayers(
-            dense="head.dense", activation="classifier_activation:gelu", norm="head.norm", epsilon="norm_eps:1e-5"
-        ),
+        "modernbert": MODERNBERT,
         **dict.fromkeys(_CAUSAL, HeadLayers(last="score")),
     }
 )
@@ -248,12 +243,6 @@ _KNOWN = (
     ),
 )
 
-_REFUSED = {
-    "JinaForRanking": "listwise: the score of a document depends on the others of its request",
-    "LayerWiseMiniCPMForCausalLM": "layerwise: its score comes from a layer in the middle, by code of its own",
-    "CostWiseGemmaForCausalLM": "lightweight: it drops layers and tokens on the way, by code of its own",
-}
-
 _TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma3")
 """Families whose output layer is their table of embeddings unless config.json says otherwise. Source:
 `tie_word_embeddings` of transformers' classes of settings."""
@@ -262,19 +251,26 @@ _CAP_BY_DEFAULT = {"gemma2": 30.0}
 """`final_logit_softcapping` of the same classes."""
 
 
-def refuse_other_rankings(config: ModelSettings) -> None:
-    """Raises ModelError for a reranker whose scores are not those of one pair in one pass."""
-    if (architecture := architecture_of(config)) in _REFUSED:
-        raise config.error(f"{architecture} is not supported: {_REFUSED[architecture]}")
+class LlmReranker:
+    """A causal language model that says yes or no: with the module LogitScore, or known by its name."""
+
+    def claims(self, folder: ModelFolder) -> bool:
+        if folder.kinds == ["Transformer", "LogitScore"]:
+            return True
+        if not folder.is_plain or folder.kind not in ("auto", "rerank") or not is_causal_model(folder.config):
+            return False
+        # A known name is enough: such a model has no vectors to embed texts with.
+        return folder.kind == "rerank" or known_template(folder.config, folder.names) is not None
+
+    def card(self, folder: ModelFolder) -> JsonObject:
+        head = _stated_head(folder) if folder.modules_behind("Transformer") else _known_head(folder)
+        own = {"dim": 1, "num_labels": 1, "pooling": (head.pooling,), "capabilities": ("rerank",), "score": head}
+        return {**folder.of_transformer(folder.sentence_bert("text-generation")), **own}
 
 
-def is_causal_model(config: JsonMapping) -> bool:
-    return architecture_of(config).endswith("ForCausalLM")
-
-
-def stated_head(config: ModelSettings, module: ModelSettings, activation: object) -> ScoreHead:
-    """The head of a model with a LogitScore module, whose config is `module`. `activation` is the name of a class in
-    torch.nn, or None. Raises ModelError for ids that are none, and for what is not supported."""
+def _stated_head(folder: ModelFolder) -> ScoreHead:
+    """By the module LogitScore. Raises ModelError for ids that are none, and for what is not supported."""
+    config, module = folder.config, folder.settings(folder.modules[1].path, "config.json")
     if module.get("module_input_name", "causal_logits") != "causal_logits":
         raise module.error(f"module_input_name {module['module_input_name']!r} is not supported")
     names = ("true_token_id",) if module.get("false_token_id") is None else ("true_token_id", "false_token_id")
@@ -283,26 +279,26 @@ def stated_head(config: ModelSettings, module: ModelSettings, activation: object
         if type(row) is not int or not 0 <= row < config["vocab_size"]:
             raise module.error(f"{name} must be an id of the vocabulary, not {row!r}")
     # sentence-transformers' own for one score is sigmoid.
+    activation = folder.stated.get("activation_fn")
     applied = "sigmoid" if activation is None else _activation_named(module, "activation_fn", activation)
     return _head(config, tuple(module[name] for name in names), applied, None)
 
 
-def known_head(folder: Path, config: ModelSettings, names: str) -> ScoreHead:
-    """The head of a causal model that is known by name. Raises ModelError for an unknown one, and for a vocabulary
-    without its words."""
-    ids = token_ids(read_object(folder / "tokenizer.json"))
-    known = _find(config, names)
+def _known_head(folder: ModelFolder) -> ScoreHead:
+    """Raises ModelError for an unknown model, and for a vocabulary without its words."""
+    ids = token_ids(folder.settings(folder.place, "tokenizer.json"))
+    known = _find(folder.config, folder.names)
     if known is None:
         raise ModelError(
-            f"{folder}: is a causal language model, and nothing says which tokens mean yes and no: it needs the module "
-            "LogitScore of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, "
+            f"{folder.weights_folder}: is a causal language model, and nothing says which tokens mean yes and no: it "
+            "needs the module LogitScore of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, "
             "mxbai-rerank-base-v2 or -large-v2, bge-reranker-v2-gemma)"
         )
     words = [word for word in (known.yes, known.no) if word is not None]
     for word in words:
         if word not in ids:
-            raise ModelError(f"{folder}: {word!r} is not one token of the vocabulary")
-    return _head(config, tuple(ids[word] for word in words), "sigmoid", known.template)
+            raise ModelError(f"{folder.weights_folder}: {word!r} is not one token of the vocabulary")
+    return _head(folder.config, tuple(ids[word] for word in words), "sigmoid", known.template)
 
 
 def known_template(config: JsonMapping, names: str) -> PairTemplate | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vecd.model.files import ModelError, ModelSettings, read_json, read_object, read_optional, single_file
+from vecd.model.files import Folder, ModelError, ModelSettings, has_safetensors, single_file
 
 CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "multi-vector")
 """A model with one label, or with a query and a document in one sequence, can rerank; every model for sequence
@@ -184,6 +184,11 @@ class HeadLayers:
         return dense, norm
 
 
+MODERNBERT = HeadLayers(
+    dense="head.dense", activation="classifier_activation:gelu", norm="head.norm", epsilon="norm_eps:1e-5"
+)
+"""For every task; of masked words with another last layer."""
+
 # The modules of a model in sentence-transformers' layouts: their list, and what Pooling and the steps behind it do.
 
 
@@ -229,10 +234,13 @@ class Module:
         return Path(self.path).is_absolute() or ".." in Path(self.path).parts
 
 
-def read_modules(path: Path) -> list[Module]:
-    """Those of a modules.json. Raises ModelError when it is something else."""
-    entries = read_json(path)
-    if not isinstance(entries, list):
+def read_modules(folder: Folder) -> list[Module]:
+    """Those of modules.json; none where it is missing. Raises ModelError when it is something else."""
+    path = folder.path / "modules.json"
+    if not path.exists():
+        return []
+    entries = folder.json(path.name)
+    if not isinstance(entries, list) or not entries:
         raise ModelError(f"{path}: must be a list of modules")
     for entry in entries:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("type", "path")):
@@ -242,12 +250,9 @@ def read_modules(path: Path) -> list[Module]:
 
 def folders_without_safetensors(folder: Path) -> list[Path]:
     """Of the model in `folder` and its modules, those that may have weights, and have none as safetensors."""
-    path = folder / "modules.json"
-    modules = read_modules(path) if path.exists() else [Module("Transformer", "")]
+    modules = read_modules(Folder(folder)) or [Module("Transformer", "")]
     paths = {module.path for module in modules if module.kind not in _WITHOUT_WEIGHTS and not module.leads_out}
-    files = ("model.safetensors", "model.safetensors.index.json")
-    folders = (folder / each for each in sorted(paths))
-    return [each for each in folders if not any((each / name).is_file() for name in files)]
+    return [folder / each for each in sorted(paths) if not has_safetensors(folder / each)]
 
 
 _WITHOUT_WEIGHTS = ("Pooling", "Normalize", "MultiVectorMask", "SpladePooling", "LogitScore", "Router")
@@ -265,8 +270,8 @@ def check_modules(path: Path, modules: Sequence[Module]) -> None:
             raise ModelError(f"{path}: module path {module.path!r} leads out of the model's folder")
 
 
-def read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool]:
-    config = read_object(path)
+def read_pooling(config: ModelSettings, default_prompt: str) -> tuple[tuple[str, ...], bool]:
+    """The modes of a Pooling module, and whether it pools the tokens of a prompt."""
     stated = config.get("pooling_mode")
     if stated is None:
         modes = [mode for key, mode in _LEGACY_POOLING_KEYS.items() if config.get(key)] or ["mean"]
@@ -282,7 +287,7 @@ def read_pooling(path: Path, default_prompt: str) -> tuple[tuple[str, ...], bool
 
 
 def read_steps(
-    folder: Path, modules: Sequence[Module], dim: int, *, of_tokens: bool = False
+    folder: Folder, modules: Sequence[Module], dim: int, *, of_tokens: bool = False
 ) -> tuple[tuple[Step, ...], int]:
     """The steps of a head, and the number of floats behind them."""
     steps: list[Step] = []
@@ -294,23 +299,23 @@ def read_steps(
     return tuple(steps), dim
 
 
-def _read_step(folder: Path, module: Module, in_dim: int, *, of_tokens: bool) -> Step | None:
-    path = folder / module.path / "config.json"
+def _read_step(folder: Folder, module: Module, in_dim: int, *, of_tokens: bool) -> Step | None:
     match module.kind:
         case "Dropout":
             return None
         case "Normalize":
             # Without a statement it normalizes pooled vectors, which a multi-vector model has none of.
-            config = ModelSettings(path, {"module_input_name": "sentence_embedding", **read_optional(path)})
+            config = folder.optional(module.path, "config.json")
+            config.setdefault("module_input_name", "sentence_embedding")
             _check_input_and_output(config, of_tokens=of_tokens)
             return Step("normalize")
         case "LayerNorm" if not of_tokens:
-            single_file(path.parent)
+            single_file(folder.path / module.path)
             return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
         case "Dense":
-            return _read_dense(read_object(path), module.path, in_dim, of_tokens=of_tokens)
+            return _read_dense(folder.settings(module.path, "config.json"), module.path, in_dim, of_tokens=of_tokens)
         case unknown:
-            raise ModelError(f"{folder / 'modules.json'}: module {unknown} is not supported")
+            raise ModelError(f"{folder.path / 'modules.json'}: module {unknown} is not supported")
 
 
 def _read_dense(config: ModelSettings, module_path: str, in_dim: int, *, of_tokens: bool) -> Step:

@@ -17,7 +17,8 @@ from vecd.base import logs
 from vecd.base.failures import EXIT_OK
 from vecd.base.files import write_whole
 from vecd.base.programs import NEEDS_TORCH, has_torch, run_child
-from vecd.model.card import ModelCard, ModelError, vocabulary_files
+from vecd.model.card import ModelCard
+from vecd.model.files import ModelError, vocabulary_files
 from vecd.shm.arena import copy_sealed, path_of
 
 # Besides the vocabularies, what AutoTokenizer reads to choose a class and its special tokens.

@@ -10,13 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.launch.check.report import Problem
-from vecd.model.card import ModelCard, ModelError, names_of, published, vocabulary_files
-from vecd.model.files import source_of, stored_tensors
-from vecd.model.score_card import architecture_of
+from vecd.model.card import ModelCard, ModelError, published
+from vecd.model.files import Folder, source_of, stored_tensors, vocabulary_files
+from vecd.model.folder import architecture_of, names_of
 from vecd.model.steps import Step
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
@@ -34,8 +33,7 @@ _EXPORT = (
 def describe(card: ModelCard, name: str) -> JsonObject:
     """The report's facts of a model. Raises ModelError for weights that are not whole, or lack a tensor that the index
     names."""
-    path = Path(card.weights_folder) / "config.json"  # static embeddings need none
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = Folder(Path(card.weights_folder)).optional("config.json")  # static embeddings need none
     elements: Counter[str] = Counter()
     for path in _weights_files(card):
         for tensor in stored_tensors(path).values():

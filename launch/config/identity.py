@@ -16,7 +16,7 @@ from vecd.gateway.config import AliasDefaults
 from vecd.launch.config.plan import Plan
 from vecd.model.card import ModelCard
 from vecd.model.digests import digest_of_content, digest_of_file
-from vecd.model.files import read_optional
+from vecd.model.files import Folder
 
 _FORMAT = 1
 """Another one gives every model another identity: only for a change of what vecd computes from the same files."""
@@ -63,7 +63,7 @@ def _facts_of(plan: Plan) -> dict[str, Any]:
         "is_dummy": plan.workers[0].is_dummy,
         "card": {**card_facts, "prompts": dict(card.prompts)},
         "files": _digests_of_files(card, plan.settings.cache_folder),
-        "config": _without_names(read_optional(Path(card.weights_folder) / "config.json")),
+        "config": _without_names(Folder(Path(card.weights_folder)).optional("config.json")),
         "tokenizer": digest_of_content(Path(card.tokenizer_file)),
         "chat_template": None if chat is None else [chat.source, chat.tokens],
         "max_tokens": config.max_tokens,

@@ -7,8 +7,9 @@ server's, with what its table or its argument says over them.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from vecd.base.flags import FieldValues, did_you_mean, flag, flags_in, shown
 from vecd.gateway.config import AliasDefaults, GatewayConfig
 from vecd.launch.config.settings import SETTINGS, read_settings
 from vecd.model.card import ModelCard
-from vecd.model.files import read_optional
+from vecd.model.files import Folder
 from vecd.shm.settings import Settings, names_of
 
 _SHOWN_CHARACTERS = 60
@@ -39,7 +40,7 @@ def with_prompts(
         return card, [f"prompts, default_prompt: {why}"]
     merged = {**dict(card.prompts), **dict(prompts)}
     if default is None:
-        own = read_optional(Path(card.folder) / "config_sentence_transformers.json")
+        own = Folder(Path(card.folder)).optional("config_sentence_transformers.json")
         default = str(own.get("default_prompt_name") or "")
     elif default and default not in merged:
         return card, [f"default_prompt: {_no_prompt(default, merged)}"]
@@ -380,52 +381,30 @@ def numbered(new: Sequence[GatewayConfig], served: Mapping[str, GatewayConfig]) 
     that stay, while there are such, because defaults are chosen in this order. Raises ConfigurationError for more
     models or workers than there are cells for."""
     room = next(iter(served.values()))
-    metrics_models, metrics_workers = room.metrics_models, room.metrics_workers
-    if len(new) > metrics_models:
-        raise ConfigurationError(f"models: {len(new)} given, at most {metrics_models} without a restart")
-    staying = {config.model: served[config.model] for config in new if config.model in served}
-    models = {model: before.model_index for model, before in staying.items()}
-    workers: dict[str, range] = {}
-    # First those that need nothing more, then those that have a place already, then the others.
-    for config in sorted(new, key=lambda config: _growth(config, staying.get(config.model))):
-        before = staying.get(config.model)
-        if before is None:
+    cells: dict[str, Any] = {"metrics_models": room.metrics_models, "metrics_workers": room.metrics_workers}
+    if len(new) > room.metrics_models:
+        raise ConfigurationError(f"models: {len(new)} given, at most {room.metrics_models} without a restart")
+    models = {config.model: served[config.model].model_index for config in new if config.model in served}
+    free, found = set(range(room.metrics_workers)), dict[str, GatewayConfig]()
+
+    def growth(config: GatewayConfig) -> int:
+        """First those that need nothing more, then those that have a place already, then the others."""
+        before = served.get(config.model)
+        return 2 if before is None else int(config.num_workers > before.num_workers)
+
+    for config in sorted(new, key=growth):
+        if (before := served.get(config.model)) is None:
             above = max(models.values(), default=-1) + 1
-            free = (index for index in (*range(above, metrics_models), *range(above)) if index not in models.values())
-            models[config.model] = next(free)
-        start = _start(
-            config.num_workers, workers.values(), metrics_workers, 0 if before is None else before.first_worker
-        )
+            indices = (*range(above, room.metrics_models), *range(above))
+            models[config.model] = next(index for index in indices if index not in models.values())
+        num = config.num_workers
+        starts = (0 if before is None else before.first_worker, *range(room.metrics_workers))
+        start = next((start for start in starts if free.issuperset(range(start, start + num))), None)
         if start is None:
             of = f" of {config.model}" if len(new) > 1 else ""
-            most = max(map(len, _gaps(workers.values(), metrics_workers)))
-            raise ConfigurationError(f"workers{of}: {config.num_workers} given, at most {most} without a restart")
-        workers[config.model] = range(start, start + config.num_workers)
-    return [
-        replace(
-            config,
-            metrics_models=metrics_models,
-            metrics_workers=metrics_workers,
-            model_index=models[config.model],
-            first_worker=workers[config.model].start,
-        )
-        for config in new
-    ]
-
-
-def _growth(config: GatewayConfig, before: GatewayConfig | None) -> int:
-    """0 for a model that needs no more workers than it has, 1 for one that does, 2 for one that is new."""
-    return 2 if before is None else int(config.num_workers > before.num_workers)
-
-
-def _start(num: int, taken: Iterable[range], size: int, wanted: int) -> int | None:
-    """Where `num` indices in a row are free: at `wanted` or as far down as it is."""
-    gaps = [gap for gap in _gaps(taken, size) if len(gap) >= num]
-    if any(gap.start <= wanted and wanted + num <= gap.stop for gap in gaps):
-        return wanted
-    return gaps[0].start if gaps else None
-
-
-def _gaps(taken: Iterable[range], size: int) -> list[range]:
-    bounds = [0, *(bound for part in sorted(taken, key=lambda part: part.start) for bound in (part.start, part.stop))]
-    return [range(start, stop) for start, stop in zip(bounds[::2], [*bounds[1::2], size], strict=True)]
+            runs = groupby(enumerate(sorted(free)), lambda each: each[1] - each[0])
+            most = max((len([*run]) for _, run in runs), default=0)
+            raise ConfigurationError(f"workers{of}: {num} given, at most {most} without a restart")
+        free -= set(range(start, start + num))
+        found[config.model] = replace(config, **cells, model_index=models[config.model], first_worker=start)
+    return [found[config.model] for config in new]

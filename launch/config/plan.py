@@ -19,7 +19,7 @@ from typing import Any
 from vecd.base import logs
 from vecd.base.failures import EXIT_OK, ConfigurationError, StartFailure
 from vecd.base.programs import NEEDS_TORCH, ask_child, has_torch, not_installed
-from vecd.gateway.config import ApiKey, GatewayConfig
+from vecd.gateway.config import ApiKey, ChatTemplateSpec, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.models import (
@@ -34,8 +34,9 @@ from vecd.launch.config.models import (
 from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
 from vecd.launch.config.tokens import ordered_pair
-from vecd.model.card import ModelCard, ModelError, read_card
+from vecd.model.card import ModelCard, ModelError, card_of
 from vecd.model.files import files_of, source_of
+from vecd.model.folder import ModelFolder
 from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
 from vecd.shm.control import parse_keep_alive
@@ -52,25 +53,18 @@ from vecd.workers.machine import usable_cores
 _FILES = ("auto_mappings.py", "configuration_auto.py")
 
 
-def refuse_unknown(card: ModelCard, files: Iterable[str] = _FILES) -> None:
-    names = _text_of(files)
+def refuse_unknown(card: ModelCard) -> None:
+    package, names = importlib.util.find_spec("transformers"), ""  # finds without importing
+    if package is not None and package.origin is not None:
+        with suppress(OSError, UnicodeDecodeError):
+            auto = Path(package.origin).parent / "models" / "auto"
+            names = "".join((auto / name).read_text(encoding="utf-8") for name in _FILES)
     if '"bert"' in names and f'"{card.model_type}"' not in names:
         version = importlib.metadata.version("transformers")
         raise ModelError(
             f"{card.weights_folder}/config.json: transformers {version} has no architecture {card.model_type!r} "
             "(model_type)"
         )
-
-
-def _text_of(files: Iterable[str]) -> str:
-    package = importlib.util.find_spec("transformers")  # finds without importing
-    if package is None or package.origin is None:
-        return ""
-    text = ""
-    for name in files:
-        with suppress(OSError, UnicodeDecodeError):
-            text += (Path(package.origin).parent / "models" / "auto" / name).read_text(encoding="utf-8")
-    return text
 
 
 _LEAN_DTYPES = ("auto", "float32", "int8")
@@ -252,9 +246,10 @@ def _is_installed(name: str) -> bool:
 def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[str], None]) -> Plan:
     settings = entry.settings
     source, name = _find_model(settings, report)
-    folder = without_pickles(source, name, settings.cache_folder, report)
-    model_files = _files_in(folder.resolve())  # as `card.folder` is
-    card = with_text_template(with_pair_template(read_card(folder, settings.kind, settings.pooling)))
+    path = without_pickles(source, name, settings.cache_folder, report)
+    folder = ModelFolder(path, settings.kind, settings.pooling)
+    model_files = _files_in(folder.path)
+    card = with_text_template(with_pair_template(card_of(folder), folder), folder)
     if settings.matryoshka:
         card = replace(card, matryoshka_dims=())
     if not (card.is_static or card.export_file):
@@ -267,7 +262,8 @@ def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[s
         raise ConfigurationError(*problems)
     if _needs_torch(settings, card) and card.model_type not in FAMILIES:
         raise ModelError(f"{card.weights_folder}/config.json: a model of type {card.model_type!r} {NEEDS_TORCH}")
-    gateway = _gateway_config(entry, name, card, devices, keys)
+    chat_template = None if settings.literal_special_tokens else read_chat_template(folder)
+    gateway = _gateway_config(entry, name, card, devices, keys, chat_template)
     least = gateway.vector_cache_spec.least_nbytes(card.dim)
     if "dense" in card.capabilities and 0 < gateway.vector_cache < least:
         raise ConfigurationError(
@@ -376,7 +372,12 @@ def _close_copies(gateway: GatewayConfig) -> None:
 
 
 def _gateway_config(
-    entry: ModelEntry, model: str, card: ModelCard, devices: list[str], keys: tuple[ApiKey, ...]
+    entry: ModelEntry,
+    model: str,
+    card: ModelCard,
+    devices: list[str],
+    keys: tuple[ApiKey, ...],
+    chat_template: ChatTemplateSpec | None,
 ) -> GatewayConfig:
     """Raises StartFailure if too few files may be open, ModelError if the rows of a batch need too much memory."""
     settings = entry.settings
@@ -414,7 +415,7 @@ def _gateway_config(
         num_cores=usable_cores(),
         compute_type=compute_type,
         keys=keys,
-        chat_template=None if settings.literal_special_tokens else read_chat_template(Path(card.weights_folder)),
+        chat_template=chat_template,
         keep_alive_s=_keep_alive_s(settings),
         has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
         metrics_workers=max(num_workers, _MIN_METRICS_WORKERS),

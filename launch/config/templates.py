@@ -7,8 +7,8 @@ transformers' `save_pretrained` of tokenizers.
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,8 +16,8 @@ import orjson
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.programs import command_of
 from vecd.gateway.config import ChatTemplateSpec
-from vecd.model.card import ModelCard, ModelError, names_of
-from vecd.model.files import read_object, read_optional
+from vecd.model.card import ModelCard, ModelError
+from vecd.model.folder import ModelFolder
 from vecd.model.score_card import known_template
 from vecd.model.steps import PairTemplate, TextTemplate
 
@@ -26,11 +26,11 @@ _MAX_CHARS = 256 * 1024
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_chat_template(weights_folder: Path) -> ChatTemplateSpec | None:
+def read_chat_template(folder: ModelFolder) -> ChatTemplateSpec | None:
     """None if there is none that can be read."""
-    config = _read(weights_folder / "tokenizer_config.json")
+    config = _read(folder, "tokenizer_config.json")
     source = _source_in(config.get("chat_template"))
-    file = weights_folder / "chat_template.jinja"
+    file = folder.weights_folder / "chat_template.jinja"
     if file.is_file():
         try:
             source = file.read_text(encoding="utf-8")
@@ -38,17 +38,17 @@ def read_chat_template(weights_folder: Path) -> ChatTemplateSpec | None:
             return None
     if not source or len(source) > _MAX_CHARS:
         return None
-    named = {**_read(weights_folder / "special_tokens_map.json"), **config}
+    named = {**_read(folder, "special_tokens_map.json"), **config}
     tokens = {name: token for name in _TOKENS if (token := _token(named.get(name))) is not None}
     return ChatTemplateSpec(source, tokens, tuple(command_of("vecd.gateway.tokenization.chat_template")))
 
 
-def _read(path: Path) -> JsonObject:
-    try:
-        content = orjson.loads(path.read_bytes())  # refuses lone surrogates, which no child could be told
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read(folder: ModelFolder, name: str) -> JsonMapping:
+    with suppress(ModelError, TypeError):
+        content = folder.optional(folder.place, name)
+        orjson.dumps(content)  # raises for lone surrogates, which no child could be told
+        return content
+    return {}
 
 
 def _source_in(value: Any) -> str | None:
@@ -85,7 +85,7 @@ _NOT_VARIABLES = ("chat_template", "continue_final_message", "max_length", "rest
 """Arguments of sentence-transformers and of `apply_chat_template` that no template gets."""
 
 
-def with_pair_template(card: ModelCard) -> ModelCard:
+def with_pair_template(card: ModelCard, folder: ModelFolder) -> ModelCard:
     """The card, with the template by which its pairs become texts, if it needs one. The default prompt of a reranker
     with a template is its default instruction. Raises ModelError for a causal reranker whose files do not say how it
     gets a pair: its order would mean nothing."""
@@ -94,16 +94,14 @@ def with_pair_template(card: ModelCard) -> ModelCard:
         return card
     template = score.pair_template
     if template is None:
-        template = _template_of(card)
+        template = _template_of(card, folder)
         if template is None:
             return card
     return replace(card, score=replace(score, pair_template=template), prompt="", prompts=())
 
 
-def _template_of(card: ModelCard) -> PairTemplate | None:
-    folder = Path(card.weights_folder)
-    config = read_object(folder / "config.json")
-    known = known_template(config, names_of(Path(card.folder), config))
+def _template_of(card: ModelCard, folder: ModelFolder) -> PairTemplate | None:
+    known = known_template(folder.config, folder.names)
     spec = read_chat_template(folder)
     why = "there is no chat template"
     if spec is not None and (known is None or _is_for_pairs(spec, folder)):
@@ -113,30 +111,32 @@ def _template_of(card: ModelCard) -> PairTemplate | None:
             why = f"its chat template {error}"
     if known is not None:
         return known
-    if _has_pairs(folder / "tokenizer.json"):
+    if _has_pairs(folder):
         return None
     raise ModelError(
-        f"{folder}: nothing says how the model gets a query and a document: {why}, and its tokenizer has no template "
-        "for pairs; add a chat_template.jinja that renders messages with the roles 'query' and 'document'"
+        f"{folder.weights_folder}: nothing says how the model gets a query and a document: {why}, and its tokenizer "
+        "has no template for pairs; add a chat_template.jinja that renders messages with the roles 'query' and "
+        "'document'"
     )
 
 
-def _is_for_pairs(spec: ChatTemplateSpec, folder: Path) -> bool:
+def _is_for_pairs(spec: ChatTemplateSpec, folder: ModelFolder) -> bool:
     """Whether the template of a known model is one for pairs: it names their roles, or sentence-transformers has saved
     the model with it. Many templates for conversations print any role, and so a pair as well."""
     names_both = all(re.search(f"[\"']{role}[\"']", spec.source) for role in _ROLES)
     return names_both or _message_setting(folder) is not None
 
 
-def _message_setting(folder: Path) -> JsonObject | None:
+def _message_setting(folder: ModelFolder) -> JsonObject | None:
     """What `modality_config` says of messages: with it, sentence-transformers renders every input by the chat template.
     None if the settings say nothing of messages."""
-    modalities = read_optional(folder / "sentence_bert_config.json").inner("modality_config")
+    modalities = folder.optional(folder.place, "sentence_bert_config.json").inner("modality_config")
     return modalities.inner("message") if "message" in modalities else None
 
 
-def _variables_of(folder: Path) -> JsonObject:
-    return read_optional(folder / "sentence_bert_config.json").inner("processing_kwargs").inner("chat_template")
+def _variables_of(folder: ModelFolder) -> JsonObject:
+    settings = folder.optional(folder.place, "sentence_bert_config.json")
+    return settings.inner("processing_kwargs").inner("chat_template")
 
 
 def _cut(spec: ChatTemplateSpec, default: str, kwargs: JsonMapping) -> PairTemplate:
@@ -214,9 +214,10 @@ def _rendered(spec: ChatTemplateSpec, conversations: list[list[JsonObject]], kwa
     return texts
 
 
-def _has_pairs(path: Path) -> bool:
+def _has_pairs(folder: ModelFolder) -> bool:
+    tokenizer = folder.optional(folder.place, "tokenizer.json")
     try:
-        processor = read_optional(path).inner("post_processor")
+        processor = tokenizer.inner("post_processor")
         for each in (processor, *(processor.get("processors") or ())):
             if each.get("type") in ("BertProcessing", "RobertaProcessing"):
                 return True
@@ -224,17 +225,16 @@ def _has_pairs(path: Path) -> bool:
             if len(texts) == 2 and texts[1] - texts[0] > 1:
                 return True
     except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+        raise tokenizer.error(f"not a tokenizer: {error}") from None
     return False
 
 
 # --- a text alone -------------------------------------------------------------------------------------------------
 
 
-def with_text_template(card: ModelCard) -> ModelCard:
+def with_text_template(card: ModelCard, folder: ModelFolder) -> ModelCard:
     """The card, with the template by which its texts are rendered, if `modality_config` has "message". Raises
     ModelError for a template whose parts are not the same for every text, and for what cannot be combined."""
-    folder = Path(card.weights_folder)
     setting = None if card.score or card.is_static else _message_setting(folder)
     if setting is None:
         return card
@@ -242,13 +242,13 @@ def with_text_template(card: ModelCard) -> ModelCard:
         template = _text_template_of(card, folder, is_flat=setting.get("format") == "flat")
     except ValueError as error:
         raise ModelError(
-            f"{folder / 'sentence_bert_config.json'}: modality_config has 'message', by which texts are rendered by "
-            f"the chat template: it {error}"
+            f"{folder.weights_folder / 'sentence_bert_config.json'}: modality_config has 'message', by which texts are "
+            f"rendered by the chat template: it {error}"
         ) from None
     return replace(card, text_template=template, pools_prompt=True)
 
 
-def _text_template_of(card: ModelCard, folder: Path, *, is_flat: bool) -> TextTemplate:
+def _text_template_of(card: ModelCard, folder: ModelFolder, *, is_flat: bool) -> TextTemplate:
     """Raises ValueError, with a reason that goes on from "it"."""
     head, variables, spec = card.tokens, _variables_of(folder), read_chat_template(folder)
     if spec is None:
@@ -269,7 +269,7 @@ def _text_template_of(card: ModelCard, folder: Path, *, is_flat: bool) -> TextTe
     if card.prompt and len(template.variants) == 1:
         raise ValueError("has no place for a prompt (a message of the role 'system'), and the model has a default one")
     # A processor lets the tokenizer add its special tokens, unless the text begins with that of the beginning.
-    has_processor = any((folder / f"{kind}_config.json").is_file() for kind in ("processor", "preprocessor"))
+    has_processor = any(folder.has(folder.place, f"{kind}_config.json") for kind in ("processor", "preprocessor"))
     begins = bool(spec.tokens.get("bos_token")) and template.variants[0][0].startswith(spec.tokens["bos_token"])
     return replace(template, adds_special_tokens=has_processor and not begins)
 

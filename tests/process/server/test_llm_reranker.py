@@ -25,6 +25,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.config.templates import with_pair_template
 from vecd.launch.config.tokens import ANSWER, OTHER, QUERY, ordered_pair
 from vecd.model.card import ModelCard, ModelError, read_card
+from vecd.model.folder import ModelFolder
 from vecd.shm.output import Output
 from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.parity import vectors_of, vectors_one_by_one
@@ -61,7 +62,7 @@ def ranking(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 async def test_scores_of_texts_are_sentence_transformers_own(reranker: Path) -> None:
     model: Any = CrossEncoder(str(reranker), device="cpu", local_files_only=True)
-    card = with_pair_template(read_card(reranker))
+    card = with_pair_template(read_card(reranker), ModelFolder(reranker))
     path = "packed" if card.model_type == "gemma" else "fused"
     engine = build_engine(replace(worker_config(reranker), card=card), path, "float32")
     assert engine._prefixes is not None  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ async def assert_same_scores(model: Any, card: ModelCard, engine: Engine, instru
 def test_a_conversion_with_a_template_for_conversations_is_put_the_published_way(tmp_path: Path) -> None:
     """Qwen3-Reranker for sequence classification: its card says how a pair becomes a text."""
     folder = save_converted(tmp_path / "Qwen3-Reranker-0.6B-seq-cls")
-    card = with_pair_template(read_card(folder))
+    card = with_pair_template(read_card(folder), ModelFolder(folder))
     published = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a '
@@ -109,7 +110,7 @@ def test_a_conversion_with_a_template_for_conversations_is_put_the_published_way
 
 
 def test_the_pair_is_tokenized_as_requests_are(ranking: dict[bool, Path]) -> None:
-    card = with_pair_template(read_card(ranking[True]))
+    card = with_pair_template(read_card(ranking[True]), ModelFolder(ranking[True]))
     inputs = Tokenizer(card, 512, "model").tokenize_now([Pair(*RIGHT), Pair(*WRONG)])
     assert inputs is not None
     assert ordered_pair(card, 512) == tuple(tuple(array("i", item.token_ids)) for item in inputs)

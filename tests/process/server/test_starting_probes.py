@@ -90,14 +90,14 @@ def test_probes_write_no_line_and_requests_are_refused_while_the_model_loads(tmp
 _SLOW_PLAN = """
 import os, sys, time
 from vecd.launch.config import plan
-read_card = plan.read_card
+card_of = plan.card_of
 
 def wait(*arguments):
     while not os.path.exists("go on"):
         time.sleep(0.02)
-    return read_card(*arguments)
+    return card_of(*arguments)
 
-plan.read_card = wait
+plan.card_of = wait
 from vecd.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.cards import RERANKER
 from vecd.launch.config.templates import with_pair_template
 from vecd.model.card import ModelCard, ModelError
+from vecd.model.folder import ModelFolder
 from vecd.model.score_card import known_template
 from vecd.model.steps import PairTemplate, ScoreHead
 
@@ -24,25 +26,25 @@ SYSTEM = (
 def card(tmp_path: Path) -> Callable[..., ModelCard]:
     """The card of a causal reranker whose folder has a chat template, and nothing else that matters."""
 
-    def make(template: str | None = None, config: dict[str, Any] | None = None, **files: Any) -> ModelCard:
-        head = ScoreHead(("LABEL_0",), "sigmoid", "lasttoken", architecture="Qwen3ForSequenceClassification")
-        files = {"config": {"model_type": "qwen3", **(config or {})}, "tokenizer": {}, **files}
-        for name, content in files.items():
+    def make(template: str | None = None, config: Any = (), **files: Any) -> ModelCard:
+        head = ScoreHead(("LABEL_0",), "sigmoid", "lasttoken")
+        config = {"model_type": "qwen3", "hidden_size": 8, "vocab_size": 9, **dict(config)}
+        (tmp_path / "model.safetensors").touch()
+        for name, content in {"config": config, "tokenizer": {}, **files}.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         if template is not None:
             (tmp_path / "chat_template.jinja").write_text(template)
-        return ModelCard(
-            folder=str(tmp_path), weights_folder=str(tmp_path), model_type="qwen3", hidden_size=8, dim=1, max_tokens=9,
-            vocab_size=9, pooling=("lasttoken",), steps=(), lowercase=False, prompt="", capabilities=("rerank",),
-            num_labels=1, score=head,
-        )  # fmt: skip
+        return replace(RERANKER, folder=str(tmp_path), score=head)
 
     return make
 
 
-def template_of(card: ModelCard) -> PairTemplate | None:
-    made = with_pair_template(card)
-    assert made.score is not None
+def templated(card: ModelCard) -> ModelCard:
+    return with_pair_template(card, ModelFolder(Path(card.folder)))
+
+
+def template_of(card: ModelCard) -> Any:
+    made: Any = templated(card)
     assert (made.prompt, made.prompts) == ("", ())
     return made.score.pair_template
 
@@ -112,7 +114,7 @@ def test_contents_in_parts_are_found(card):
 )
 def test_a_template_that_is_none_for_pairs_is_refused(template, reason, card):
     with pytest.raises(ModelError, match=reason) as refused:
-        with_pair_template(card(template))
+        templated(card(template))
     assert "add a chat_template.jinja" in str(refused.value)
 
 
@@ -149,13 +151,11 @@ def test_a_known_model_s_own_template_for_pairs_comes_first(card):
 )
 def test_the_tokenizer_s_own_template_is_enough(processor, card):
     found = card(None, tokenizer={"post_processor": processor})
-    assert with_pair_template(found) is found
+    assert templated(found) is found
 
 
 @pytest.mark.parametrize("change", [{"pooling": "cls"}, {"pair_template": PairTemplate("a", "b", "c")}])
 def test_other_models_need_none(change, card):
-    given = card(None)
-    assert given.score is not None
-    given = replace(given, score=replace(given.score, **change))
-    assert with_pair_template(given) == given
-    assert with_pair_template(replace(given, score=None)).score is None
+    given = replace(card(None), score=ScoreHead((), "sigmoid", **{"pooling": "lasttoken", **change}))
+    assert templated(given) == given
+    assert templated(replace(given, score=None)).score is None

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.cards import DENSE
 from tests.support.message_checkpoints import BY_TASK, PARTS, STRIPPED
 from vecd.base.files import dump, load
 from vecd.launch.config.templates import with_text_template
 from vecd.model.card import ModelCard, ModelError
+from vecd.model.folder import ModelFolder
 from vecd.model.steps import ScoreHead, SparseHead, TextTemplate, TokenHead
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -30,16 +32,17 @@ def card(tmp_path: Path) -> Callable[..., ModelCard]:
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         if template is not None:
             (tmp_path / "chat_template.jinja").write_text(template)
-        return ModelCard(
-            folder=str(tmp_path), weights_folder=str(tmp_path), model_type="qwen3", hidden_size=8, dim=8, max_tokens=9,
-            vocab_size=9, pooling=("lasttoken",), steps=(), lowercase=False, prompt="", pools_prompt=False,
-        )  # fmt: skip
+        return replace(DENSE, folder=str(tmp_path), pools_prompt=False)
 
     return make
 
 
+def templated(card: ModelCard) -> ModelCard:
+    return with_text_template(card, ModelFolder(Path(card.folder)))
+
+
 def template_of(card: ModelCard) -> TextTemplate:
-    made = with_text_template(card)
+    made = templated(card)
     assert made.pools_prompt
     assert load(ModelCard, json.loads(json.dumps(dump(made)))) == made
     assert made.text_template is not None
@@ -73,7 +76,7 @@ def test_a_template_without_a_place_for_a_prompt(card):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + USER
     assert template_of(card(template)).variants == (("", ""),)
     with pytest.raises(ModelError, match=r"it has no place for a prompt .* the model has a default one"):
-        with_text_template(replace(card(template), prompt="Find"))
+        templated(replace(card(template), prompt="Find"))
     assert template_of(card(USER)).variants == (("", ""), ("", ""))  # leaves prompts out, as sentence-transformers does
 
 
@@ -110,7 +113,7 @@ def test_a_processor_adds_special_tokens(files, adds, card):
 )
 def test_what_cannot_be_cut_is_refused(template, settings, reason, card):
     with pytest.raises(ModelError, match=reason) as refused:
-        with_text_template(card(template, **settings))
+        templated(card(template, **settings))
     says = "sentence_bert_config.json: modality_config has 'message', by which texts are rendered by the chat template"
     assert f"{says}: it " in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -126,11 +129,11 @@ def test_what_cannot_be_cut_is_refused(template, settings, reason, card):
 )
 def test_what_is_not_combined_with_messages(change, reason, card):
     with pytest.raises(ModelError, match=reason):
-        with_text_template(replace(card(CHATML), **change))
+        templated(replace(card(CHATML), **change))
 
 
 def test_other_models_have_none(card):
     plain = card(CHATML, modality_config={"text": {}})
-    assert with_text_template(plain) is plain
+    assert templated(plain) is plain
     scored = replace(card(CHATML), score=ScoreHead(("LABEL_0",), "sigmoid"))
-    assert with_text_template(scored) is scored
+    assert templated(scored) is scored

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from vecd.base.files import load
+from vecd.base.files import dump, load
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.launch.config.templates import read_chat_template
+from vecd.model.folder import ModelFolder
 
 
 def write(folder: Path, name: str, **fields: Any) -> None:
@@ -14,7 +15,7 @@ def write(folder: Path, name: str, **fields: Any) -> None:
 
 
 def read(folder: Path) -> tuple[str, dict[str, str]] | None:
-    spec = read_chat_template(folder)
+    spec = read_chat_template(ModelFolder(folder))
     return None if spec is None else (spec.source, spec.tokens)
 
 
@@ -57,7 +58,5 @@ def test_files_that_cannot_be_read_are_none(tmp_path):
 
 def test_it_survives_the_way_between_processes(tmp_path):
     write(tmp_path, "tokenizer_config.json", chat_template="t", eos_token="</s>")
-    spec = read_chat_template(tmp_path)
-    assert spec is not None
-    fields = {"source": spec.source, "tokens": spec.tokens, "command": list(spec.command)}
-    assert load(ChatTemplateSpec, json.loads(json.dumps(fields))) == spec
+    spec = read_chat_template(ModelFolder(tmp_path))
+    assert load(ChatTemplateSpec, json.loads(json.dumps(dump(spec)))) == spec

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.support.cards import DENSE
 from vecd.base.failures import ConfigurationError, StartFailure
 from vecd.launch.check.model import describe, purpose
 from vecd.launch.config import plan
 from vecd.launch.config.plan import Plan, make_plan, num_visible_gpus, refuse_unknown, server_problems
 from vecd.launch.config.settings import load_settings
-from vecd.model.card import ModelCard, ModelError, read_card
+from vecd.model.card import ModelError, read_card
 from vecd.model.steps import SparseHead, TokenHead
 from vecd.shm.arena import original_of
 from vecd.shm.settings import Settings
@@ -38,7 +40,7 @@ def change_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets the card of every folder have these values."""
 
     def change(**values: Any) -> None:
-        monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: replace(read_card(folder), **values))
+        monkeypatch.setattr(plan, "card_of", lambda folder: replace(read_card(folder.path), **values))
 
     return change
 
@@ -231,7 +233,7 @@ def test_gateways_read_copies_of_files(minilm_folder: Path, tmp_path: Path, monk
     card = replace(read_card(minilm_folder), capabilities=("sparse",), dim=30522)
     card = replace(card, folder=str(tmp_path), tokenizer_file=str(tmp_path / "tokenizer.json"))
     card = replace(card, sparse=SparseHead((), query_weights="idf.json"))
-    monkeypatch.setattr(plan, "read_card", lambda folder, kind, pooling: card)
+    monkeypatch.setattr(plan, "card_of", lambda folder: card)
     num_open = len(os.listdir("/proc/self/fd"))
     ranges = str(tmp_path / "ranges.npy")
     made = make_plan(load_settings([str(minilm_folder), "--engine", "dummy", "--quantization-ranges", ranges]))
@@ -301,10 +303,6 @@ def test_what_is_missing_is_told_before_anything_starts(name, monkeypatch):
     assert problem.endswith("pip install 'vecd[otel]'")
 
 
-def card_of(model_type: str) -> ModelCard:
-    return ModelCard("/m", "/m", model_type, 8, 8, 10, 10, ("mean",), (), False, "")
-
-
 def test_nothing_is_fetched_for_a_server_that_cannot_start(tmp_path: Path) -> None:
     stages: list[str] = []
     settings = load_settings(["org/name", "--tls-cert", str(tmp_path / "cert.pem")])
@@ -326,15 +324,16 @@ def test_too_few_open_files_hide_no_problem_of_the_settings(
 @pytest.mark.parametrize("model_type", ["new", "nosuch"])
 def test_what_it_does_not_name(model_type):
     with pytest.raises(ModelError, match=rf"^/m/config\.json: transformers 5\..* has no architecture '{model_type}'"):
-        refuse_unknown(card_of(model_type))
+        refuse_unknown(replace(DENSE, model_type=model_type))
 
 
-def test_another_layout_of_transformers_is_left_to_the_worker():
-    refuse_unknown(card_of("nosuch"), ["moved.py"])
+def test_another_layout_of_transformers_is_left_to_the_worker(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin=f"{tmp_path}/a.py"))
+    refuse_unknown(replace(DENSE, model_type="nosuch"))
 
 
 def test_every_name_is_among_them():
     from transformers import CONFIG_MAPPING
 
     for model_type in CONFIG_MAPPING:
-        refuse_unknown(card_of(model_type))
+        refuse_unknown(replace(DENSE, model_type=model_type))
