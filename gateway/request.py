@@ -71,6 +71,8 @@ class Form(NamedTuple):
 class Overflow(Enum):
     """What happens to an input that is too long for the model."""
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python
+
     ERROR = "error"
     TRUNCATE = "truncate"
     """Its beginning is kept."""
@@ -93,15 +95,18 @@ class Role(Enum):
     DOCUMENT = "document"
 
 
+ALL = sys.maxsize
+"""A limit on tokens that is none."""
+
+
 class Tokenizing(NamedTuple):
     """How a request's inputs become sequences."""
 
     prompt: str | None = None
     """Put before every text. None: the model's default."""
-    overflow: Overflow | None = None
-    """None: the server's default."""
-    max_tokens: int | None = None
-    """Longest sequence, special tokens included, at most the server's; None: the server's."""
+    overflow: Overflow = Overflow.TRUNCATE
+    max_tokens: int = ALL
+    """Longest sequence, special tokens included, where that is less than the model's."""
     add_special_tokens: bool = True
     are_ids_of_model: bool = False
     """Lists of ids are the model's own, with special tokens or without, unless `--token-ids` says otherwise."""
@@ -109,9 +114,9 @@ class Tokenizing(NamedTuple):
     """None: a document."""
     num_queries: int = 0
     """This number of inputs at the beginning are queries; `role` is that of the others."""
-    max_document_tokens: int | None = None
+    max_document_tokens: int = ALL
     """Of a pair, or where `num_queries` is given; the rest is cut off."""
-    max_query_tokens: int | None = None
+    max_query_tokens: int = ALL
     """The same of a query."""
     wants_offsets: bool = False
     """`TokenizedInput.offsets` are needed, too."""

@@ -12,7 +12,7 @@ from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.sparse import read_query_weights
 from vecd.gateway.pipeline import Pipeline, deadline_of
-from vecd.gateway.request import HttpRequest, Identity, Overflow
+from vecd.gateway.request import HttpRequest, Identity
 from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -143,7 +143,6 @@ def read_tokenizer(config: GatewayConfig) -> Tokenizer:
         config.card,
         config.max_tokens,
         config.token_ids,
-        overflow=Overflow(config.overflow),
         max_embed_len=config.max_embed_len,
         literal_special_tokens=config.literal_special_tokens,
     )

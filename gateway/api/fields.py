@@ -140,10 +140,6 @@ class Wanted:
     def has(self, word: str) -> bool:
         return self._body.get(word) is not None
 
-    def is_within(self, keys: frozenset[str]) -> bool:
-        """Whether it says nothing of other attributes."""
-        return keys.issuperset(self._values)
-
     def is_without(self, keys: frozenset[str]) -> bool:
         """Whether it says nothing of these attributes."""
         return keys.isdisjoint(self._values)

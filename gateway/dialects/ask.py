@@ -26,7 +26,7 @@ each. Such texts have no other prompt, and by default no special tokens but the 
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
@@ -61,6 +61,7 @@ from vecd.gateway.config import AliasDefaults
 from vecd.gateway.encoding.forms import Names, check_forms
 from vecd.gateway.errors import BadRequest, TooManyInputs
 from vecd.gateway.request import (
+    ALL,
     MAX_PROMPT_CHARS,
     Dtype,
     EmbedRequest,
@@ -237,6 +238,8 @@ def _prompt_of(wanted: Wanted, model_info: ModelInfo, purpose: str | None) -> st
     """None for the model's default. `purpose`: of texts of which the words say none. Raises BadRequest, and
     ModelNotFound for another model's name if names are strict."""
     by_name = model_info.prompt_of_model_name(wanted.get(MODEL))
+    if purpose is None and model_info.model_prompt is None and wanted.is_without(_FOR_PROMPT):  # most requests
+        return by_name
     said: list[tuple[str, str | None]] = [] if by_name is None else [(wanted.word(MODEL), by_name)]
     instead = "send one of them"
     if wanted.has(MESSAGES.name):
@@ -339,19 +342,17 @@ ADD_SPECIAL_TOKENS = fields.flag(
 _BY_DEFAULT: tuple[Overflow, ...] = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, *Overflow)
 
 
-def overflow_of(wanted: Wanted, preferred: Overflow) -> Overflow | None:
-    """A policy for long inputs that all words allow: `preferred`, if it is one of them. None if there are none."""
-    allowed = wanted.get(OVERFLOW)
-    if allowed is None or preferred in allowed:
-        return None if allowed is None else preferred
-    return next(overflow for overflow in _BY_DEFAULT if overflow in allowed)
+def overflow_of(wanted: Wanted, preferred: Overflow) -> Overflow:
+    """A policy for long inputs that all words allow: `preferred`, if it is one of them."""
+    allowed = wanted.get(OVERFLOW) or (preferred,)
+    return next(overflow for overflow in (preferred, *_BY_DEFAULT) if overflow in allowed)
 
 
-def _max_tokens_of(wanted: Wanted, model_info: ModelInfo, *, adds_special_tokens: bool) -> int | None:
+def _max_tokens_of(wanted: Wanted, model_info: ModelInfo, *, adds_special_tokens: bool) -> int:
     """The longest sequence, where that is less than the model's."""
     most = wanted.get(MAX_TOKENS)
     if most is None:
-        return None
+        return ALL
     word = wanted.word(MAX_TOKENS)
     if most > model_info.config.max_tokens and word == TRUNCATE_PROMPT_TOKENS.name:
         raise BadRequest(
@@ -360,7 +361,7 @@ def _max_tokens_of(wanted: Wanted, model_info: ModelInfo, *, adds_special_tokens
         )
     if adds_special_tokens:
         model_info.check_max_tokens(most, word)
-    return most if most < model_info.config.max_tokens else None
+    return most if most < model_info.config.max_tokens else ALL
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------
@@ -456,16 +457,16 @@ ENDIANNESS = fields.choice(
     {"native": False, "little": False, "big": True},
     default="little",
 )
-FLOATS = (Form(),)
-USUAL_FORMS = {name: (Form(encoding),) for name, encoding in _ENCODINGS.items()}
-"""By the value of ENCODING, of a request that says nothing else of its form."""
-ACCEPTED_FORMS = {encoding: (Form(encoding or Encoding.FLOAT),) for encoding in (None, *Encoding)}
-"""By what `Accept` prefers, of a request that says nothing of its form."""
+_OF_FORM = frozenset((DTYPE.key, ENDIANNESS.key))
+_FORMS = {encoding: (Form(encoding),) for encoding in Encoding}
+FLOATS = _FORMS[Encoding.FLOAT]
 
 
 def forms_of(call: Call, output: Output = Output.VECTORS) -> tuple[Form]:
     """The form of a response. The client's words win over `Accept`; an alias' default is for dense vectors alone."""
     wanted, encoding = call.wanted, encoding_of(call)
+    if wanted.is_without(_OF_FORM):  # most requests
+        return _FORMS[encoding]
     dtype = (wanted.get if output is Output.VECTORS else wanted.said)(DTYPE) or Dtype.FLOAT32
     return (Form(encoding, dtype, wanted.get(ENDIANNESS) is True and encoding is not Encoding.FLOAT),)
 
@@ -693,8 +694,6 @@ COMMON: tuple[Field[Any], ...] = (
     *REFUSED_FIELDS,
 )
 """The words of every operation of OpenAI's kind that embeds, without its inputs."""
-USUAL = frozenset((MODEL.key, INPUT.key, ENCODING.key, USER.key, REQUEST_ID.key))
-"""What most requests say."""
 
 # --- all together -----------------------------------------------------------------------------------------------
 
@@ -719,33 +718,22 @@ def _wanted_by(defaults: AliasDefaults) -> Wanted:
     return Wanted({key: value for key, value in said.items() if value is not None})
 
 
+_FOR_PROMPT = frozenset(field.key for field in (PROMPT, PROMPT_NAME, INPUT_TYPE, ADD_SPECIAL_TOKENS))
+"""What `_prompt_of` looks for: conversations say the last."""
 _FURTHER = frozenset(
     attribute.key
-    for attribute in (OVERFLOW, MAX_TOKENS, ADD_SPECIAL_TOKENS, ROLE, NORMALIZE, DIMENSIONS, PRIORITY, REPORT)
+    for attribute in (OVERFLOW, MAX_TOKENS, ADD_SPECIAL_TOKENS, ROLE, NORMALIZE, DIMENSIONS, DTYPE, PRIORITY, REPORT)
 )
-"""What `resolve` looks for besides the prompt."""
+"""What `resolve` looks for besides the prompt, of dense vectors."""
 _OF_TOKENS = frozenset((Output.TOKENS, Output.TOKEN_VECTORS, Output.HYBRID))
 _WITH_ROLES = frozenset((Output.SPARSE, Output.LEXICAL, Output.TOKEN_VECTORS, Output.HYBRID))
 """Outputs that may be others for a query than for a document."""
 _WITH_WEIGHTS = frozenset((Output.SPARSE, Output.LEXICAL, Output.HYBRID))
-_FLOAT32 = {Dtype.FLOAT32}
-_USUAL_TOKENIZING = {are_own: Tokenizing(are_ids_of_model=are_own) for are_own in (False, True)}
 
 
-def usual_request(
-    call: Call,
-    inputs: Inputs,
-    forms: tuple[Form, ...],
-    normalize: bool = False,
-    are_ids_of_model: bool = False,
-) -> EmbedRequest:
-    """As `resolve`, for dense vectors, of a call that says nothing but USUAL, of a model that no alias names."""
-    headers, prompt = call.headers, call.model_info.prompt_of_model_name(call.wanted.get(MODEL))
-    tokenizing = _USUAL_TOKENIZING[are_ids_of_model]
-    if prompt is not None:
-        tokenizing = tokenizing._replace(prompt=prompt)
-    timeout_s = parse_timeout_s(headers)
-    return EmbedRequest(inputs, forms, parse_priority(headers), timeout_s, tokenizing, Output.VECTORS, normalize)
+@lru_cache(64)
+def _tokenizing(prompt: str | None, overflow: Overflow, are_ids_of_model: bool) -> Tokenizing:
+    return Tokenizing(prompt, overflow, are_ids_of_model=are_ids_of_model)
 
 
 def resolve(
@@ -767,23 +755,20 @@ def resolve(
     server's. `purpose`: of the texts, where the words say none. `has_prompt`: False if the texts have no prompt,
     whatever the model's default is. `has_chunks`: scores of an input are the mean of those of its chunks.
     Raises BadRequest."""
-    wanted, headers, model_info, defaults = call.wanted, call.headers, call.model_info, call.model_info.defaults
+    wanted, headers, model_info = call
     is_dense = output is Output.VECTORS
-    if is_dense and preferred is None and purpose is None and defaults is None and wanted.is_within(USUAL):
-        return usual_request(call, inputs, forms, normalizes is True, are_ids_of_model)
     if has_prompt:
         prompt = _prompt_of(wanted, model_info, purpose)
     else:
         model_info.prompt_of_model_name(wanted.get(MODEL))  # raises ModelNotFound if names are strict
         prompt = None
-    if is_dense and defaults is None and wanted.is_without(_FURTHER) and {form.dtype for form in forms} == _FLOAT32:
-        tokenizing = Tokenizing(prompt, preferred, are_ids_of_model=are_ids_of_model)
+    overflow = preferred or model_info.overflow
+    if is_dense and model_info.defaults is None and wanted.is_without(_FURTHER):  # most requests
+        tokenizing = _tokenizing(prompt, overflow, are_ids_of_model)
         priority, timeout_s = parse_priority(headers), parse_timeout_s(headers)
-        return EmbedRequest(inputs, forms, priority, timeout_s, tokenizing, Output.VECTORS, normalizes is True)
-    overflow = overflow_of(wanted, preferred or model_info.overflow)
-    if overflow is None:
-        overflow = preferred if defaults is None or defaults.overflow is None else preferred or model_info.overflow
-    if not (is_dense or has_chunks) and (overflow or model_info.overflow) is Overflow.CHUNK:
+        return EmbedRequest(inputs, forms, priority, timeout_s, tokenizing, output, normalizes is True)
+    overflow = overflow_of(wanted, overflow)
+    if not (is_dense or has_chunks) and overflow is Overflow.CHUNK:
         # An input in chunks has no scores of its own, nor a single row for each of its tokens. Where the server would
         # split it, it is refused, because the request did not allow to cut it.
         overflow = Overflow.ERROR

@@ -123,7 +123,7 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
         types = (of_alias.value,)
     is_bare, names = version == 1 and not types, types or ("float",)
     request = ask.resolve(call, texts, forms=tuple(_FORMS[name] for name in names))
-    limit = request.tokenizing.max_tokens or model_info.config.max_tokens
+    limit = min(request.tokenizing.max_tokens, model_info.config.max_tokens)
     # Written here because a large body is parsed in a thread, while responses are rendered on the event loop, and so
     # that no reference to the texts is kept, nor to the call.
     echoed = [b"%b%b" % (b"," if index else b"", orjson.dumps(text)) for index, text in enumerate(texts)]

@@ -32,19 +32,15 @@ from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedEmbed, Pa
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask, outputs
 from vecd.gateway.dialects.ask import (
-    ACCEPTED_FORMS,
     COMMON,
     ENCODING,
     INPUT,
     METADATA,
-    USUAL,
-    USUAL_FORMS,
     Conversations,
     forms_of,
     parse_inputs,
     render_conversations,
     resolve,
-    usual_request,
 )
 from vecd.gateway.dialects.classify import ZERO_SHOT
 from vecd.gateway.dialects.outputs import LATE_CHUNKING, OUTPUT
@@ -60,23 +56,23 @@ FIELDS = Fields(INPUT, *COMMON, ask.TASK, LATE_CHUNKING, *outputs.FIELDS)
 # --- embeddings -------------------------------------------------------------------------------------------------
 
 
+_OF_OUTPUTS = frozenset((OUTPUT.key, LATE_CHUNKING.key))
+
+
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
     wanted, model_info = call.wanted, call.model_info
-    value, encoding = wanted.get(INPUT), wanted.get(ENCODING)
-    if isinstance(value, Conversations):
+    if isinstance(value := wanted.get(INPUT), Conversations):
         return render_conversations(call, value, parse_embeddings)
     inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)
-    if model_info.is_dense and model_info.defaults is None and wanted.is_within(USUAL):  # most requests
-        forms = ACCEPTED_FORMS[fields.parse_accept(call.headers)] if encoding is None else USUAL_FORMS[encoding]
-        request = usual_request(call, inputs, forms)
-    else:
+    if not model_info.is_dense or not wanted.is_without(_OF_OUTPUTS):
         kinds = outputs.requested_kinds(wanted, model_info)
         if wanted.get(LATE_CHUNKING) is not None:
             return outputs.parse_late(call, inputs, kinds, is_one=isinstance(value, str))
         if kinds != outputs.DENSE_ALONE:
             return outputs.parse_outputs(call, inputs, kinds)
-        request = resolve(call, inputs, forms=forms_of(call))
-    return ParsedEmbed(request, renderer_of(request.forms[0], EMBEDDING, has_metadata=encoding == METADATA))
+    request = resolve(call, inputs, forms=forms_of(call))
+    has_metadata = wanted.get(ENCODING) == METADATA
+    return ParsedEmbed(request, renderer_of(request.forms[0], EMBEDDING, has_metadata=has_metadata))
 
 
 def parse_multi_vector(call: Call) -> ParsedEmbed | ParsedMessages:

@@ -356,7 +356,6 @@ def parse_late(call: Call, inputs: TextsOrIds, kinds: Kinds, *, is_one: bool) ->
     # No chunk is cut off unless the client says so.
     request = resolve(call, texts, forms=forms, preferred=Overflow.ERROR)
     overflow = request.tokenizing.overflow
-    assert overflow is not None
     if overflow not in (Overflow.ERROR, Overflow.TRUNCATE):
         raise BadRequest(
             f"'{_NAME}': 'overflow' must be 'error' or 'truncate' with it, is '{overflow.value}'", param=_NAME

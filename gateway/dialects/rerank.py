@@ -59,7 +59,7 @@ from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import ACTIVATION, MODEL, OWN, RAW, check_num, parse_texts
 from vecd.gateway.encoding.labels import Scores, ranked, relevance_logits, relevance_of
 from vecd.gateway.errors import ApiError, BadRequest, WrongModel
-from vecd.gateway.request import Embedded, Overflow, Pair, Response, Role
+from vecd.gateway.request import ALL, Embedded, Overflow, Pair, Response, Role
 from vecd.shm.output import Output
 
 NEEDS = ("rerank", "multi-vector")
@@ -268,8 +268,8 @@ def parse(
         has_prompt=False,
     )
     tokenizing = request.tokenizing._replace(
-        max_document_tokens=wanted.get(MAX_TOKENS_PER_DOC) or None,
-        max_query_tokens=wanted.get(MAX_TOKENS_PER_QUERY) or None,
+        max_document_tokens=wanted.get(MAX_TOKENS_PER_DOC) or ALL,
+        max_query_tokens=wanted.get(MAX_TOKENS_PER_QUERY) or ALL,
         instruction=_instruction(call),
     )
     if not is_scored:

@@ -167,7 +167,7 @@ def _check_rows(output: Output, wanted: Wanted, model_info: ModelInfo) -> None:
         what = "as many as a token's vector has" if are_tokens else "the number of labels"
         word = wanted.word(DIMENSIONS)
         raise BadRequest(f"'{word}' must be {width}, {what}, is {dimensions}", param=word)
-    if are_tokens and (ask.overflow_of(wanted, model_info.overflow) or model_info.overflow) is Overflow.CHUNK:
+    if are_tokens and ask.overflow_of(wanted, model_info.overflow) is Overflow.CHUNK:
         raise BadRequest(
             "'task' 'token_embed' does not go with chunks, whose tokens have no vectors in common: send 'overflow' "
             "'truncate' or 'error'",

@@ -15,7 +15,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
-from vecd.gateway.request import Chunk, Overflow, Role, Source, TokenIds, TokenizedInput
+from vecd.gateway.request import ALL, Chunk, Overflow, Role, Source, TokenIds, TokenizedInput
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, SequenceTemplate
 from vecd.model.card import ModelError
 from vecd.model.steps import TextTemplate, TokenHead
@@ -174,8 +174,8 @@ class RoleTemplate(NamedTuple):
     """None: the model's default."""
     marker: list[int]
     """None or one, behind the first special token."""
-    max_tokens: int | None
-    """Longest sequence; None: the model's limit."""
+    max_tokens: int = ALL
+    """Longest sequence."""
     num_filled: int = 0
     """A shorter sequence is filled up to this number of tokens."""
     expansion_id: int = 0
@@ -199,7 +199,7 @@ class RoleTemplate(NamedTuple):
         )
 
 
-_PLAIN_ROLE = RoleTemplate(None, [], None)
+_PLAIN_ROLE = RoleTemplate(None, [])
 
 
 def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTemplate]:
@@ -209,14 +209,14 @@ def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTe
     limit, expansion_id = head.query_tokens, head.expansion_id
     if head.max_query_tokens is not None:
         limit = head.max_query_tokens and max(head.max_query_tokens, head.query_tokens)
-    query = RoleTemplate(head.query_prompt or None, _marker(head.query_marker), limit or None)
+    query = RoleTemplate(head.query_prompt or None, _marker(head.query_marker), limit or ALL)
     if expansion_id is not None:
         query = query._replace(
             num_filled=min(max_tokens, head.query_tokens),
             expansion_id=expansion_id,
             is_expansion_attended=head.attends_to_expansion,
         )
-    document = RoleTemplate(head.document_prompt or None, _marker(head.document_marker), head.document_tokens or None)
+    document = RoleTemplate(head.document_prompt or None, _marker(head.document_marker), head.document_tokens or ALL)
     templates = {Role.QUERY: query, Role.DOCUMENT: document}
     return {role: template for role, template in templates.items() if template != _PLAIN_ROLE}
 

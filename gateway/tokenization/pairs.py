@@ -21,8 +21,8 @@ from typing import NamedTuple
 import tokenizers
 
 from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
-from vecd.gateway.request import MAX_PROMPT_CHARS, Overflow, Pair, TokenizedInput
-from vecd.gateway.tokenization.text_tokens import ALL, TextTokens, exhaust
+from vecd.gateway.request import ALL, MAX_PROMPT_CHARS, Overflow, Pair, TokenizedInput, Tokenizing
+from vecd.gateway.tokenization.text_tokens import TextTokens, exhaust
 from vecd.model.steps import PairTemplate
 
 
@@ -48,21 +48,6 @@ class PairFrame(NamedTuple):
         return ids, 0 if at is None else len(self.prefix) + len(first) + at
 
 
-class PairLimits(NamedTuple):
-    """What a request allows, and what happens to longer pairs."""
-
-    max_tokens: int
-    """Of a sequence, special tokens included."""
-    overflow: Overflow
-    """Not CHUNK."""
-    max_query_tokens: int
-    """Of its text, or ALL."""
-    max_document_tokens: int
-    add_special_tokens: bool
-    instruction: str | None
-    """For `TemplatedPairs`."""
-
-
 class Opening(NamedTuple):
     """What precedes each document of a query."""
 
@@ -83,7 +68,7 @@ class PairTokens:
         self._frames = {is_special: pair_frame_of(tokenizer, is_special) for is_special in (True, False)}
 
     def steps(
-        self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, openings: dict[str, Opening]
+        self, pairs: Sequence[Pair], indices: Sequence[int], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
         """A sequence for each pair. Yields between pieces of work. `indices`: the index in the request of each pair.
 
@@ -92,41 +77,41 @@ class PairTokens:
         off. Side effect: `openings` has the tokens of the queries of these pairs alone: a request hands on the same
         dictionary, so that each query is tokenized once.
         """
-        frame = self._frames[limits.add_special_tokens]
+        frame = self._frames[how.add_special_tokens]
         if frame is None:
             raise BadRequest(
                 "The model's tokenizer puts more than special tokens around two texts: no pair can be made of them",
                 param=INPUT,
             )
-        max_own = limits.max_tokens - frame.num_tokens
+        max_own = how.max_tokens - frame.num_tokens
         if max_own < 1:
             raise BadRequest(
                 f"A pair has to have room for at least {frame.num_tokens + 1} tokens, {frame.num_tokens} special "
-                f"tokens among them; the limit is {limits.max_tokens} (truncate_prompt_tokens)",
+                f"tokens among them; the limit is {how.max_tokens} (truncate_prompt_tokens)",
                 param="truncate_prompt_tokens",
             )
-        yield from self._read_queries(pairs, limits, openings)
+        yield from self._read_queries(pairs, how, openings)
         num_needed = 0
         for pair in pairs:
             num_query = len(openings[pair.query].ids)
-            num_needed = max(num_needed, min(max(max_own - num_query, num_query), limits.max_document_tokens))
+            num_needed = max(num_needed, min(max(max_own - num_query, num_query), how.max_document_tokens))
         documents = yield from self._texts.first_steps([pair.document for pair in pairs], "", num_needed)
         sequences = []
         for index, pair, first in zip(indices, pairs, documents, strict=True):
             query, document, is_query_cut = openings[pair.query].ids, first, openings[pair.query].is_cut
-            num_own = min(len(document), limits.max_document_tokens)
+            num_own = min(len(document), how.max_document_tokens)
             is_beyond = (len(pair.query) > self._texts.max_chars and not is_query_cut) or (
                 len(pair.document) > self._texts.max_chars and num_own == len(document)
             )
-            if limits.overflow is Overflow.ERROR and (is_beyond or len(query) + num_own > max_own):
+            if how.overflow is Overflow.ERROR and (is_beyond or len(query) + num_own > max_own):
                 document = yield from self._texts.all_steps(pair.document, "")
-                num_own = min(len(document), limits.max_document_tokens)
-                check_length(len(query) + num_own, max_own, limits, index, is_at_least=is_beyond)
-            if is_beyond and limits.overflow is not Overflow.TRUNCATE:
+                num_own = min(len(document), how.max_document_tokens)
+                check_length(len(query) + num_own, max_own, how, index, is_at_least=is_beyond)
+            if is_beyond and how.overflow is not Overflow.TRUNCATE:
                 raise beyond(index, self._texts.max_chars)
             num_query, num_document = longest_first(len(query), num_own, max_own)
             is_document_cut = num_document < len(document)
-            if limits.overflow is Overflow.TRUNCATE_LEFT:
+            if how.overflow is Overflow.TRUNCATE_LEFT:
                 query = query[len(query) - num_query :]
                 if is_document_cut:
                     document = yield from self._texts.last_steps(pair.document, "", num_document)
@@ -137,7 +122,7 @@ class PairTokens:
         return sequences
 
     def _read_queries(
-        self, pairs: Sequence[Pair], limits: PairLimits, openings: dict[str, Opening]
+        self, pairs: Sequence[Pair], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, None]:
         """All tokens up to the query's own limit, because `longest_first` counts them."""
         wanted = dict.fromkeys(pair.query for pair in pairs)
@@ -148,8 +133,8 @@ class PairTokens:
             return
         lists = yield from self._texts.first_steps(new, "", ALL)
         for query, ids in zip(new, lists, strict=True):
-            num = min(len(ids), limits.max_query_tokens)
-            start = len(ids) - num if limits.overflow is Overflow.TRUNCATE_LEFT else 0
+            num = min(len(ids), how.max_query_tokens)
+            start = len(ids) - num if how.overflow is Overflow.TRUNCATE_LEFT else 0
             openings[query] = Opening(ids[start : start + num], is_cut=num < len(ids))
 
 
@@ -185,12 +170,12 @@ def longest_first(num_query: int, num_document: int, most: int) -> tuple[int, in
     return shorter, most - shorter
 
 
-def check_length(num_own: int, max_own: int, limits: PairLimits, index: int, *, is_at_least: bool) -> None:
+def check_length(num_own: int, max_own: int, how: Tokenizing, index: int, *, is_at_least: bool) -> None:
     """Raises InputTooLong for more than `max_own` tokens without the special ones."""
     if num_own > max_own:
-        num_tokens = num_own + limits.max_tokens - max_own
+        num_tokens = num_own + how.max_tokens - max_own
         where = f" It is the pair of '{INPUT}[{index}]'."
-        raise InputTooLong(limits.max_tokens, num_tokens, is_at_least=is_at_least, param=INPUT, where=where)
+        raise InputTooLong(how.max_tokens, num_tokens, is_at_least=is_at_least, param=INPUT, where=where)
 
 
 def beyond(index: int, max_chars: int) -> BadRequest:
@@ -256,19 +241,19 @@ class TemplatedPairs:
         return len(template.before + template.between + template.after + instruction) // 3
 
     def steps(
-        self, pairs: Sequence[Pair], indices: Sequence[int], limits: PairLimits, openings: dict[str, Opening]
+        self, pairs: Sequence[Pair], indices: Sequence[int], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
         """As `PairTokens.steps`. Raises BadRequest, too, for an instruction that is too long."""
-        instruction = self._template.instruction if limits.instruction is None else limits.instruction
+        instruction = self._template.instruction if how.instruction is None else how.instruction
         if len(instruction) > MAX_PROMPT_CHARS:
             raise BadRequest(
                 f"The instruction has {len(instruction)} characters, at most {MAX_PROMPT_CHARS} are allowed"
             )
         end = self._end(instruction)
-        if len(end.kept) >= limits.max_tokens:
+        if len(end.kept) >= how.max_tokens:
             raise BadRequest(
                 f"A pair has to have room for the {len(end.kept)} tokens at the end of the model's template, and at "
-                f"least one more; the limit is {limits.max_tokens} (truncate_prompt_tokens)",
+                f"least one more; the limit is {how.max_tokens} (truncate_prompt_tokens)",
                 param="truncate_prompt_tokens",
             )
         sequences: list[TokenizedInput] = []
@@ -276,18 +261,18 @@ class TemplatedPairs:
             documents = [(pair.document, index) for pair, index in group]
             if query not in openings:
                 openings.clear()
-                openings[query] = yield from self._open(query, documents[0][1], instruction, limits)
-            sequences += yield from self._sequences(openings[query], documents, end, limits)
+                openings[query] = yield from self._open(query, documents[0][1], instruction, how)
+            sequences += yield from self._sequences(openings[query], documents, end, how)
             yield
         return sequences
 
-    def _open(self, query: str, index: int, instruction: str, limits: PairLimits) -> Generator[None, None, Opening]:
+    def _open(self, query: str, index: int, instruction: str, how: Tokenizing) -> Generator[None, None, Opening]:
         before, between = self._template.before, self._template.between
         num_chars = len((before + between).replace(_INSTRUCTION, instruction))
         read = query[: max(0, self._texts.max_chars - num_chars)]
-        if limits.max_query_tokens < ALL:
-            read = yield from self._first_tokens(read, limits.max_query_tokens)
-        elif len(read) < len(query) and limits.overflow is not Overflow.TRUNCATE:
+        if how.max_query_tokens < ALL:
+            read = yield from self._first_tokens(read, how.max_query_tokens)
+        elif len(read) < len(query) and how.overflow is not Overflow.TRUNCATE:
             raise beyond(index, self._texts.max_chars)
         parts = [*self._parts(before, instruction), read, *self._parts(between, instruction)]
         ids, rest = yield from self._read(parts)
@@ -299,22 +284,22 @@ class TemplatedPairs:
         return Opening(ids, rest[cut:], is_cut=len(read) < len(query))
 
     def _sequences(
-        self, opening: Opening, documents: Sequence[tuple[str, int]], end: _End, limits: PairLimits
+        self, opening: Opening, documents: Sequence[tuple[str, int]], end: _End, how: Tokenizing
     ) -> Generator[None, None, list[TokenizedInput]]:
         """`documents`: with the index of each pair."""
         head, rest, is_query_cut = opening
         max_chars = self._texts.max_chars - len(end.text)
-        max_own = limits.max_tokens - len(head) - len(end.ids)
+        max_own = how.max_tokens - len(head) - len(end.ids)
         num_rest, num_end = (len(self._ids(text)) for text in (rest, end.text))
         if max_own <= num_rest + num_end:
             # All documents would get the same score.
             num_tokens = len(head) + num_rest + num_end + len(end.ids)
             raise BadRequest(
                 f"'query': it has {num_tokens} tokens with the model's template and the instruction, and a pair may "
-                f"have {limits.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
+                f"have {how.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
                 param="query",
             )
-        most = num_rest + limits.max_document_tokens + num_end
+        most = num_rest + how.max_document_tokens + num_end
         num_needed = min(max_own, most)
         texts = [document[:max_chars] + end.text for document, _ in documents]
         lists = yield from self._texts.first_steps(texts, rest, num_needed)
@@ -323,19 +308,19 @@ class TemplatedPairs:
             is_cut = len(own) > most
             is_beyond = len(document) > max_chars and not is_cut
             is_long = is_beyond or min(len(own), most) > max_own
-            if is_long and limits.overflow is Overflow.ERROR:
+            if is_long and how.overflow is Overflow.ERROR:
                 num_own = len((yield from self._texts.all_steps(text, rest)))
-                check_length(min(num_own, most), max_own, limits, index, is_at_least=is_beyond)
-            if is_beyond and limits.overflow is not Overflow.TRUNCATE:
+                check_length(min(num_own, most), max_own, how, index, is_at_least=is_beyond)
+            if is_beyond and how.overflow is not Overflow.TRUNCATE:
                 raise beyond(index, max_chars)
             if not (is_long or is_cut):
                 ids = [*head, *own, *end.ids]
-            elif limits.overflow is Overflow.TRUNCATE_LEFT:
+            elif how.overflow is Overflow.TRUNCATE_LEFT:
                 num_kept = num_needed - num_rest
                 last = yield from self._texts.last_steps(text, rest, num_kept)
                 ids = [*head, *self._ids(rest), *last[len(last) - num_kept :], *end.ids]
             else:
-                ids = [*head, *own[: most - num_end]][: limits.max_tokens - len(end.kept)] + end.kept
+                ids = [*head, *own[: most - num_end]][: how.max_tokens - len(end.kept)] + end.kept
             is_truncated = is_long or is_cut or is_query_cut
             sequences.append(checked(array("i", ids), 0, index, is_truncated=is_truncated))
         return sequences

@@ -14,7 +14,6 @@ other requests can have a turn in between. A part without split points is one pi
 """
 
 import re
-import sys
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar, cast
@@ -23,6 +22,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from vecd.gateway.request import ALL
 from vecd.gateway.tokenization.split_points import LEAST_CHARS, LongParts, cut_pattern
 
 # Words are remembered for all tenants: no client can tell the 5 µs that this saves from the rest of its response's
@@ -98,10 +98,6 @@ _TOKENS_PER_STEP = 8 * 1024
 
 SEARCH_CHARS = 64 * 1024
 """Characters searched for a split point before other requests have a turn: 0.9 ms at worst."""
-
-
-ALL = sys.maxsize
-"""All tokens of a text are needed."""
 
 
 class Described(NamedTuple):

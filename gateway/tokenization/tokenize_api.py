@@ -14,9 +14,9 @@ import numpy as np
 import tokenizers
 
 from vecd.gateway.errors import INPUT, BadRequest
-from vecd.gateway.request import Token, TokenCollector, TokenIds
+from vecd.gateway.request import ALL, Token, TokenCollector, TokenIds
 from vecd.gateway.tokenization.frames import TextFrame
-from vecd.gateway.tokenization.text_tokens import ALL, Described, TextTokens
+from vecd.gateway.tokenization.text_tokens import Described, TextTokens
 
 MAX_CHARS = 2**18
 """Of all texts of one request, prompts included. A character may be a token, which takes 70 bytes of a response. This

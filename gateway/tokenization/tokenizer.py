@@ -32,6 +32,7 @@ from tokenizers.processors import TemplateProcessing
 
 from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
 from vecd.gateway.request import (
+    ALL,
     MAX_PROMPT_CHARS,
     Inputs,
     Overflow,
@@ -54,16 +55,8 @@ from vecd.gateway.tokenization.frames import (
     with_offsets,
 )
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, IdPolicy, SequenceTemplate
-from vecd.gateway.tokenization.pairs import Opening, PairLimits, PairTokens, TemplatedPairs
-from vecd.gateway.tokenization.text_tokens import (
-    ALL,
-    CHARS_PER_TEXT,
-    MAX_CHARS,
-    RUN_CHARS,
-    TextTokens,
-    exhaust,
-    runs_of,
-)
+from vecd.gateway.tokenization.pairs import Opening, PairTokens, TemplatedPairs
+from vecd.gateway.tokenization.text_tokens import CHARS_PER_TEXT, MAX_CHARS, RUN_CHARS, TextTokens, exhaust, runs_of
 from vecd.gateway.tokenization.tokenize_api import TokenizeApi
 from vecd.model.card import ModelCard, ModelError
 from vecd.shm.arena import original_of
@@ -110,7 +103,7 @@ _LEAST_CHUNK_TOKENS = 32
 _NUM_REMEMBERED = 64
 
 PLAIN = Tokenizing()
-_CHUNK, _TEXT = Overflow.CHUNK, Source.TEXT  # Python 3.11 takes 0.1 µs to find a member of an enumeration
+_TEXT = Source.TEXT  # Python 3.11 takes 0.1 µs to find a member of an enumeration
 
 
 class Tokenizer:
@@ -126,12 +119,11 @@ class Tokenizer:
         max_tokens: int,
         token_id_policy: str,
         *,
-        overflow: Overflow = Overflow.TRUNCATE,
         max_embed_len: int | None = None,
         literal_special_tokens: bool = False,
     ) -> None:
-        """Read the model's tokenizer.json. `overflow`: the default of requests. `max_embed_len`: maximum tokens of an
-        input that is split. `literal_special_tokens`: special tokens in a text are read as characters.
+        """Read the model's tokenizer.json. `max_embed_len`: maximum tokens of an input that is split.
+        `literal_special_tokens`: special tokens in a text are read as characters.
 
         Raises ModelError when the file is no tokenizer, and NoTasks.
         """
@@ -146,7 +138,6 @@ class Tokenizer:
         self.roles = role_templates(card.tokens, max_tokens)
         self._no_tokens = [card.vocab_size - 1] if card.is_static else []
         """The sequence of a text without tokens, if the model has a vector for it."""
-        self._overflow = overflow
         self._max_embed_len = max_embed_len
         self.vocabulary = TokenVocabulary(
             self._tokenizer.id_to_token, getattr(self._tokenizer.model, "continuing_subword_prefix", None) or ""
@@ -176,6 +167,7 @@ class Tokenizer:
         self._pair_template = None if template is None else TemplatedPairs(self._tokenizer, self.texts, template)
         self._pairs = PairTokens(self._tokenizer, self.texts)
         self.api = TokenizeApi(self._tokenizer, self.texts, self._frames, card.vocab_size)
+        self._estimate = lru_cache(_NUM_REMEMBERED)(self._make_estimate)
         self._truncation = lru_cache(_NUM_REMEMBERED)(self._make_truncation)
         self._truncation_of_ids = lru_cache(_NUM_REMEMBERED)(self._limits)
         self._most_known_chars = min(MAX_CHARS, self.max_chars)
@@ -184,30 +176,33 @@ class Tokenizer:
 
     def estimate_tokens(self, inputs: Inputs, how: Tokenizing = PLAIN) -> int:
         """An estimate from lengths alone: 3 characters a token, or the number of ids."""
-        most = max(1, self._most_tokens(how))
-        prompt, role = self._prompt_of(how), self._role_of(how)
-        if role is not None:
-            most = most if role.max_tokens is None else min(most, role.max_tokens)
-            if role.num_filled:
-                return len(inputs) * most
-        extra = max(2, self._template.num_tokens) + len(prompt) // 3
+        most, extra, is_filled = self._estimate(how)
+        if is_filled:
+            return len(inputs) * most
         if _are_pairs(inputs):
             if self._pair_template is not None:
                 extra = self._pair_template.num_estimated(how.instruction)
-            most_query, most_document = how.max_query_tokens or most, how.max_document_tokens or most
+            most_query, most_document = how.max_query_tokens, how.max_document_tokens
             return sum(
                 [
                     min(most, min(most_query, len(query) // 3) + min(most_document, len(document) // 3) + extra)
                     for query, document in inputs
                 ]
             )
-        if (how.overflow or self._overflow) is not _CHUNK:
+        if how.overflow is not Overflow.CHUNK:
             if _are_texts(inputs):
                 return sum([min(most, len(text) // 3 + extra) for text in inputs])
             return sum([min(most, len(ids)) for ids in inputs])
         num_own = sum(len(x) // 3 + 2 if isinstance(x, str) else len(x) for x in inputs)
         num_chunks = len(inputs) + num_own // max(self._least_chunk, most - extra)
         return num_own + num_chunks * min(most, extra)
+
+    def _make_estimate(self, how: Tokenizing) -> tuple[int, int, bool]:
+        """The most tokens of a sequence, those around the input's own, and whether each sequence is filled up."""
+        role = self._role_of(how)
+        most = max(1, self._most_tokens(how, role))
+        extra = max(2, self._template.num_tokens) + len(self._prompt_of(how)) // 3
+        return most, extra, role is not None and role.num_filled > 0
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -319,22 +314,20 @@ class Tokenizer:
         role = self._role_of(how)
         return self._prompt if role is None or role.prompt is None else role.prompt
 
-    def _most_tokens(self, how: Tokenizing) -> int:
-        return self.max_tokens if how.max_tokens is None else min(self.max_tokens, how.max_tokens)
+    def _most_tokens(self, how: Tokenizing, role: RoleTemplate | None = None) -> int:
+        return min(self.max_tokens, how.max_tokens, ALL if role is None else role.max_tokens)
 
     def _limits(self, how: Tokenizing, has_special_tokens: bool, role: RoleTemplate | None = None) -> TruncationPolicy:
         """The policy for lists of the model's own ids, with its special tokens or without; or for texts in a role."""
         template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
-        overflow = how.overflow or self._overflow
-        max_tokens = self._most_tokens(how)
+        overflow, max_tokens = how.overflow, self._most_tokens(how, role)
         if role is not None:
             template = role.around(template)
-            max_tokens = max_tokens if role.max_tokens is None else min(max_tokens, role.max_tokens)
             if role.num_filled and overflow is Overflow.CHUNK:
                 overflow = Overflow.TRUNCATE  # a query is one sequence
         truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, self._max_embed_len, role=role)
         least = template.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
-        is_asked_for = how.max_tokens is not None or overflow is not Overflow.TRUNCATE
+        is_asked_for = how.max_tokens < ALL or overflow is not Overflow.TRUNCATE
         if max_tokens < least and is_asked_for:
             what = "has to have room for" if overflow is not Overflow.CHUNK else "that is split has to have room for"
             raise BadRequest(
@@ -371,24 +364,14 @@ class Tokenizer:
     def _take_pairs(
         self, pairs: list[Pair], indices: Sequence[int], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
+        how = how._replace(max_tokens=self._most_tokens(how))
         if self._pair_template is not None:
-            return self._pair_template.steps(pairs, indices, self._pair_limits(how), openings)
+            return self._pair_template.steps(pairs, indices, how, openings)
         prompt = self._prompt if how.prompt is None else how.prompt
         if prompt:
             prompted = {query: prompt + query for query in {pair.query for pair in pairs}}
             pairs = [Pair(prompted[query], document) for query, document in pairs]
-        return self._pairs.steps(pairs, indices, self._pair_limits(how), openings)
-
-    def _pair_limits(self, how: Tokenizing) -> PairLimits:
-        overflow = how.overflow or self._overflow
-        return PairLimits(
-            self._most_tokens(how),
-            Overflow.TRUNCATE if overflow is Overflow.CHUNK else overflow,  # a pair has no chunks
-            ALL if how.max_query_tokens is None else how.max_query_tokens,
-            ALL if how.max_document_tokens is None else how.max_document_tokens,
-            how.add_special_tokens,
-            how.instruction,
-        )
+        return self._pairs.steps(pairs, indices, how, openings)
 
     def _take_texts(
         self, texts: list[str], indices: Sequence[int], how: Tokenizing, source: Source
@@ -453,23 +436,17 @@ class Tokenizer:
                     raise
         return tokenized
 
-    def _in_role(self, how: Tokenizing, role: Role, most_own: int | None) -> Tokenizing:
+    def _in_role(self, how: Tokenizing, role: Role, most_own: int) -> Tokenizing:
         """`how` for texts of one role, which are cut to `most_own` tokens, without special tokens, even with
         Overflow.ERROR, which is about longer limits."""
         limits = self._limits(how, how.add_special_tokens, self.roles.get(role))
         template = limits.template
         if self._is_templated:
             template = self._frames[True].whole(self._prompt_of(how._replace(role=role)))
-        cut = None if most_own is None else most_own + template.num_tokens
-        is_cut = cut is not None and cut < limits.max_tokens and limits.overflow is Overflow.ERROR
-        return how._replace(
-            role=role,
-            num_queries=0,
-            overflow=Overflow.TRUNCATE if is_cut else how.overflow,
-            max_tokens=how.max_tokens if cut is None else min(limits.max_tokens, cut),
-            max_query_tokens=None,
-            max_document_tokens=None,
-        )
+        cut = most_own + template.num_tokens
+        is_cut = cut < limits.max_tokens and limits.overflow is Overflow.ERROR
+        overflow = Overflow.TRUNCATE if is_cut else how.overflow
+        return how._replace(role=role, num_queries=0, overflow=overflow, max_tokens=min(how.max_tokens, cut))
 
     def _take_long_text(
         self, text: str, index: int, truncation: TruncationPolicy, source: Source
@@ -518,7 +495,7 @@ class Tokenizer:
 
     def _decode(self, ids: TokenIds, index: int, how: Tokenizing) -> Generator[None, None, str]:
         """The text of ids of cl100k_base, of the first `max_ids`."""
-        if len(ids) > self.max_ids and (how.overflow or self._overflow) is not Overflow.TRUNCATE:
+        if len(ids) > self.max_ids and how.overflow is not Overflow.TRUNCATE:
             raise _beyond(index, f"{self.max_ids} token ids")
         try:
             return (yield from cl100k.decode_steps(ids[: self.max_ids], self.max_chars))

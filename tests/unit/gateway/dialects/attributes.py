@@ -1,6 +1,7 @@
 """What clients can ask for, as data: each attribute of a request, the words that each dialect has for it, and what
 their values mean. `test_attributes` runs every rule for every row."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -257,8 +258,8 @@ def _forms(get: Callable[[Form], Any]) -> Callable[[Exchange], Any]:
 
 def _tokenizing(name: str, absent: Any = None) -> Callable[[Exchange], Any]:
     def seen(exchange: Exchange) -> Any:
-        value = getattr(exchange.asked.tokenizing, name)
-        return absent if value is None else value
+        value = getattr(exchange.asked.tokenizing, name)  # sys.maxsize: no limit
+        return absent if value in (None, sys.maxsize) else value
 
     return seen
 
@@ -285,7 +286,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "encoding": Attribute(_forms(lambda form: form.encoding)),
     "dtype": Attribute(_forms(lambda form: form.dtype)),
     "byte order": Attribute(_forms(lambda form: form.is_big_endian)),
-    "overflow": Attribute(_tokenizing("overflow", SERVER_S_OVERFLOW), (CUT, LEFT, *Overflow)),
+    "overflow": Attribute(_tokenizing("overflow"), (CUT, LEFT, *Overflow)),
     "max tokens": Attribute(_tokenizing("max_tokens")),
     "max tokens of a document": Attribute(_tokenizing("max_document_tokens")),
     "max tokens of a query": Attribute(_tokenizing("max_query_tokens")),

@@ -79,7 +79,7 @@ def test_no_field_is_ever_ignored():
                 assert "contradict" in refusal(model_info, **fields).message
             else:
                 asked = parse(model_info, **fields).tokenizing.overflow
-                assert (asked in left) if fields else (asked is None)
+                assert asked in (left if fields else [of_the_server])
 
 
 # --- forms ------------------------------------------------------------------------------------------------------

@@ -136,11 +136,11 @@ def test_limits_of_the_texts_apply_before_the_sequence_s(kind, make):
 
 @pytest.mark.parametrize("kind", ["bert", "document first"])
 def test_a_pair_that_may_not_be_cut_is_refused_by_its_index(kind, make):
-    ours = make(KINDS[kind](), 16, overflow=Overflow.ERROR)
+    ours, how = make(KINDS[kind](), 16), Tokenizing(overflow=Overflow.ERROR)
     pairs = [Pair("a", "b"), Pair("a", "b " * 12), Pair("a", "b " * 13)]
     with pytest.raises(InputTooLong, match=r"is 16 tokens, however you requested 17 tokens.* the pair of 'input\[2\]'"):
-        tokenize(ours, pairs)
-    assert [item.num_tokens for item in tokenize(ours, pairs[:2])] == [5, 16]
+        tokenize(ours, pairs, how)
+    assert [item.num_tokens for item in tokenize(ours, pairs[:2], how)] == [5, 16]
 
 
 @pytest.mark.parametrize("kind", ["bert", "document first"])

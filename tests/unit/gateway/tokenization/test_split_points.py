@@ -26,7 +26,7 @@ from tests.support import tiny_tokenizers
 from tests.support.described import Collected
 from tests.support.tokenizing import library_calls, tokenize
 from vecd.gateway.errors import BadRequest, InputTooLong
-from vecd.gateway.request import Overflow, TokenizedInput, Tokenizing
+from vecd.gateway.request import ALL, Overflow, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization import split_points as text_cuts
 from vecd.gateway.tokenization.split_points import cut_pattern
 from vecd.gateway.tokenization.text_tokens import exhaust
@@ -276,7 +276,7 @@ class Slow:
     def sequences(self, text: str, how: Tokenizing, most: int) -> list[list[int]] | int:
         """Token ids of each sequence; or how many tokens there are, if that is an error."""
         prefix, suffix = (self.prefix, self.suffix) if how.add_special_tokens else ([], [])
-        room = min(most, how.max_tokens or most) - len(prefix) - len(suffix)
+        room = min(most, how.max_tokens) - len(prefix) - len(suffix)
         prompt = how.prompt or ""
         own = plain_ids(self.library, prompt + text)
         if len(own) <= room:
@@ -327,7 +327,7 @@ def id_lists(item: TokenizedInput) -> list[list[int]]:
 def test_what_is_too_long_becomes_what_was_asked_for(kind, card_of, make_tokenizer):
     slow = Slow.of(kind)
     with mock.patch("vecd.gateway.tokenization.tokenizer.MANY_TOKENS", 25):
-        ours = make_tokenizer(card_of(kind, prompt=""), 24, overflow=Overflow.CHUNK)
+        ours = make_tokenizer(card_of(kind, prompt=""), 24)
 
     @settings(max_examples=NUM_EXAMPLES)
     @given(
@@ -336,11 +336,9 @@ def test_what_is_too_long_becomes_what_was_asked_for(kind, card_of, make_tokeniz
             Tokenizing,
             prompt=st.sampled_from([None, "", "q: ", "é"]),
             overflow=st.sampled_from(Overflow),
-            max_tokens=st.sampled_from([None, 22, 23, 24, 100]),
+            max_tokens=st.sampled_from([ALL, 22, 23, 24, 100]),
             add_special_tokens=st.booleans(),
-            num_queries=st.just(0),  # hypothesis would choose values of these, too
-            max_document_tokens=st.none(),
-            max_query_tokens=st.none(),
+            num_queries=st.just(0),  # hypothesis would choose one, too
         ),
     )
     @example(["jumps over the lazy dog and is quick " * 5], Tokenizing(prompt="the ", overflow=Overflow.CHUNK))
@@ -351,7 +349,7 @@ def test_what_is_too_long_becomes_what_was_asked_for(kind, card_of, make_tokeniz
         run = outcome(ours, given_texts, how)
         if isinstance(run, InputTooLong):
             num_tokens = next(num for num in expected if isinstance(num, int))
-            most = min(24, how.max_tokens or 24)
+            most = min(24, how.max_tokens)
             assert f"length is {most} tokens, however you requested {num_tokens} tokens" in run.message
             assert run.param == "input"
             return

@@ -158,9 +158,9 @@ CL100K = {
 @pytest.mark.parametrize("policy", ["auto", "cl100k"])
 @pytest.mark.parametrize("overflow", Overflow)
 def test_ids_of_cl100k_are_their_text(card, policy, overflow):
-    tokenizer = Tokenizer(replace(card, prompt="query: "), 256, policy, overflow=overflow)
+    tokenizer = Tokenizer(replace(card, prompt="query: "), 256, policy)
     for prompt in (None, "", "passage: "):
-        how = Tokenizing(prompt=prompt)
+        how = Tokenizing(prompt=prompt, overflow=overflow)
         tokenized = tokenize(tokenizer, list(CL100K.values()), how)
         assert tokenized == [
             item._replace(source=Source.CL100K) for item in tokenize(tokenizer, list(CL100K), how)
@@ -277,7 +277,7 @@ def test_few_ids_that_are_a_long_text_are_not_tokenized_on_the_loop(card):
 @pytest.mark.parametrize("overflow", Overflow)
 @pytest.mark.parametrize("policy", ["auto", "model"])
 def test_the_models_own_ids_overflow_as_texts_do(card, overflow, policy):
-    tokenizer = Tokenizer(card, 5, policy, overflow=overflow)
+    tokenizer, how = Tokenizer(card, 5, policy), Tokenizing(overflow=overflow)
     whole = [101, *range(1000, 1008), 102]
     expected = {
         Overflow.TRUNCATE: [[101, 1000, 1001, 1002, 102]],
@@ -288,9 +288,9 @@ def test_the_models_own_ids_overflow_as_texts_do(card, overflow, policy):
         assert ids(tokenize(tokenizer, [whole[-5:]] if policy == "model" else [[101, 102]]))
         if overflow is Overflow.ERROR:
             with pytest.raises(InputTooLong, match="length is 5 tokens, however you requested 10 tokens"):
-                tokenize(tokenizer, [given])
+                tokenize(tokenizer, [given], how)
             continue
-        [item] = tokenize(tokenizer, [given])
+        [item] = tokenize(tokenizer, [given], how)
         assert ids(item.chunks or [item]) == expected[overflow]
         assert item.source is Source.MODEL
         assert item.num_tokens == sum(map(len, expected[overflow]))
@@ -303,16 +303,17 @@ def test_an_input_is_split_up_to_a_limit(card, are_ids):
     def given(num_own: int) -> list[Any]:
         return [[101, *[1037] * num_own, 102]] if are_ids else ["a " * num_own]
 
-    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.CHUNK, max_embed_len=20)
-    [item] = tokenize(tokenizer, given(18))
+    how = Tokenizing(overflow=Overflow.CHUNK)
+    tokenizer = Tokenizer(card, 8, "auto", max_embed_len=20)
+    [item] = tokenize(tokenizer, given(18), how)
     assert [chunk.num_tokens for chunk in item.chunks] == [8, 8, 8]
     with pytest.raises(InputTooLong, match="length is 20 tokens, however you requested 21 tokens") as caught:
-        tokenize(tokenizer, given(19))
+        tokenize(tokenizer, given(19), how)
     assert caught.value.param == "input"
     [item] = tokenize(tokenizer, given(100), Tokenizing(overflow=Overflow.TRUNCATE))
     assert item.num_tokens == 8
     with pytest.raises(InputTooLong, match="length is 20 tokens, however you requested 27 tokens"):
-        tokenize(tokenizer, ["a " * 20], Tokenizing("b b b b b "))
+        tokenize(tokenizer, ["a " * 20], how._replace(prompt="b b b b b "))
 
 
 def test_ids_without_a_frame_are_cut_without_one(card):
@@ -322,7 +323,7 @@ def test_ids_without_a_frame_are_cut_without_one(card):
         (Overflow.TRUNCATE_LEFT, [[1004, 1005, 1006]]),
         (Overflow.CHUNK, [[1000, 1001, 1002], [1003, 1004, 1005], [1006]]),
     ):
-        [item] = tokenize(Tokenizer(card, 3, "model", overflow=overflow), given)
+        [item] = tokenize(Tokenizer(card, 3, "model"), given, Tokenizing(overflow=overflow))
         assert ids(item.chunks or [item]) == expected
 
 
@@ -331,7 +332,7 @@ def test_ids_without_a_frame_are_cut_without_one(card):
 @pytest.mark.parametrize("overflow", Overflow)
 def test_what_goes_on_behind_what_is_looked_at(card, policy, is_text, overflow):
     """It is truncated where that is asked for, and refused otherwise; never dropped unseen."""
-    tokenizer = Tokenizer(card, 8, policy, overflow=overflow)
+    tokenizer, how = Tokenizer(card, 8, policy), Tokenizing(overflow=overflow)
     assert (tokenizer.max_chars, tokenizer.max_ids) == (8000, 8000)
     many: Any
     few: Any
@@ -344,15 +345,13 @@ def test_what_goes_on_behind_what_is_looked_at(card, policy, is_text, overflow):
         what = "token ids"
     for given in (many, few):
         if overflow is Overflow.TRUNCATE:
-            [item] = tokenize(tokenizer, [given])
+            [item] = tokenize(tokenizer, [given], how)
             assert item.is_truncated
             continue
         with pytest.raises(BadRequest) as caught:
-            tokenize(tokenizer, [given])
-        if overflow is Overflow.ERROR and given is many and policy != "cl100k" and not is_text:
-            assert "requested at least 8001 tokens" in caught.value.message
-        elif overflow is Overflow.ERROR and given is many and is_text:
-            assert "requested at least 4002 tokens" in caught.value.message
+            tokenize(tokenizer, [given], how)
+        if overflow is Overflow.ERROR and given is many and (is_text or policy != "cl100k"):
+            assert f"requested at least {4002 if is_text else 8001} tokens" in caught.value.message
         else:
             assert f"'input[0]' has more than 8000 {what}" in caught.value.message
         assert caught.value.param == "input"
@@ -408,20 +407,20 @@ def test_without_special_tokens(card):
 
 
 def test_a_prompt_that_leaves_no_room_for_a_texts_end_is_refused(card):
-    tokenizer = Tokenizer(replace(card, prompt="one two three "), 5, "auto", overflow=Overflow.TRUNCATE_LEFT)
+    tokenizer = Tokenizer(replace(card, prompt="one two three "), 5, "auto")
     with pytest.raises(BadRequest, match="The prompt has 3 tokens, and an input may have 5 in all"):
-        tokenize(tokenizer, ["four"])
+        tokenize(tokenizer, ["four"], Tokenizing(overflow=Overflow.TRUNCATE_LEFT))
 
 
 def test_too_many_chunks_are_refused(card, monkeypatch):
     monkeypatch.setattr("vecd.gateway.tokenization.frames.MAX_CHUNKS", 100)
-    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.CHUNK)
-    assert len(tokenize(tokenizer, ["a " * 600])[0].chunks) == 100
+    tokenizer, how = Tokenizer(card, 8, "auto"), Tokenizing(overflow=Overflow.CHUNK)
+    assert len(tokenize(tokenizer, ["a " * 600], how)[0].chunks) == 100
     with pytest.raises(BadRequest, match="split into 101 chunks or more, at most 100") as caught:
-        tokenize(tokenizer, ["a " * 601])
+        tokenize(tokenizer, ["a " * 601], how)
     assert caught.value.param == "input"
     with pytest.raises(BadRequest, match="at most 100"):
-        tokenize_in_runs(tokenizer, ["a " * 300] * 100)
+        tokenize_in_runs(tokenizer, ["a " * 300] * 100, how)
 
 
 # --- describe, decode ------------------------------------------------------------------------------------------
@@ -501,17 +500,18 @@ def test_queries_come_before_documents_and_have_limits_of_their_own(card, num_do
     ],
 )
 def test_a_text_to_rank_that_may_not_be_cut_is_named(card, texts, param, says):
-    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.ERROR)
+    tokenizer = Tokenizer(card, 8, "auto")
     with pytest.raises(InputTooLong, match=says) as caught:
-        tokenize(tokenizer, texts, Tokenizing(num_queries=1))
+        tokenize(tokenizer, texts, Tokenizing(overflow=Overflow.ERROR, num_queries=1))
     assert caught.value.param == param
     assert caught.value.message.endswith(" It is 'input[1]'." if param == "input" else " It is the query.")
 
 
 def test_limits_of_their_own_cut_texts_to_rank_where_longer_ones_are_errors(card):
-    tokenizer = Tokenizer(card, 8, "auto", overflow=Overflow.ERROR)
+    tokenizer = Tokenizer(card, 8, "auto")
+    how = Tokenizing(overflow=Overflow.ERROR, num_queries=1, max_query_tokens=3)
     texts = ["a b c d e f g", "c d e f g h i"]
-    tokenized = tokenize(tokenizer, texts, Tokenizing(num_queries=1, max_query_tokens=3, max_document_tokens=4))
+    tokenized = tokenize(tokenizer, texts, how._replace(max_document_tokens=4))
     assert [(item.num_tokens, item.is_truncated) for item in tokenized] == [(5, True), (6, True)]
     with pytest.raises(InputTooLong, match="is 8 tokens"):  # a limit of the request that is no less than the model's
-        tokenize(tokenizer, texts, Tokenizing(num_queries=1, max_query_tokens=3, max_document_tokens=7))
+        tokenize(tokenizer, texts, how._replace(max_document_tokens=7))
