@@ -108,7 +108,7 @@ class ClientBase:
         """Raises ValueError."""
         self.target = parse_target(url, self._arguments["ca"])
         self._arguments["url"] = url
-        self.render(Piece("/", b""), None, None)
+        self.render(Piece("/", b""))
 
     @property
     def url(self) -> str:
@@ -123,14 +123,14 @@ class ClientBase:
         demanded: str | None = self._arguments["identity"]
         return self.identity if demanded == FIRST else demanded
 
-    def render(self, piece: "Piece", identity: str | None, timeout_s: float | None) -> bytes:
+    def render(self, piece: "Piece", identity: str | None = None, timeout_s: float = math.inf) -> bytes:
         """A whole request. Raises ValueError when an argument of the client cannot stand in it."""
         headers = dict(piece.headers)
         if self.model is not None:
             headers["x-vecd-model"] = self.model
         if identity is not None:
             headers["if-vecd-identity"] = identity
-        if timeout_s is not None:  # what no caller waits for any more need not be computed
+        if timeout_s < math.inf:  # what no caller waits for any more need not be computed
             headers["x-vecd-timeout-ms"] = str(min(max(1, int(timeout_s * 1000)), _MAX_TIMEOUT_MS))
         return render_request(
             self.target, piece.path, piece.body,
@@ -314,7 +314,7 @@ def _text(value: object) -> str | None:
 
 
 _REPEATED = (Reaction.BUSY, Reaction.AWAY, Reaction.SILENT, Reaction.FAILED)
-_FIRST_PAUSE_S, _MAX_PAUSE_S, _MAX_DOUBLINGS = 0.1, 10.0, 10
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
 
 Result = TypeVar("Result")
 
@@ -378,7 +378,7 @@ class ClientCall:
     def attempts(self, piece: Piece) -> Iterator[Send | float]:
         """What to send, and seconds to pause; returns when `piece` has its answer. Raises VecdError."""
         client = self._client
-        failing_since, num_repeats, num_failures = math.inf, 0, 0
+        failing_since, num_failures, usual_pause_s = math.inf, 0, _FIRST_PAUSE_S
         while True:
             yield (sent := self._send(piece))
             outcome = sent.outcome
@@ -395,13 +395,11 @@ class ClientCall:
                 if piece.may_lack and isinstance(error, _MAY_LACK):
                     return
                 raise error
-            pause_s = min(_FIRST_PAUSE_S * 2 ** min(num_repeats, _MAX_DOUBLINGS), _MAX_PAUSE_S)
-            pause_s *= 0.5 + self._spread() / 2
             told_s = error.retry_after if isinstance(error, Overloaded) else None
-            pause_s = told_s or pause_s
+            pause_s = told_s or usual_pause_s * (0.5 + self._spread() / 2)
+            usual_pause_s = min(2 * usual_pause_s, _MAX_PAUSE_S)
             now = self._clock()
             failing_since = min(failing_since, now)
-            num_repeats += 1
             num_failures += reaction is Reaction.FAILED or (reaction is Reaction.SILENT and client.counts_silence)
             if why := client.why_gone():
                 raise ServerUnavailable(why) from error.__cause__
@@ -418,8 +416,7 @@ class ClientCall:
             raise self._timeout(None)
         identity = self._identity or self._client.demanded_identity
 
-        request = self._client.render(piece, identity, None if math.isinf(left_s) else left_s)
-        return Send(request, piece.place, left_s)
+        return Send(self._client.render(piece, identity, left_s), piece.place, left_s)
 
     def _take(self, piece: Piece, response: ServerResponse) -> None:
         """Raises BadResponse, IdentityMismatch."""

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import cast
 
-from vecd.base.target import Target
+from vecd.base.target import Target, parse_target
 from vecd.client.http import BadResponse, ConnectionClosed, Place, ResponseReader, ServerResponse
 
 _CONNECT_S = 10.0
@@ -158,14 +158,13 @@ async def find_mismatch(target: Target) -> TlsMismatch | None:
     """
     if target.tls is not None or target.unix_path is not None:
         return None
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with_tls = parse_target(f"https://{target.host_header}", insecure=True)
     try:
-        connection = await connect(target._replace(tls=context), _TLS_CHECK_S)
+        connection = await connect(with_tls, _TLS_CHECK_S)
     except OSError:
         return None
     connection.close()
-    return TlsMismatch(f"it speaks TLS: use https://{target.host_header}")
+    return TlsMismatch(f"it speaks TLS: use {with_tls}")
 
 
 # --- blocking -------------------------------------------------------------------------------------------------

@@ -39,13 +39,13 @@ class Window:
         self.closes_at = math.inf if self._num_left is not None else self.opens_at + load.duration_s
         """From here on no request starts; infinite for a run by number."""
         self._is_by_start = load.rate_per_s is not None or self._num_left is not None
-        self._first_sent_at: float | None = None
+        self._first_sent_at = math.inf
 
     def may_send(self, now: float) -> bool:
         """Whether another request may start now. Side effects: a run by number counts it as started."""
         if self._num_left is None or now < self.opens_at:
             return now < self.closes_at
-        self._first_sent_at = self._first_sent_at or now
+        self._first_sent_at = min(self._first_sent_at, now)
         self._num_left -= 1
         return self._num_left >= 0
 
@@ -66,7 +66,7 @@ class Window:
 
     def elapsed_s(self, now: float) -> float:
         if self._num_left is not None:
-            return 0.0 if self._first_sent_at is None else now - self._first_sent_at
+            return max(0.0, now - self._first_sent_at)
         return max(0.0, min(now, self.closes_at) - self.opens_at)
 
 

@@ -255,7 +255,7 @@ class LoadRun:
         """Found when the first exchange fails."""
         self._started_at = 0.0
         self._gone_after_s = load.gone_after_s + (_QUIET_ARRIVALS / load.rate_per_s if load.rate_per_s else 0.0)
-        self._unreachable_since: float | None = None
+        self._unreachable_since = math.inf
 
     def stop(self, reason: str) -> None:
         """End the run without waiting for answers. The figures so far stay."""
@@ -287,9 +287,9 @@ class LoadRun:
         try:
             connection = await connect(self._load.target, min(self._load.timeout_s, _CONNECT_TIMEOUT_S))
         except OSError:
-            self._unreachable_since = self._unreachable_since or time.perf_counter()
+            self._unreachable_since = min(self._unreachable_since, time.perf_counter())
             raise
-        self._unreachable_since = None
+        self._unreachable_since = math.inf
         return connection
 
     async def note_failure(self, error: Exception) -> None:
@@ -336,8 +336,7 @@ class LoadRun:
             self.stop(reason)
 
     def _why_give_up(self, now: float) -> str | None:
-        since = self._unreachable_since
-        if since is not None and now - max(since, self.answered_at) > self._gone_after_s:
+        if now - max(self._unreachable_since, self.answered_at) > self._gone_after_s:
             return f"no connection to {self._load.target} for {self._gone_after_s:g} s"
         if now - self.answered_at > (silence_s := self._load.timeout_s + self._gone_after_s):
             return f"{self._load.target} answered nothing for {silence_s:g} s"

@@ -112,12 +112,12 @@ class ResultKind:
         texts = [item[0] for item in items]
         if self.names == ("dense",):
             return _finite((yield from calls.embed(client, texts, dtype=options.dtype, **fields)))
-        raw = {"raw_scores": True} if options.raw_scores else {}
+        raw = {"raw_scores": options.raw_scores or None}
         if self.names == ("scores",):
-            scores = yield from calls.score_pairs(client, [list(item) for item in items], {**fields, **raw})
+            scores = yield from calls.score_pairs(client, [list(item) for item in items], fields | raw)
             return [{"score": score} for score in scores]
         if self.names == ("labels",):
-            fields = {**_OVERFLOW_OF_TEI[options.overflow], **raw}
+            fields = _OVERFLOW_OF_TEI[options.overflow] | raw
             if self._are_entities:
                 answers = yield from calls.answers(client, "/predict", fields, "inputs", texts)
                 return [{"entities": _entities(answer)} for answer in answers]
@@ -125,12 +125,11 @@ class ResultKind:
             return [
                 self._labels(found) for found in (yield from calls.answers(client, "/predict", fields, "inputs", items))
             ]
-        fields["output"] = self.names
+        fields |= {"output": self.names, "encoding_format": "float"}
         if self.names != ("sparse",):
             fields["output_dtype"] = options.dtype
-        # The base64 of a matrix does not say how many columns it has.
-        is_wide = self.columns and self.names != ("sparse",)
-        fields["encoding_format"] = "base64" if is_wide else "float"
+            if self.columns:  # the base64 of a matrix does not say how many columns it has
+                fields["encoding_format"] = "base64"
         answers = yield from calls.answers(client, _EMBEDDINGS, fields, "input", texts, "data")
         return [self._vectors(item) for item in answers]
 

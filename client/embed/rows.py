@@ -150,9 +150,9 @@ def _parse_json(line: int, raw: bytes, options: EmbedOptions, never_found: set[s
     except ValueError as error:
         reason = str(error).partition(": line ")[0]  # orjson counts the lines of this one line
         return InputRow(line, (), f"not JSON: {reason}")
-    if not isinstance(value, dict) and options.pair_with is not None:
-        return InputRow(line, (), "the line is no object with the two texts of a pair")
     if not isinstance(value, dict):
+        if options.pair_with is not None:
+            return InputRow(line, (), "the line is no object with the two texts of a pair")
         if isinstance(value, str):  # it has no fields, and needs none
             never_found.clear()
         return make_row(line, ("the line",), (value,))

@@ -8,6 +8,7 @@ their values are from.
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -74,9 +75,9 @@ class Rules:
     """What is declared of a field, beside its annotation and its default."""
 
     help: str
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
     read: Callable[[Any], Any] | None = None
     """Makes the field's value of one that has the annotated type, or of the text where that is a type of its own.
     Raises ValueError, with a reason that goes on from the field's name."""
@@ -169,7 +170,9 @@ def _read_as(kind: Any, rules: Rules, value: Any) -> Any:
         is_right = isinstance(value, bool)
     elif kind in (int, float):
         number = kind(value)
-        is_right = (number == value if is_number else isinstance(value, str)) and _is_within(rules, number)
+        is_right = number == value if is_number else isinstance(value, str)
+        # No range has NaN.
+        is_right = is_right and rules.at_least <= number <= rules.at_most and number > rules.above
         value = number
     else:
         is_right = isinstance(value, str) or (kind is str and is_number and bool(rules.unit))
@@ -178,12 +181,6 @@ def _read_as(kind: Any, rules: Rules, value: Any) -> Any:
     if not is_right:
         raise ValueError
     return value
-
-
-def _is_within(rules: Rules, number: float) -> bool:
-    """No range has NaN."""
-    is_above = (rules.above is None or number > rules.above) and (rules.at_least is None or number >= rules.at_least)
-    return is_above and (rules.at_most is None or number <= rules.at_most) and number == number
 
 
 def _requirement(kind: Any, rules: Rules) -> str:
@@ -195,14 +192,13 @@ def _requirement(kind: Any, rules: Rules) -> str:
     if kind not in (int, float):
         return "true or false" if kind is bool else "a text"
     what = "a whole number" if kind is int else f"a number of {rules.unit}" if rules.unit else "a number"
-    least, above, most = (
-        None if each is None else f"{each:.15g}" for each in (rules.at_least, rules.above, rules.at_most)
-    )
-    if above is not None:
-        return f"{what} above {above}" + (f" and at most {most}" if most else "")
-    if least is not None and most is not None:
-        return f"{what} from {least} to {most}"
-    return what + (f" of at least {least}" if least is not None else "")
+    has_most = rules.at_most < math.inf
+    least, above, most = (f"{each:.15g}" for each in (rules.at_least, rules.above, rules.at_most))
+    if rules.above > -math.inf:
+        return f"{what} above {above}" + (f" and at most {most}" if has_most else "")
+    if rules.at_least > -math.inf:
+        return f"{what} from {least} to {most}" if has_most else f"{what} of at least {least}"
+    return what
 
 
 # --- sources -------------------------------------------------------------------------------------------------------
@@ -239,10 +235,12 @@ class FieldValues:
     def add_table(self, table: Mapping[str, Any], place: str, why_not: Callable[[str], str]) -> None:
         """Those of a TOML table, in whose names "-" stands for "_". `why_not`: the reason why a key is of no field.
         Side effect: a problem for each such key."""
-        values = {key.replace("-", "_"): value for key, value in table.items()}
-        unknown = [key for key in table if key.replace("-", "_") not in self.flags]
-        self.problems += [f"{place}: {why_not(key)}" for key in unknown]
-        known = {name: value for name, value in values.items() if name in self.flags}
+        known = {}
+        for key, value in table.items():
+            if (name := key.replace("-", "_")) in self.flags:
+                known[name] = value
+            else:
+                self.problems.append(f"{place}: {why_not(key)}")
         self.add(known, lambda name: f"{place}: {name}")
 
     def add_argv(self, argv: Sequence[str], command: Command) -> list[str]:

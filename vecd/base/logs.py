@@ -256,10 +256,8 @@ class LogHandler(logging.Handler):
 
     def set_format(self, log_format: str) -> None:
         self.is_json = log_format == JSON
-        if self.is_json:
-            self.setFormatter(JsonFormatter(self._process))
-        else:
-            self.setFormatter(TextFormatter(self._process, is_journal=self._is_journal))
+        text = TextFormatter(self._process, is_journal=self._is_journal)
+        self.setFormatter(JsonFormatter(self._process) if self.is_json else text)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -95,8 +95,8 @@ def schema_of(kind: Any, rules: Rules) -> dict[str, Any]:
         return {"type": "string"} | ({"enum": list(names)} if names[1:] else {"const": names[0]})
     if one in (int, float):
         bounds = {"minimum": rules.at_least, "exclusiveMinimum": rules.above, "maximum": rules.at_most}
-        found = {name: bound for name, bound in bounds.items() if bound is not None}
-        return {"type": "integer" if one is int else "number"} | found
+        finite = {name: bound for name, bound in bounds.items() if abs(bound) < float("inf")}
+        return finite | {"type": "integer" if one is int else "number"}
     return {"type": "boolean" if one is bool else "string"}
 
 

@@ -279,7 +279,7 @@ def test_a_part_says_which_inputs_it_has() -> None:
 
 
 def request_of(client: vecd.Client, path: str = "/x") -> str:
-    return client.render(Piece(path, b"{}"), None, None).decode()
+    return client.render(Piece(path, b"{}")).decode()
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +329,7 @@ def test_a_client_is_pickled_as_its_arguments(kind: Any) -> None:
     client = kind("http://h:1/m/x", api_key="k", model="m", identity="first", timeout=3, retry_for=4, connections=5)
     copy = pickle.loads(pickle.dumps(client))
     assert type(copy) is kind
-    assert copy.render(Piece("/x"), None, None) == client.render(Piece("/x"), None, None)
+    assert copy.render(Piece("/x")) == client.render(Piece("/x"))
     assert (copy.timeout, copy.retry_for, copy.connections) == (3, 4, 5)
     error = vecd.BadRequest("m", status=400, code="c", param="p", request_id="r")
     copied = pickle.loads(pickle.dumps(error))
