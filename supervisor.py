@@ -36,9 +36,10 @@ from vecd.base.failures import (
     first_of,
     without_interrupts,
 )
+from vecd.base.kernel import adopt_orphans, leave_no_core, trace_crashes
+from vecd.base.programs import ahead, end_ahead
 from vecd.base.tasks import NoTasks
 from vecd.gateway.config import ApiKey
-from vecd.launch import prestart
 from vecd.launch.check import model as check_model
 from vecd.launch.children import ForkServer, System, Zygote
 from vecd.launch.config.models import ModelEntry, load_models
@@ -57,6 +58,7 @@ from vecd.launch.systemd.reload_command import ReloadSocket
 from vecd.launch.workers import ReadyWorker, WorkerPool
 from vecd.model.card import ModelError
 from vecd.shm.control import (
+    Channel,
     Drain,
     GatewayListen,
     Heartbeat,
@@ -79,7 +81,6 @@ from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.vector_cache import create_vector_cache
 from vecd.shm.wire import Incarnation
 from vecd.workers.machine import available_mb, kilobytes, usable_cores
-from vecd.workers.process.kernel import adopt_orphans, leave_no_core, trace_crashes
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -100,7 +101,7 @@ def serve(arguments: Sequence[str]) -> int:
     listeners: Listeners | None = None
 
     def clean_up() -> None:
-        prestart.end_rest()
+        end_ahead()
         if listeners is not None:
             listeners.close()
 
@@ -140,7 +141,7 @@ def serve(arguments: Sequence[str]) -> int:
 def _listen_early(settings: Settings, inherited: Inherited) -> Listeners | None:
     """Listen before the model is known, with a gateway that answers what the start is doing; None where there is no
     such gateway yet, or where systemd holds the socket: there, requests wait. Raises StartFailure."""
-    if inherited != Inherited() or not prestart.is_waiting("gateway"):
+    if inherited != Inherited() or "gateway" not in ahead:
         return None
     connections_of_gateway()  # with too few descriptors the gateway would end with a traceback of its own
     listeners = Listeners(settings, inherited)
@@ -149,13 +150,18 @@ def _listen_early(settings: Settings, inherited: Inherited) -> Listeners | None:
         "finding and reading the model", certificate, key, settings.max_body_bytes, settings.log_level,
         settings.log_format, settings.trusted_proxies,
     )  # fmt: skip
-    prestart.tell("gateway", message, [sock.fileno() for sock in listeners.sockets])
+    _tell_early(message, [sock.fileno() for sock in listeners.sockets])
     return listeners
 
 
 def _report_early(stage: str) -> None:
     logs.say(stage)
-    prestart.tell("gateway", Progress(stage))
+    _tell_early(Progress(stage))
+
+
+def _tell_early(message: Message, fds: Sequence[int] = ()) -> None:
+    with suppress(KeyError, OSError):
+        Channel(ahead["gateway"][1]).send(message, fds, waits=False)
 
 
 class Supervisor:

@@ -44,8 +44,10 @@ class ChatTemplateSpec:
     source: str
     tokens: dict[str, str]
     """The special tokens that it may name, by names such as `eos_token`."""
-    command: tuple[str, ...]
-    """Starts `vecd.gateway.tokenization.chat_template`."""
+
+    def order(self, request: bytes) -> JsonObject:
+        """To the job "render". `request`: as `vecd.gateway.tokenization.chat_template` reads it."""
+        return {"source": self.source, "tokens": self.tokens, "request": request.decode()}
 
 
 def _prompt(text: str) -> str:

@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -23,6 +22,7 @@ import uvloop
 
 from vecd.base import logs
 from vecd.base.files import load
+from vecd.base.kernel import leave_signals_to_parent
 from vecd.base.tasks import NoTasks, Pool, naming_limit
 from vecd.gateway.app.app import App
 from vecd.gateway.app.routes import ENDPOINTS
@@ -138,9 +138,7 @@ _LAST_RESPONSES_S = 1.0
 
 def run(channel: Channel) -> int:
     """Serve until told to drain; returns the exit code."""
-    # A Ctrl-C in the terminal reaches the whole process group; only the supervisor acts on it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     received = channel.receive()  # this process may be started before the supervisor knows the model
     if received is not None and isinstance(received[0], GatewayListen):
         received = uvloop.run(_await_start(channel, received[0], [socket.socket(fileno=fd) for fd in received[1]]))

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from vecd.base.failures import BadSetting, ChildDied, StartFailure
 from vecd.base.files import dump
-from vecd.base.programs import child_environment, start_child
+from vecd.base.kernel import FAULTS, describe_status, reap_strangers
+from vecd.base.programs import start_child
 from vecd.base.tasks import naming_limit
-from vecd.launch import prestart
 from vecd.launch.files import FileAccess
 from vecd.launch.sockets import make_zmq_endpoint
 from vecd.shm.control import (
@@ -31,10 +31,10 @@ from vecd.shm.control import (
     Message,
     Progress,
     Ready,
+    readable,
 )
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
-from vecd.workers.process.kernel import FAULTS, describe_status, reap_strangers
 
 log = logging.getLogger("vecd.supervisor")
 
@@ -136,39 +136,11 @@ class Process:
         self.channel.close()
 
 
-async def readable(fd: int) -> None:
-    """Wait until there is something to read, or the other end is closed; of a pidfd, until the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not future.done():
-            future.set_result(None)
-
-    loop.add_reader(fd, wake)
-    try:
-        await future
-    finally:
-        loop.remove_reader(fd)
-
-
-def spawn(name: str, command: str) -> Process:
-    """Start this program again as a child with a control channel, or take one that was started ahead. Raises OSError
-    when no process can be started."""
-    if (started := prestart.take(command)) is not None:
-        popen, ours = started[0], Channel(started[1])
-    else:
-        ours, theirs = Channel.pair()
-        try:
-            with naming_limit():
-                popen = start_child(command, fd=theirs.fileno(), env=child_environment())
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-
-    return Process(name, popen.pid, os.pidfd_open(popen.pid), ours, popen.wait)
+def spawn(name: str, kind: str) -> Process:
+    """Start this program again as a child with a control channel. Raises OSError when no process can be started."""
+    with naming_limit():
+        popen, ours = start_child(kind)
+    return Process(name, popen.pid, os.pidfd_open(popen.pid), Channel(ours), popen.wait)
 
 
 def _reap_adopted(pidfd: int) -> int | None:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from vecd.base.failures import ChildDied, StartFailure, first_of
 from vecd.base.files import dump
-from vecd.base.programs import self_command
 from vecd.launch.children import Process, System
 from vecd.launch.config.plan import Plan
 from vecd.launch.files import FilesHang
@@ -393,4 +392,4 @@ def _fork_server_start(plan: Plan) -> ForkServerStart:
     config = plan.workers[0]
     modules = [] if config.is_dummy else modules_to_preload(plan.card.model_type, config.engine)
     shared = dump(config) if config.device == "cpu" and not config.is_dummy else None
-    return ForkServerStart(os.getpid(), modules, shared, self_command("select"), config.log_level, config.log_format)
+    return ForkServerStart(os.getpid(), modules, shared, config.log_level, config.log_format)

@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from vecd.model.files import Folder, ModelError, vocabulary_files
+from vecd.shm.job import Report
 
 _PROBES = (
     "",
@@ -31,6 +32,12 @@ _PROBES = (
     "zero\u200bwidth, soft\u00adhyphen, control\x07, replacement\ufffd, ﬁ ligature, ① ½",
     "pneumonoultramicroscopicsilicovolcanoconiosis " + "x" * 200,
 )
+
+
+def work(report: Report, folder: str, vocab_size: int, target: str) -> None:
+    """The job "convert"."""
+    report("converting")
+    convert(Path(folder), vocab_size, Path(target))
 
 
 def convert(folder: Path, vocab_size: int, target: Path) -> None:

@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vecd.base.failures import ModelError as ModelError
+from vecd.base.failures import source_of as source_of
 from vecd.base.files import JsonMapping, JsonObject
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata", "*.safetensors")
@@ -31,20 +33,6 @@ def files_of(folder: Path) -> list[Path]:
     found = (*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*"))
     named = (path for path in found if path.parent.name == "onnx" or any(fnmatch(path.name, name) for name in wanted))
     return [path for path in named if path.is_file()]
-
-
-def source_of(path: str) -> str:
-    """The path that the user knows: a model whose pickles have been converted is read from a folder in the cache,
-    `…/converted/<32 digits>` and then the path of the model's own folder."""
-    return re.sub(r"^.*/converted/[0-9a-f]{32}(?=/)", "", path)
-
-
-class ModelError(Exception):
-    """The model cannot be served. The message is one line with the file and its fault."""
-
-    def __init__(self, message: str) -> None:
-        path, colon, fault = message.partition(": ")
-        super().__init__(source_of(path) + colon + fault)
 
 
 def one_line(error: Exception) -> str:

@@ -15,13 +15,21 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from vecd.base.files import JsonObject
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.card import ModelError, one_line
 from vecd.model.files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS
 from vecd.model.steps import folders_without_safetensors
+from vecd.shm.job import Report
 
 _UNWANTED = ["openvino/*", "coreml/*"]
 _EXPORTS = ["onnx/*", "*/onnx/*"]
+
+
+def work(report: Report, model: str, revision: str) -> JsonObject:
+    """The job "fetch"; `revision`: "" for the newest one."""
+    report("fetching it")
+    return {"folder": str(fetch(model, revision or None))}
 
 
 def fetch(model: str, revision: str | None) -> Path:

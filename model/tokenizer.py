@@ -8,18 +8,17 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from vecd.base import logs
-from vecd.base.failures import EXIT_OK
-from vecd.base.files import write_whole
-from vecd.base.programs import NEEDS_TORCH, has_torch, run_child
+from vecd.base.files import JsonObject, write_whole
+from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.card import ModelCard
 from vecd.model.files import ModelError, vocabulary_files
 from vecd.shm.arena import copy_sealed, path_of
+from vecd.shm.job import run_job
 
 # Besides the vocabularies, what AutoTokenizer reads to choose a class and its special tokens.
 _OTHER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -67,18 +66,13 @@ def key_of(weights_folder: Path) -> str:
 
 def convert(card: ModelCard) -> int:
     fd = os.memfd_create("tokenizer.json", os.MFD_CLOEXEC)
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    title = f"{card.weights_folder}: the process that converts the tokenizer"
+    order: JsonObject = {"folder": card.weights_folder, "vocab_size": card.vocab_size, "target": path_of(fd)}
     try:
-        status = run_child(
-            "convert", card.weights_folder, str(card.vocab_size), fd=fd, env=offline, timeout_s=_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
+        dict(run_job("convert", title, timeout_s=_TIMEOUT_S, **order))
+    except BaseException:
         os.close(fd)
-        raise ModelError(f"{card.weights_folder}: tokenizer not converted within {_TIMEOUT_S:.0f} s") from None
-    if status != EXIT_OK:
-        answer = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-        os.close(fd)
-        raise ModelError(answer or f"{card.weights_folder}: tokenizer not converted (exit code {status})")
+        raise
     return fd
 
 

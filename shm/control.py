@@ -17,6 +17,8 @@ JSON; descriptors ride along (SCM_RIGHTS). The end of the stream means that the 
     supervisor → zygote        ForkServerStart (+ control of a new fork server)
     new fork server, worker → supervisor   Forked (+ pidfd)
     worker → supervisor        Progress, Ready, ChildFailed
+    parent → job               JobOrder
+    job → parent               Progress, JobFound, Ready, ChildFailed (`vecd.shm.job`)
 
 Batches never travel here: that is `vecd.shm.wire`.
 """
@@ -35,7 +37,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar, TypeAlias, dataclass_transform
+from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 from vecd.base.files import JsonObject
 
@@ -349,8 +351,6 @@ class ForkServerStart(Message):
     config: JsonObject | None = None
     """A `vecd.workers.config.WorkerConfig`, whose engine the workers will share; None: each loads its own, because what
     is on an accelerator does not survive a fork."""
-    selection_command: list[str] = field(default_factory=list)
-    """The command line of `vecd.workers.process.selection_process.serve`, but for its descriptor."""
     log_level: str = "info"
     log_format: str = "text"
 
@@ -384,8 +384,23 @@ class Ready(Message):
 
     facts: JsonObject = field(default_factory=dict)
     """Of a worker: JSON values, shown in `/info`: dtype, path, agreement figures, memory, LOAD_TOKENS_PER_S if it was
-    measured. Of a fork server: `modules`, which could be imported."""
+    measured. Of a fork server: `modules`, which could be imported. Of a job: results."""
     warnings: list[str] = field(default_factory=list)
+
+
+class JobOrder(Message):
+    """To a job: carry this out. Answered by Ready or ChildFailed."""
+
+    fields: JsonObject
+    parent_pid: int
+    """As in ForkServerStart."""
+
+
+class JobFound(Message):
+    """From a job: one of its results."""
+
+    name: str
+    value: Any
 
 
 class ChildFailed(Message):
@@ -476,6 +491,24 @@ class Channel:
 
     def close(self) -> None:
         self._sock.close()
+
+
+async def readable(fd: int) -> None:
+    """Wait until there is something to read, or the other end is closed; of a pidfd, until the process ends."""
+    import asyncio  # not in workers
+
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(fd, wake)
+    try:
+        await future
+    finally:
+        loop.remove_reader(fd)
 
 
 # Where a model's processes and weights are at the moment, and how long they stay.

@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None, interrupt_handler: Any = signal.defa
             print(f"vecd: unknown command {command!r}{hint}\n\n{_USAGE}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     if command == "serve" and not {"--help", "-h", "--help-all"} & set(arguments):
-        from vecd.launch import prestart
+        from vecd.base.programs import end_ahead, start_ahead
 
-        exit_at_interrupt(prestart.end_rest)
-        prestart.begin("gateway")
+        exit_at_interrupt(end_ahead)
+        start_ahead("gateway")
     run = getattr(import_module(_MODULES[command]), "serve" if command == "serve" else "main")
     signal.signal(signal.SIGINT, interrupt_handler)
     try:

@@ -66,6 +66,12 @@ def kilobytes(path: Path, name: str) -> int:
     return int((line_of(path, name).split() or ["0"])[0])
 
 
+def private_memory_mb() -> int:
+    """Memory written by this process alone; 0 if the kernel does not say. Weights mapped from a file are not
+    included."""
+    return kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") // 1024
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")

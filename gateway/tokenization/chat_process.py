@@ -6,28 +6,24 @@ a conversation that took too long. Without conversations there is none.
 
 import asyncio
 import signal
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from contextlib import suppress
-from typing import Any
+from subprocess import DEVNULL
 
-import orjson
-
-from vecd.base.tasks import NoTasks, naming_limit
+from vecd.base.files import JsonObject
+from vecd.base.tasks import NoTasks
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.errors import BadRequest, ServerError, Unavailable
+from vecd.shm.control import readable
+from vecd.shm.job import Job, JobDied
 
 MAX_PAYLOAD_BYTES = 256 * 1024
 """Of the conversations of one request, as JSON."""
-
-_MAX_REPLY_BYTES = 8 * 2**20
-"""A reply has at most 2**20 characters, of at most 6 bytes each in JSON."""
+_REAP_S = 1.0
 
 
 class ChatProcess:
     def __init__(self, spec: ChatTemplateSpec) -> None:
-        self._command = spec.command
-        self._template = orjson.dumps({"source": spec.source, "tokens": spec.tokens})
-        self.process: Process | None = None
+        self._spec = spec
+        self.job: Job | None = None
         self._lock = asyncio.Lock()
 
     async def render(self, payload: bytes) -> list[str]:
@@ -47,34 +43,23 @@ class ChatProcess:
 
     def close(self) -> None:
         """The next request starts another process."""
-        process, self.process = self.process, None
-        if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
+        job, self.job = self.job, None
+        if job is not None:
+            job.kill()
+            asyncio.get_running_loop().call_later(_REAP_S, job.process.poll)  # to wait would hold the loop up
 
-    async def _ask(self, payload: bytes) -> dict[str, Any]:
-        lines = [payload]
-        if self.process is None or self.process.returncode is not None:
-            lines.insert(0, self._template)
+    async def _ask(self, payload: bytes) -> JsonObject:
+        if self.job is None or self.job.process.poll() is not None:
+            self.close()
             try:
-                with naming_limit():
-                    self.process = await asyncio.create_subprocess_exec(
-                        *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True,
-                        limit=_MAX_REPLY_BYTES,
-                    )  # fmt: skip
+                self.job = Job("render", stderr=DEVNULL)
             except NoTasks as error:
                 raise Unavailable(f"The chat template cannot be rendered: {error}", retry_after_s=1) from None
-        process = self.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(ConnectionError, RuntimeError):  # it has ended; the latter is uvloop's for a closed pipe
-            process.stdin.writelines(line + b"\n" for line in lines)
-            await process.stdin.drain()
-        reply = await process.stdout.readline()
-        if reply.endswith(b"\n"):
-            parsed: dict[str, Any] = orjson.loads(reply)
-            return parsed
-        # Before it is killed: asyncio loses the exit status of a process that has ended already.
-        if await process.wait() == -signal.SIGPROF:
-            return {"error": "takes more than a second for the conversation"}
-        raise ServerError("The process that renders the chat template has ended")
+        self.job.start(**self._spec.order(payload))
+        await readable(self.job.channel.fileno())
+        try:
+            return dict(self.job.results())
+        except JobDied as died:
+            if died.status == -signal.SIGPROF:
+                return {"error": "takes more than a second for the conversation"}
+            raise ServerError("The process that renders the chat template has ended") from None

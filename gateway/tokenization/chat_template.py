@@ -2,10 +2,9 @@
 
 Owns the Jinja environment, which has what transformers gives a chat template, and the limits of a rendering. A template
 is a program that may take any time and memory, so the kernel ends this process when a rendering has used its processor
-time, and lets it have no more than its memory. Ends with its standard input. Each line is JSON:
+time, and lets it have no more than its memory. A request is JSON:
 
-    {"source", "tokens"}                                      the template; no reply
-    {"conversations", "kwargs", "continue_final_message"}     a request ──► {"texts"} or {"error"}
+    {"conversations", "kwargs", "continue_final_message"}
 
 Source of what a template may use: transformers' documentation of chat templates, and `apply_chat_template`.
 """
@@ -13,7 +12,6 @@ Source of what a template may use: transformers' documentation of chat templates
 import json
 import resource
 import signal
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -26,6 +24,9 @@ from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vecd.base.files import JsonObject
+from vecd.shm.job import Report
 
 MAX_CPU_S = 1.0
 """Of one rendering. Of templates that models have, the slowest takes milliseconds for the longest conversation."""
@@ -134,22 +135,20 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def main() -> None:
+_compiled: dict[str, ChatTemplate] = {}
+"""By source: a process has one."""
+
+
+def work(report: Report, source: str, tokens: Mapping[str, str], request: str) -> JsonObject:
+    """The job "render". It finds "texts", or an "error"."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    given, template = sys.stdin.buffer.readline(), None
-    for request in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # the kernel ends the process after it
-        try:
-            template = template or ChatTemplate(**orjson.loads(given))
-            reply: dict[str, Any] = {"texts": template.render(**orjson.loads(request))}
-        except Refused as error:
-            reply = {"error": str(error)}
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # the kernel ends the process after it
+    try:
+        if source not in _compiled:
+            _compiled[source] = ChatTemplate(source, tokens)
+        return {"texts": _compiled[source].render(**orjson.loads(request))}
+    except Refused as error:
+        return {"error": str(error)}
+    finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(orjson.dumps(reply) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()

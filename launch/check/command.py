@@ -28,7 +28,7 @@ from vecd.base.failures import (
 )
 from vecd.base.files import JsonMapping, dump
 from vecd.base.flags import Command, FieldValues, flag, flags_in
-from vecd.base.programs import NEEDS_TORCH, has_torch, self_command
+from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import read_texts
 from vecd.launch.check import model as check_model
@@ -37,8 +37,9 @@ from vecd.launch.check.texts import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import load_settings
-from vecd.launch.config.tokens import run, tokenize
+from vecd.launch.config.tokens import tokenize
 from vecd.model.card import ModelError
+from vecd.shm.job import run_job
 from vecd.shm.settings import Settings
 from vecd.workers.batch import ReportProgress
 from vecd.workers.check.order import Order
@@ -200,7 +201,6 @@ def _fill(report: Report, settings: Settings, texts: list[str], options: CheckOp
         compared, tokenized = _tokenize(plan, report, texts, timeout_s, show)
         order = Order(
             config=plan.workers[0],
-            select_command=self_command("select"),
             texts=compared,
             **tokenized,
             num_parameters=model["num_parameters"],
@@ -211,7 +211,7 @@ def _fill(report: Report, settings: Settings, texts: list[str], options: CheckOp
             is_to_remember=options.remember,
         )
         title = f"{model['folder']}: the process that checks the model"
-        for name, value in run("check", dump(order), timeout_s, show, title):
+        for name, value in run_job("check", title, show, timeout_s, **dump(order)):
             report[name] = value
         path = report["path"]
         wrong = [one for one in path["agreements"] if not one["is_within_bounds"]]

@@ -156,7 +156,7 @@ _SUGGESTIONS = (
     (r"tokenizer\.json: file missing", "copy tokenizer.json from the model that this one was made from, or " + _EXPORT),
     (r"model\.safetensors: file missing", f"copy the weights into the folder, or {_EXPORT}"),
     (r"file missing", f"copy the file from the original, or {_EXPORT}"),
-    (r"not a tokenizer|takes no vocabulary|tokenizer not converted", "copy tokenizer.json from the model that this one "
+    (r"not a tokenizer|takes no vocabulary|converts the tokenizer", "copy tokenizer.json from the model that this one "
      "was made from; for sentencepiece files: pip install 'vecd[convert]'"),
     (r"of different models", "copy tokenizer.json and config.json from the same model"),
     (r"auto_map|sentence-transformers' own", "take a variant of the model that transformers implements itself: vecd "

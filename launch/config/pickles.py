@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from vecd.base.failures import EXIT_OK
-from vecd.base.programs import NEEDS_TORCH, ask_child, child_environment, has_torch
+from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.digests import digest_of_file
 from vecd.model.files import EXPORT, PICKLED_HEADS, ModelError, files_of, is_whole, shards
 from vecd.model.steps import folders_without_safetensors
+from vecd.shm.job import run_job
 from vecd.workers.config import REFERENCE_FILE
 
 _VERSION = "1"
@@ -71,10 +71,8 @@ def _name_of(pickles: list[Path], cache_folder: Path) -> str:
 
 
 def convert(pickles: Mapping[str, list[str]]) -> None:
-    status, text = ask_child("unpickle", json.dumps(pickles), env=child_environment())
-    if status != EXIT_OK:
-        first = next(iter(pickles.values()))[0]
-        raise ModelError(text or f"{first}: could not be converted to safetensors (exit code {status})")
+    title = f"{next(iter(pickles.values()))[0]}: the process that converts it to safetensors"
+    dict(run_job("unpickle", title, pickles=pickles))
 
 
 def _folder_of_links(

@@ -17,8 +17,8 @@ from stat import S_ISREG
 from typing import Any
 
 from vecd.base import logs
-from vecd.base.failures import EXIT_OK, ConfigurationError, StartFailure
-from vecd.base.programs import NEEDS_TORCH, ask_child, has_torch, not_installed
+from vecd.base.failures import ConfigurationError, StartFailure
+from vecd.base.programs import NEEDS_TORCH, has_torch, not_installed
 from vecd.gateway.config import ApiKey, ChatTemplateSpec, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.launch.config.keys import load_keys
@@ -40,6 +40,7 @@ from vecd.model.folder import ModelFolder
 from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
 from vecd.shm.control import parse_keep_alive
+from vecd.shm.job import Job
 from vecd.shm.output import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU, span_of
 from vecd.shm.settings import MAX_WORKERS, GivenSettings, Settings, names_of
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
@@ -463,10 +464,9 @@ def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path
 
 def _fetch(model: str, revision: str, report: Callable[[str], None]) -> Path:
     report(f"finding {model} in the hub's cache or on the hub")
-    status, text = ask_child("fetch", model, revision)
-    if status != EXIT_OK:
-        raise ModelError(text or f"{model}: could not be fetched (exit code {status})")
-    return Path(text)
+    with Job("fetch", f"{model}: the process that fetches it") as job:  # whose stderr shows the progress
+        job.start(model=model, revision=revision)
+        return Path(dict(job.results())["folder"])
 
 
 def devices_for(wanted: str) -> list[str]:

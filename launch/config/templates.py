@@ -5,7 +5,6 @@ transformers' `save_pretrained` of tokenizers.
 """
 
 import re
-import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,12 +13,12 @@ from typing import Any
 import orjson
 
 from vecd.base.files import JsonMapping, JsonObject
-from vecd.base.programs import command_of
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.folder import ModelFolder
 from vecd.model.score_card import known_template
 from vecd.model.steps import PairTemplate, TextTemplate
+from vecd.shm.job import JobDied, run_job
 
 _MAX_CHARS = 256 * 1024
 """A longer template counts as none; the longest that models have is a tenth of it."""
@@ -40,7 +39,7 @@ def read_chat_template(folder: ModelFolder) -> ChatTemplateSpec | None:
         return None
     named = {**_read(folder, "special_tokens_map.json"), **config}
     tokens = {name: token for name in _TOKENS if (token := _token(named.get(name))) is not None}
-    return ChatTemplateSpec(source, tokens, tuple(command_of("vecd.gateway.tokenization.chat_template")))
+    return ChatTemplateSpec(source, tokens)
 
 
 def _read(folder: ModelFolder, name: str) -> JsonMapping:
@@ -196,17 +195,12 @@ def _parts_of(text: str, marks: list[str], what: str) -> list[str]:
 
 def _rendered(spec: ChatTemplateSpec, conversations: list[list[JsonObject]], kwargs: JsonMapping) -> list[str]:
     """Raises ValueError, with a reason that goes on from "its chat template"."""
-    lines = [
-        {"source": spec.source, "tokens": spec.tokens},
-        {"conversations": conversations, "kwargs": kwargs, "continue_final_message": False},
-    ]
-    given = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+    request = {"conversations": conversations, "kwargs": kwargs, "continue_final_message": False}
     try:
-        done = subprocess.run(spec.command, input=given, capture_output=True, timeout=_TIMEOUT_S, check=False)
-        reply = orjson.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"is not rendered within {_TIMEOUT_S:.0f} s") from None
-    except orjson.JSONDecodeError:
+        reply = dict(run_job("render", timeout_s=_TIMEOUT_S, **spec.order(orjson.dumps(request))))
+    except JobDied as died:
+        if died.status is None:
+            raise ValueError(f"is not rendered within {_TIMEOUT_S:.0f} s") from None
         raise ValueError("takes more than a second or too much memory") from None
     if "error" in reply:
         raise ValueError(reply["error"])

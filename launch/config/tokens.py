@@ -5,17 +5,15 @@ the supervisor keeps none of its memory.
 """
 
 import asyncio
-import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from vecd.base.files import JsonObject, dump, load
-from vecd.base.programs import child_environment, self_command
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import TokenHead
+from vecd.shm.job import Report, run_job
 from vecd.workers.check.order import is_query, pairs_of
-from vecd.workers.process.ordered_process import OnFound, OrderedProcess, carry_out
 
 OrderedPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -42,64 +40,51 @@ def ordered_pair(card: ModelCard, max_tokens: int) -> OrderedPair | None:
 def tokenize(
     card: ModelCard, max_tokens: int, texts: Sequence[str], timeout_s: float, report: Callable[[str], None]
 ) -> JsonObject:
-    """What `serve` finds of texts, which are pairs with the first one to a reranker. Raises ModelError."""
+    """What `work` finds of texts, which are pairs with the first one to a reranker. Raises ModelError."""
+    title = f"{card.folder}: the process that tokenizes texts"
     order = {"card": dump(card), "max_tokens": max_tokens, "texts": texts}
-    return dict(run("tokenize", order, timeout_s, report, f"{card.folder}: the process that tokenizes texts"))
+    return dict(run_job("tokenize", title, report, timeout_s, **order))
 
 
-def run(
-    kind: str, order: Mapping[str, Any], timeout_s: float, report: Callable[[str], None], title: str = "the process"
-) -> Iterator[tuple[str, Any]]:
-    """Yield what a child of `kind` (a function of `vecd.child`) finds; see `OrderedProcess`."""
-    command = self_command(kind)
-    with (
-        tempfile.TemporaryFile() as stderr,
-        OrderedProcess(command, order, title, environment=child_environment(), stderr=stderr) as process,
-    ):
-        yield from process.results(report, timeout_s)
-
-
-def serve(orders: TextIO, response_fd: int) -> int:
-    """The process: tokenizes the order's "texts" with the tokenizer of "card", cut to "max_tokens". It finds
-    "sequences", "borders" and "kept", which are as in `Order`, and "num_truncated". Returns the exit code."""
-    return carry_out(_tokenize, orders, response_fd, "vecd-tokenize")
-
-
-def _tokenize(order: JsonObject, report: Callable[[str], None], on_found: OnFound) -> None:
+def work(report: Report, card: JsonObject, max_tokens: int, texts: Sequence[str]) -> JsonObject:
+    """The job "tokenize": the tokens of texts, cut to `max_tokens`. It finds "sequences", "borders" and "kept", which
+    are as in `Order`, and "num_truncated"."""
     from vecd.gateway.errors import ApiError
     from vecd.gateway.request import Pair, Role, Tokenizing
     from vecd.gateway.tokenization.tokenizer import Tokenizer
 
-    card, texts = load(ModelCard, order["card"]), order["texts"]
+    loaded = load(ModelCard, card)
     report("reading the tokenizer")
-    tokenizer = Tokenizer(card, order["max_tokens"], "model")
+    tokenizer = Tokenizer(loaded, max_tokens, "model")
     report("tokenizing")
-    inputs = [Pair(*pair) for pair in pairs_of(texts)] if "rerank" in card.capabilities else texts
+    inputs = [Pair(*pair) for pair in pairs_of(texts)] if "rerank" in loaded.capabilities else texts
 
     async def tokenized(inputs: Any, role: Role | None) -> list[Any]:
         return [item async for run in tokenizer.tokenize(inputs, Tokenizing(role=role)) for item in run]
 
     async def all_inputs() -> list[Any]:
-        if card.tokens is None:
+        if loaded.tokens is None:
             return await tokenized(inputs, None)
         roles = [Role.QUERY if is_query(i) else Role.DOCUMENT for i in range(len(texts))]
         return [item for text, role in zip(texts, roles, strict=True) for item in await tokenized([text], role)]
 
     try:
-        inputs = asyncio.run(all_inputs())
+        found = asyncio.run(all_inputs())
     except ApiError as error:
-        raise ModelError(f"{card.folder}: the texts cannot be tokenized: {error}") from error
-    sequences = [array("i", item.token_ids).tolist() for item in inputs]
+        raise ModelError(f"{loaded.folder}: the texts cannot be tokenized: {error}") from error
+    sequences = [array("i", item.token_ids).tolist() for item in found]
     largest = max(map(max, sequences))
-    if largest >= card.vocab_size:
+    if largest >= loaded.vocab_size:
         raise ModelError(
-            f"{card.weights_folder}: the tokenizer gives id {largest}, but config.json has a vocab_size of "
-            f"{card.vocab_size}: they are of different models"
+            f"{loaded.weights_folder}: the tokenizer gives id {largest}, but config.json has a vocab_size of "
+            f"{loaded.vocab_size}: they are of different models"
         )
-    on_found("sequences", sequences)
-    on_found("borders", [item.border for item in inputs])
-    on_found("kept", [] if card.tokens is None else _kept(card.tokens, sequences))
-    on_found("num_truncated", sum(item.is_truncated for item in inputs))
+    return {
+        "sequences": sequences,
+        "borders": [item.border for item in found],
+        "kept": [] if loaded.tokens is None else _kept(loaded.tokens, sequences),
+        "num_truncated": sum(item.is_truncated for item in found),
+    }
 
 
 def _kept(head: TokenHead, sequences: Sequence[list[int]]) -> list[list[int]]:

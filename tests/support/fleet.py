@@ -29,7 +29,7 @@ import yaml
 from tests.support.serving import clean_environment, command_line, eventually, is_alive
 from tests.support.soak.questions import Answer, Question, Tenant
 from tests.support.soak.traffic import Tally, Traffic
-from vecd.workers.process.kernel import die_with_parent
+from vecd.base.kernel import die_with_parent
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DRAIN_GRACE_S = 3

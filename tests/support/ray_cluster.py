@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 
 from tests.support.serving import cache_folder, command_line, is_alive
+from vecd.base.kernel import die_with_parent
 from vecd.client.ray.start import environment
-from vecd.workers.process.kernel import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 _PINS = ROOT / "tests" / "system" / "fleet" / "ray-requirements.txt"

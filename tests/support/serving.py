@@ -30,7 +30,7 @@ import psutil
 
 from tests.support import canaries
 from tests.support.canaries import Secrets
-from vecd.workers.process.kernel import die_with_parent
+from vecd.base.kernel import die_with_parent
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 45.0

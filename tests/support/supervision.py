@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from vecd.base.kernel import describe_status
 from vecd.launch.children import ForkServer, Process, System
 from vecd.launch.files import FileAccess
 from vecd.launch.systemd.notify import Notifier
@@ -37,7 +38,6 @@ from vecd.shm.control import (
 )
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
-from vecd.workers.process.kernel import describe_status
 
 _pids = count(10**8)  # of no process: above the kernel's largest
 

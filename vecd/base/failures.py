@@ -1,6 +1,7 @@
 """How starting can fail, the exit code of each way, and what Ctrl-C does before a command handles it."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,20 @@ class ConfigurationError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
         self.problems = list(problems)
+
+
+def source_of(path: str) -> str:
+    """The path that the user knows: a model whose pickles have been converted is read from a folder in the cache,
+    `…/converted/<32 digits>` and then the path of the model's own folder."""
+    return re.sub(r"^.*/converted/[0-9a-f]{32}(?=/)", "", path)
+
+
+class ModelError(Exception):
+    """The model cannot be served. The message is one line with the file and its fault."""
+
+    def __init__(self, message: str) -> None:
+        path, colon, fault = message.partition(": ")
+        super().__init__(source_of(path) + colon + fault)
 
 
 class StartFailure(Exception):

@@ -6,12 +6,14 @@ Owns the command lines, and the words for a package that is missing. Imports non
 import ctypes
 import importlib.util
 import os
+import resource
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from vecd.base.failures import without_interrupts
 
@@ -25,36 +27,61 @@ def self_command(command: str) -> list[str]:
     return command_of("vecd.child", command)
 
 
-def start_child(
-    kind: str, *arguments: str, fd: int, env: Mapping[str, str] | None = None, umask: int = -1
-) -> "subprocess.Popen[bytes]":
-    """Start `vecd.child`, whose last argument is `fd`, which it inherits. Raises OSError. SIGINT stays blocked in it: a
-    terminal sends Ctrl-C to the whole process group."""
-    with without_interrupts():
-        return subprocess.Popen(
-            [*self_command(kind), *arguments, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=env, umask=umask
-        )
+def start_child(kind: str, **options: Any) -> "Child":
+    """Start `vecd.child`, or take one that was started ahead: the process, and our end of its control connection, of
+    which the caller becomes the owner. `options`: of Popen. Raises OSError. SIGINT stays blocked in it: a terminal
+    sends Ctrl-C to the whole process group."""
+    if kind in ahead:
+        process, ours = ahead.pop(kind)
+        with suppress(OSError):  # a sandbox forbids it
+            for limit in _LIMITS:
+                resource.prlimit(process.pid, limit, resource.getrlimit(limit))
+            if process.poll() is None:
+                return process, ours
+        _end(process, ours)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [*self_command(kind), str(theirs.fileno())]
+    environment = None if kind in _KNOWING_SECRETS else child_environment()
+    try:
+        with theirs, without_interrupts():
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, **options
+            )
+    except OSError:
+        ours.close()
+        raise
+    return process, ours
 
 
-def run_child(
-    kind: str, *arguments: str, fd: int, env: Mapping[str, str] | None = None, timeout_s: float | None = None
-) -> int:
-    """Run a child that ends with this process; returns its exit status. Its last two arguments are this process's id
-    and `fd`. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`; then it is killed."""
-    with start_child(kind, *arguments, str(os.getpid()), fd=fd, env=env) as process:
-        try:
-            return process.wait(timeout_s)
-        except BaseException:
-            process.kill()
-            raise
+Child: TypeAlias = "tuple[subprocess.Popen[bytes], socket.socket]"
+_KNOWING_SECRETS = {"fetch"}
+"""It needs the token of the hub."""
+
+# Children that are started while the supervisor itself is still being imported, on another core.
+
+ahead: dict[str, Child] = {}
+"""By kind: those that are not taken yet."""
+_UMASK = 0o077
+_LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
+"""Which a child gets when it is taken: by then this process has its own."""
 
 
-def ask_child(kind: str, *arguments: str, **options: Any) -> tuple[int, str]:
-    """Run a child as `run_child` does; returns its exit status and its answer."""
-    with tempfile.TemporaryFile("w+") as answer:
-        status = run_child(kind, *arguments, fd=answer.fileno(), **options)
-        answer.seek(0)
-        return status, answer.read()
+def start_ahead(kind: str) -> None:
+    """Start a child that `start_child` takes. One that cannot be started is left to its regular start, which reports
+    it."""
+    with without_interrupts(), suppress(OSError):  # `end_ahead` at an interrupt must know of it
+        ahead[kind] = start_child(kind, umask=_UMASK)
+
+
+def end_ahead() -> None:
+    while ahead:
+        _end(*ahead.popitem()[1])
+
+
+def _end(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
+    ours.close()
+    process.kill()
+    process.wait()
 
 
 def child_environment() -> dict[str, str]:

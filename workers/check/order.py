@@ -23,7 +23,6 @@ def pairs_of(texts: Sequence[str]) -> list[tuple[str, str]]:
 @dataclass(frozen=True, slots=True)
 class Order:
     config: WorkerConfig
-    select_command: Sequence[str]
     texts: Sequence[str]
     sequences: Sequence[list[int]]
     num_parameters: int

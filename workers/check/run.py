@@ -3,7 +3,7 @@
 Owns the process, and the reasons for the selected path. It loads the engine as the fork server does; each computation
 runs in a process forked from it, so its memory is a worker's and its crash becomes an error message.
 
-The order is an `Order`. What is found is named "path", twice if texts are compared, "reference_file" and
+The job "check". What is found is named "path", twice if texts are compared, "reference_file" and
 "measurements": parts of the report, as JSON.
 """
 
@@ -11,10 +11,10 @@ import importlib.metadata
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -40,20 +40,16 @@ from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.load import load_engine
 from vecd.workers.machine import kilobytes, this_processor
 from vecd.workers.parity import digest_of, recall_reference, write_reference
-from vecd.workers.process.ordered_process import OnFound, carry_out
 from vecd.workers.process.selection_process import SelectionProcess
 from vecd.workers.select import Selection, Times, in_words, recall
 
 
-def serve(orders: TextIO, response_fd: int) -> int:
-    """Returns the exit code. Side effects on the process: those of `carry_out`; logging."""
+def work(report: ReportProgress, **fields: Any) -> Iterator[tuple[str, Any]]:
+    """Carry out an `Order`. Side effect on the process: logging."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
-    return carry_out(_check, orders, response_fd, "vecd-check")
-
-
-def _check(fields: JsonObject, report: ReportProgress, on_found: OnFound) -> None:
     started_at = time.monotonic()
     order = load(Order, fields)
+
     report("reading the weights")
     refuse_not_finite(order.config.card)
     report("loading the model")
@@ -69,17 +65,17 @@ def _check(fields: JsonObject, report: ReportProgress, on_found: OnFound) -> Non
         "agreements": [],
         "not_compared": [],
     }
-    on_found("path", path)
+    yield "path", path
     if order.texts:
         _compare(order, engine, path, report)
-        on_found("path", path)
+        yield "path", path
     is_right = all(comparison["is_within_bounds"] for comparison in path["agreements"])
     if order.is_to_remember and is_right:
-        on_found("reference_file", _write_reference(order.config, report))
+        yield "reference_file", _write_reference(order.config, report)
     if order.seconds and is_right:
         others, not_measured = _load_others(order, path["dtype"], report)
         measured = measure(order, [engine, *others], report)
-        on_found("measurements", {**measured, "not_measured": not_measured})
+        yield "measurements", {**measured, "not_measured": not_measured}
 
 
 def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, float]:
@@ -89,7 +85,7 @@ def _load(order: Order, dtype: str, report: ReportProgress) -> tuple[Engine, flo
     def select(report: ReportProgress) -> Selection:
         nonlocal selecting_s
         started_at = time.monotonic()
-        with SelectionProcess(order.select_command, config) as process:
+        with SelectionProcess(config) as process:
             selection = process.result(report)
         selecting_s = time.monotonic() - started_at
         return selection

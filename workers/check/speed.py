@@ -18,21 +18,20 @@ import numpy as np
 import torch
 
 from vecd.base.files import JsonObject
+from vecd.base.kernel import (
+    describe_status,
+    die_with_parent,
+    is_single_threaded,
+    num_threads,
+    volunteer_for_oom_kill,
+)
 from vecd.model.card import ModelError, one_line
 from vecd.shm.output import FULL_BATCH_S, MAX_BATCH_TOKENS
 from vecd.workers.batch import Engine, PackedBatch, ReportProgress
 from vecd.workers.check.order import Order
 from vecd.workers.config import WorkerConfig
-from vecd.workers.machine import kilobytes
+from vecd.workers.machine import kilobytes, private_memory_mb
 from vecd.workers.parity import random_batch
-from vecd.workers.process.kernel import (
-    describe_status,
-    die_with_parent,
-    is_single_threaded,
-    num_threads,
-    private_memory_mb,
-    volunteer_for_oom_kill,
-)
 
 
 def in_worker(config: WorkerConfig, work: Callable[[], Any]) -> Any:

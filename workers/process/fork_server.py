@@ -19,6 +19,15 @@ from typing import NoReturn, TypeVar
 
 from vecd.base import logs
 from vecd.base.files import load
+from vecd.base.kernel import (
+    die_with_parent,
+    is_single_threaded,
+    leave_no_core,
+    leave_signals_to_parent,
+    num_threads,
+    set_process_name,
+    trace_crashes,
+)
 from vecd.base.programs import return_free_memory
 from vecd.base.tasks import NoTasks, naming_limit
 from vecd.model.card import ModelError
@@ -37,14 +46,6 @@ from vecd.workers.batch import Engine, ReportProgress
 from vecd.workers.config import ENGINES_WITHOUT_TORCH, WorkerConfig
 from vecd.workers.load import check_headers, expected_path, load_engine
 from vecd.workers.process import worker
-from vecd.workers.process.kernel import (
-    die_with_parent,
-    is_single_threaded,
-    leave_no_core,
-    num_threads,
-    set_process_name,
-    trace_crashes,
-)
 from vecd.workers.process.selection_process import SelectionProcess
 from vecd.workers.select import Selection
 
@@ -57,7 +58,7 @@ from vecd.workers.select import Selection
 #
 # What is forked outlives the zygote, and dies with the supervisor, which watches and reaps it as its own child: a
 # process in between forks it and ends, and the supervisor adopts orphans
-# (`vecd.workers.process.kernel.adopt_orphans`). The supervisor kills the workers of a fork server that has died.
+# (`vecd.base.kernel.adopt_orphans`). The supervisor kills the workers of a fork server that has died.
 
 log = logging.getLogger("vecd.forkserver")
 
@@ -74,7 +75,7 @@ def run_process(name: str, live: Callable[[], int]) -> int:
     """Make this the process `name`, which forks others, and `live` its life; returns the exit code. Side effects on the
     process: name, logging, no core files, SIGINT, SIGTERM and SIGHUP ignored."""
     set_process_name(f"vecd-{name}")
-    worker.leave_signals_to_supervisor()
+    leave_signals_to_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignored it, the kernel would reap the children
     leave_no_core()
     trace_crashes()
@@ -131,7 +132,7 @@ def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], En
     with ExitStack() as stack:
 
         def start_selection() -> SelectionProcess:
-            return stack.enter_context(SelectionProcess(start.selection_command, replace(config, num_threads=1)))
+            return stack.enter_context(SelectionProcess(replace(config, num_threads=1)))
 
         path = expected_path(config)
         # Started before the imports, because it takes longer. Not needed if another server remembers one meanwhile.

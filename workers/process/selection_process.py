@@ -4,37 +4,29 @@ So the fork server, whose memory every worker shares, holds nothing that only th
 comparison becomes an error message.
 """
 
-from collections.abc import Sequence
-from typing import Any, TextIO
-
 from vecd.base import logs
-from vecd.base.files import dump, load
+from vecd.base.files import JsonObject, dump, load
+from vecd.shm.job import Job
 from vecd.workers.batch import ReportProgress
 from vecd.workers.config import WorkerConfig
-from vecd.workers.process.ordered_process import OnFound, OrderedProcess, carry_out
 from vecd.workers.select import Selection, select
 
 
-class SelectionProcess(OrderedProcess):
-    def __init__(self, command: Sequence[str], config: WorkerConfig) -> None:
+class SelectionProcess(Job):
+    def __init__(self, config: WorkerConfig) -> None:
         """Start it. Raises OSError."""
-        title = f"{config.card.folder}: the process that compares the model's engines"
-        super().__init__(command, dump(config), title)
+        super().__init__("select", f"{config.card.folder}: the process that compares the model's engines")
+        self.start(config=dump(config))
 
     def result(self, report: ReportProgress) -> Selection:
-        [(_, selection)] = self.results(report)
-        found: Selection = load(Selection, selection)
+        found: Selection = load(Selection, dict(self.results(report)))
         return found
 
 
-def serve(orders: TextIO, response_fd: int) -> int:
-    """Select as ordered and write the responses to `response_fd`; returns the exit code. Side effects on the process:
-    those of `carry_out`; logging, torch's threads."""
-    return carry_out(_select, orders, response_fd, "vecd-select")
-
-
-def _select(order: dict[str, Any], report: ReportProgress, on_found: OnFound) -> None:
-    config = load(WorkerConfig, order)
-    logs.configure("choosing", config.log_level, config.log_format)
-    selection, _ = select(config, report)
-    on_found("selection", dump(selection))
+def work(report: ReportProgress, config: JsonObject) -> JsonObject:
+    """The job "select". Side effects on the process: logging, torch's threads."""
+    loaded = load(WorkerConfig, config)
+    logs.configure("choosing", loaded.log_level, loaded.log_format)
+    selection, _ = select(loaded, report)
+    found: JsonObject = dump(selection)
+    return found

@@ -6,10 +6,16 @@ Owns the process: its signals, its exit code.
 import gc
 import logging
 import os
-import signal
 from collections.abc import Sequence
 
 from vecd.base import logs
+from vecd.base.kernel import (
+    die_with_parent,
+    leave_signals_to_parent,
+    outlive_sent_faults,
+    trace_crashes,
+    volunteer_for_oom_kill,
+)
 from vecd.base.tasks import ZMQ_THREADS, NoTasks, require_threads
 from vecd.model.card import ModelError
 from vecd.shm.control import Channel, ChildFailed, Progress, Ready
@@ -18,13 +24,7 @@ from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine
 from vecd.workers.config import WorkerConfig
 from vecd.workers.load import load_engine
-from vecd.workers.process.kernel import (
-    die_with_parent,
-    outlive_sent_faults,
-    private_memory_mb,
-    trace_crashes,
-    volunteer_for_oom_kill,
-)
+from vecd.workers.machine import private_memory_mb
 from vecd.workers.process.loop import EngineLost, Loop, connected
 
 log = logging.getLogger("vecd.worker")
@@ -51,7 +51,7 @@ def run(
     try:
         if not die_with_parent(parents[0]):
             return EXIT_OK
-        leave_signals_to_supervisor()
+        leave_signals_to_parent()
         volunteer_for_oom_kill()
         outlive_sent_faults()
         trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
@@ -65,13 +65,6 @@ def run(
     except Exception:
         log.exception("%s ends by a bug", incarnation)
         return EXIT_INTERNAL_ERROR
-
-
-def leave_signals_to_supervisor() -> None:
-    """Ctrl-C in a terminal reaches the whole process group, and SIGTERM may; a child serves until its control channel
-    ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _live(

@@ -21,11 +21,18 @@ import torch
 from torch import Tensor
 
 from vecd.model.files import ModelError, is_whole, one_line
+from vecd.shm.job import Report
 
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+
+
+def work(report: Report, pickles: Mapping[str, Sequence[str]]) -> None:
+    """The job "unpickle"."""
+    report("converting")
+    convert(pickles)
 
 
 def convert(pickles: Mapping[str, Sequence[str]]) -> None:

@@ -1,13 +1,14 @@
 """The process of the chat template: what a hostile template, or a caller who leaves, does to it."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import orjson
 import pytest
 
-from vecd.base.programs import command_of
+from vecd.base import programs
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.errors import BadRequest, ServerError
 from vecd.gateway.tokenization.chat_process import ChatProcess
@@ -24,14 +25,14 @@ def payload(content: str) -> bytes:
 
 @asynccontextmanager
 async def chat_process(source: str) -> AsyncIterator[ChatProcess]:
-    chat = ChatProcess(ChatTemplateSpec(source, {}, tuple(command_of("vecd.gateway.tokenization.chat_template"))))
+    chat = ChatProcess(ChatTemplateSpec(source, {}))
     try:
         yield chat
     finally:
-        process = chat.process
+        job = chat.job
         chat.close()
-        if process is not None:
-            await process.wait()
+        if job is not None:
+            job.process.wait(30)
 
 
 @pytest.mark.parametrize(
@@ -76,32 +77,44 @@ async def test_a_caller_who_leaves_takes_no_other_callers_reply() -> None:
     async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
         leaving = asyncio.ensure_future(chat.render(payload("evil")))
         waiting = asyncio.ensure_future(chat.render(payload("a")))
-        while (process := chat.process) is None:
+        while (job := chat.job) is None:
             await asyncio.sleep(0.01)
         leaving.cancel()
         assert await asyncio.wait_for(waiting, 30) == ["a"]
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        await process.wait()
+        assert job.process.wait(30) == -signal.SIGKILL
 
 
-async def test_a_process_that_ended_is_replaced() -> None:
-    async with chat_process(FINE) as chat:
+async def test_a_process_that_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat_process(ON_REQUEST.replace("EVIL", LOOP)) as chat:
         assert await chat.render(payload("a")) == ["a"]
         for is_ours in (True, False):  # killed by us, or by somebody else
-            process = chat.process
-            assert process is not None
-            (chat.close if is_ours else process.kill)()
-            await process.wait()
+            job = chat.job
+            assert job is not None
+            (chat.close if is_ours else job.process.kill)()
+            job.process.wait(30)
             assert await chat.render(payload("b")) == ["b"]
-            assert chat.process is not process
-        process = chat.process
-        assert process is not None
-        assert process.stdin is not None
-        process.stdin.close()
+            assert chat.job is not job
+        killed, rendering = chat.job, asyncio.ensure_future(chat.render(payload("evil")))
+        assert killed is not None
+        await asyncio.sleep(0.1)
+        killed.process.kill()
         with pytest.raises(ServerError):
-            await chat.render(payload("c"))
+            await rendering
         assert await chat.render(payload("d")) == ["d"]
-    gone = ChatProcess(ChatTemplateSpec(FINE, {}, ("/bin/false",)))
-    with pytest.raises(ServerError):
-        await gone.render(payload("a"))
+    monkeypatch.setattr(programs, "self_command", lambda kind: ["/bin/false"])
+    async with chat_process(FINE) as gone:
+        with pytest.raises(ServerError):
+            await gone.render(payload("a"))
+
+
+async def test_one_that_is_given_up_is_reaped_and_the_loop_does_not_wait_for_it() -> None:
+    async with chat_process(FINE) as chat:
+        assert await chat.render(payload("a")) == ["a"]
+        job = chat.job
+        assert job is not None
+        chat.close()
+        async with asyncio.timeout(30):
+            while job.process.returncode is None:
+                await asyncio.sleep(0.05)

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from tests.support.serving import START_TIMEOUT_S, STOP_TIMEOUT_S, clean_environment, command_line, eventually
-from vecd.workers.process.kernel import die_with_parent
+from vecd.base.kernel import die_with_parent
 
 MAX_WAITING = 50
 FLAGS = ["--engine", "dummy", "--workers", "1"]

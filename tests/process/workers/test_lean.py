@@ -37,7 +37,7 @@ def test_a_known_model_is_loaded_without_torch_and_threads(checkpoint: Checkpoin
     program = (
         "import json, sys\nfrom vecd.base.files import load\nfrom vecd.workers.config import WorkerConfig\n"
         "from vecd.workers.load import load_engine\n"
-        "from vecd.workers.process.kernel import num_threads\n"
+        "from vecd.base.kernel import num_threads\n"
         "engine = load_engine(load(WorkerConfig, json.load(sys.stdin)), print)\n"
         "print(engine.facts['path'], num_threads(), *{'torch', 'transformers', 'onnx'} & set(sys.modules))"
     )

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.clients.environments import Unavailable, command, is_node, prepare
-from vecd.workers.process.kernel import die_with_parent
+from vecd.base.kernel import die_with_parent
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _TIMEOUT_S = 120.0

@@ -19,12 +19,14 @@ import pytest
 from tests.support.checkpoints import Checkpoints, change_weights
 from tests.support.every_kind import folders
 from tests.support.serving import bundled_model, clean_environment, eventually
+from vecd.base import programs
 from vecd.base.files import dump
 from vecd.launch.check import command as check
 from vecd.launch.config import tokens
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelError
+from vecd.shm.job import run_job
 from vecd.workers.check.order import Order
 
 pytestmark = pytest.mark.timeout(600)  # one run checks fifteen models
@@ -55,13 +57,13 @@ def server_environment(folder: Path) -> Iterator[Path]:
 
 def order(seconds: float, **changes: Any) -> dict[str, Any]:
     plan = make_plan(load_settings(["--engine", "dummy", "--device", "cpu"]))
-    made = Order(plan.workers[0], ["false"], [], [], 1, "float32", 256, 10_000, seconds)
+    made = Order(plan.workers[0], [], [], 1, "float32", 256, 10_000, seconds)
     dumped: dict[str, Any] = dump(replace(made, **changes))
     return dumped
 
 
 def found_by(kind: str, order: dict[str, Any], timeout_s: float = 60) -> dict[str, Any]:
-    return dict(tokens.run(kind, order, timeout_s, lambda stage: None))
+    return dict(run_job(kind, timeout_s=timeout_s, **order))
 
 
 def test_speed_in_turns(environment: Path) -> None:
@@ -93,7 +95,7 @@ def test_a_worker_that_is_killed(environment: Path) -> None:
     killer = threading.Thread(target=kill_worker)
     killer.start()
     with pytest.raises(ModelError, match="a worker was killed by SIGKILL"):
-        found.update(tokens.run("check", order(500), 60, lambda stage: None))
+        found.update(run_job("check", timeout_s=60, **order(500)))
     killer.join()
     assert found.keys() == {"path"}
 
@@ -108,15 +110,16 @@ def test_a_worker_that_is_killed(environment: Path) -> None:
             "the process was killed by SIGKILL, as the kernel does when memory runs out, while",
         ),
         ("sys.exit('the last words')", r"ended with exit code 1, while busy with: loading \(the last words\)"),
-        ('os.write(fd, b\'{"error": "no such layer"}\\n\')', "^no such layer$"),
-        ("os.write(fd, b'{\"fou')", "ended with exit code 0, while busy with: loading"),
+        ("channel.send(ChildFailed('no such layer'))", "^no such layer$"),
+        ("channel.close()", "ended with exit code 0, while busy with: loading"),
     ],
 )
 def test_a_process_that_does_not_answer_or_dies(
     do: str, says: str, environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = 'import os, sys, time; fd = int(sys.argv[1]); os.write(fd, b\'{"stage": "loading"}\\n\'); '
-    monkeypatch.setattr(tokens, "self_command", lambda kind: [sys.executable, "-c", code + do])
+    code = "import os, sys, time; from vecd.shm.control import *; channel = Channel.from_fd(int(sys.argv[1])); "
+    code += "channel.send(Progress('loading')); "
+    monkeypatch.setattr(programs, "self_command", lambda kind: [sys.executable, "-c", code + do])
     others = psutil.Process().children()  # servers of other tests
     with pytest.raises(ModelError, match=says):
         found_by("check", {}, timeout_s=1)
@@ -128,7 +131,7 @@ def test_a_process_that_does_not_tokenize_is_named_with_the_model(
     environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = make_plan(load_settings(["--engine", "dummy", "--device", "cpu"])).gateway.card
-    monkeypatch.setattr(tokens, "self_command", lambda kind: [sys.executable, "-c", "import time; time.sleep(300)"])
+    monkeypatch.setattr(programs, "self_command", lambda kind: [sys.executable, "-c", "import time; time.sleep(300)"])
     says = f"^{card.folder}: the process that tokenizes texts gave no answer within 1 s, while busy with: starting$"
     with pytest.raises(ModelError, match=says):
         tokens.tokenize(card, 16, ["a text"], 1, lambda stage: None)

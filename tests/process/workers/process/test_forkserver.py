@@ -23,7 +23,9 @@ from tokenizers import Tokenizer
 from tests.process.workers.process.test_zygote import PR_SET_CHILD_SUBREAPER, failing_once
 from tests.support.checkpoints import worker_config
 from tests.support.workers import BATCH, DIM, DUMMY, as_message
+from vecd.base import programs
 from vecd.base.files import dump
+from vecd.base.kernel import FAULTS, adopt_orphans
 from vecd.base.tasks import NoTasks
 from vecd.model.card import ModelError
 from vecd.shm.arena import ArenaSpec, create_arena
@@ -43,7 +45,6 @@ from vecd.shm.wire import Done, Failed, FailureCode, Incarnation
 from vecd.workers.batch import PackedBatch
 from vecd.workers.config import WorkerConfig, modules_to_preload
 from vecd.workers.dummy import dummy_vectors
-from vecd.workers.process.kernel import FAULTS, adopt_orphans
 from vecd.workers.process.selection_process import SelectionProcess
 
 DEADLINE_S = 60.0
@@ -126,9 +127,7 @@ class ForkServer:
         theirs.close()
         self.workers: list[Worker] = []
         self.stages: list[str] = []
-        select = [sys.executable, "-P", "-m", "vecd.child", "select"]
-        shared = dump(config) if config else None
-        self.channel.send(ForkServerStart(os.getpid(), modules, shared, select))
+        self.channel.send(ForkServerStart(os.getpid(), modules, dump(config) if config else None))
 
     def until_ready(self) -> list[str]:
         message = self.after_progress()
@@ -508,39 +507,40 @@ def test_without_a_shared_engine_a_worker_loads_its_own(server, minilm_server, m
     assert isinstance(gateway.receive(worker.who), Done)
 
 
-# What a process that compares may do instead of choosing; its last argument is the descriptor for its answers.
+# What a process that compares may do instead of choosing.
 COMPARISONS = {
-    "ends": ("sys.stdin.read(); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
-    "ends at once": ("os.close(0); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
+    "ends": ("channel.receive(); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
+    "ends at once": ("channel.close(); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
     "is killed": (
-        'os.write(fd, b\'{"stage": "x"}\\n\'); os.kill(os.getpid(), 9)',
+        "channel.send(Progress('x')); os.kill(os.getpid(), 9)",
         "killed by SIGKILL, as .*, while busy with: x",
     ),
-    "ends in mid-line": (
-        'os.write(fd, b\'{"selection": {"pl\'); sys.exit(9)',
-        "ended with exit code 9, while busy with: starting",
-    ),
-    "refuses": ('os.write(fd, b\'{"error": "no such layer"}\\n\'); time.sleep(300)', "^no such layer$"),
+    "refuses": ("channel.send(ChildFailed('no such layer')); time.sleep(300)", "^no such layer$"),
 }
+
+
+def comparing(config: WorkerConfig, do: str, monkeypatch: pytest.MonkeyPatch) -> SelectionProcess:
+    code = "import os, sys, time; from vecd.shm.control import *; channel = Channel.from_fd(int(sys.argv[1])); "
+    monkeypatch.setattr(programs, "self_command", lambda kind: [sys.executable, "-c", code + do])
+    return SelectionProcess(config)
 
 
 def is_child(choosing: SelectionProcess) -> bool:
     """Also as a zombie."""
-    return choosing.pid in [child.pid for child in psutil.Process().children()]
+    return choosing.process.pid in [child.pid for child in psutil.Process().children()]
 
 
 @pytest.mark.parametrize(("do", "says"), COMPARISONS.values(), ids=COMPARISONS.keys())
-def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(checkpoint, do, says):
+def test_a_comparison_that_gives_no_choice_says_why_and_is_gone(checkpoint, monkeypatch, do, says):
     config = worker_config(checkpoint("bert"), cache_dir=None)
-    command = [sys.executable, "-c", f"import os, sys, time; fd = int(sys.argv[1]); {do}"]
-    with pytest.raises(ModelError, match=says), SelectionProcess(command, config) as choosing:
+    with pytest.raises(ModelError, match=says), comparing(config, do, monkeypatch) as choosing:
         choosing.result(lambda stage: None)
     assert not is_child(choosing)
 
 
-def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint):
+def test_a_comparison_that_is_not_needed_after_all_is_ended(checkpoint, monkeypatch):
     config = worker_config(checkpoint("bert"), cache_dir=None)
-    with SelectionProcess([sys.executable, "-c", "import time; time.sleep(300)"], config) as choosing:
+    with comparing(config, "time.sleep(300)", monkeypatch) as choosing:
         assert is_child(choosing)
     assert not is_child(choosing)
 
@@ -549,7 +549,7 @@ def test_nothing_is_loaded_for_a_supervisor_that_died_at_once(checkpoint):
     ours, theirs = Channel.pair()
     command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())]
     # Whoever is adopted has another parent than the one that started it.
-    ours.send(ForkServerStart(1, ["torch"], dump(worker_config(checkpoint("bert"))), ["false"]))
+    ours.send(ForkServerStart(1, ["torch"], dump(worker_config(checkpoint("bert")))))
     ours.close()
     server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
     theirs.close()

@@ -38,7 +38,7 @@ def test_a_worker_whose_parent_is_gone_does_not_begin() -> None:
 def test_a_process_dies_with_its_parent() -> None:
     code = (
         "import os, signal, sys, time\n"
-        "from vecd.workers.process.kernel import die_with_parent\n"
+        "from vecd.base.kernel import die_with_parent\n"
         "readable, writable = os.pipe()\n"
         "parent = os.getpid()\n"
         "if os.fork() == 0:\n"
@@ -54,7 +54,7 @@ def test_a_process_dies_with_its_parent() -> None:
 
 # --- crashes ----------------------------------------------------------------------------------------------------
 
-_CAREFUL = "import os, sys; from vecd.workers.process.kernel import leave_no_core, trace_crashes; leave_no_core()"
+_CAREFUL = "import os, sys; from vecd.base.kernel import leave_no_core, trace_crashes; leave_no_core()"
 _IN_A_LIBRARY = """
 import numpy
 matrix = numpy.random.default_rng(0).standard_normal((6000, 6000))
@@ -112,7 +112,7 @@ def test_without_stderr_nothing_is_said() -> None:
 _OUTLIVING = f"""
 {_CAREFUL}
 import ctypes
-from vecd.workers.process.kernel import FAULTS, outlive_sent_faults
+from vecd.base.kernel import FAULTS, outlive_sent_faults
 trace_crashes()  # as the fork server has done
 outlive_sent_faults()
 trace_crashes()
@@ -138,7 +138,7 @@ def test_only_a_fault_of_its_own_ends_a_process_that_outlives_those_that_are_sen
 
 _ADOPT = """
 import os, signal, sys, time
-from vecd.workers.process.kernel import adopt_orphans, reap_strangers
+from vecd.base.kernel import adopt_orphans, reap_strangers
 adopt_orphans()
 mine = os.fork()
 if mine == 0:

@@ -25,7 +25,7 @@ from tests.support.checkpoints import worker_config
 from tests.support.workers import BATCH, DIM, DUMMY, as_message
 from vecd.base.failures import ChildDied
 from vecd.base.files import dump
-from vecd.base.programs import self_command
+from vecd.base.kernel import adopt_orphans
 from vecd.launch.children import ForkServer, Process, Zygote, reap_orphans
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart, Ready
@@ -33,7 +33,6 @@ from vecd.shm.views import Rows, map_arena
 from vecd.shm.wire import Done, Incarnation
 from vecd.workers.config import WorkerConfig, modules_to_preload
 from vecd.workers.dummy import dummy_vectors
-from vecd.workers.process.kernel import adopt_orphans
 
 DEADLINE_S = 60.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -97,7 +96,7 @@ def _name(process: psutil.Process) -> str:
 def order(modules: list[str] | None = None, config: WorkerConfig | None = None) -> ForkServerStart:
     """Of a fork server for dummy engines, unless there is a configuration."""
     shared = dump(config) if config else None
-    return ForkServerStart(os.getpid(), modules or [], shared, self_command("select"))
+    return ForkServerStart(os.getpid(), modules or [], shared)
 
 
 def fork_server(zygote: Zygote, modules: list[str] | None = None, timeout_s: float = DEADLINE_S) -> ForkServer:
@@ -238,7 +237,8 @@ async def test_a_crash_of_a_fork_server_leaves_the_other_alone(zygote, endpoint,
     await end(*workers, again, *servers)
 
 
-# What plays the supervisor that is killed; its arguments are the configuration, or null, and the command that selects.
+# What plays the supervisor that is killed; its arguments are configurations, the second of which may be null, and the
+# modules that fork servers import.
 _SUPERVISOR = """
 import asyncio, json, os, sys
 from vecd.base.files import load
@@ -247,15 +247,15 @@ from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
-from vecd.workers.process.kernel import adopt_orphans
+from vecd.base.kernel import adopt_orphans
 
 async def main():
     adopt_orphans()
-    zygote, (dummy, shared, command) = Zygote(), map(json.loads, sys.argv[1:])
+    zygote, (dummy, shared, modules) = Zygote(), map(json.loads, sys.argv[1:])
     dummy = load(WorkerConfig, dummy)
     held = []
     for index, config in enumerate([None, shared]):
-        server = ForkServer(ForkServerStart(os.getpid(), [], config, command), 60, lambda stage: None, zygote.fork)
+        server = ForkServer(ForkServerStart(os.getpid(), modules, config), 60, lambda stage: None, zygote.fork)
         worker = await server.fork(Incarnation(index, 1), dummy, create_arena(dummy.arena), [0])
         held += [server, worker]
         await worker.await_ready(60)
@@ -264,16 +264,19 @@ async def main():
 asyncio.run(main())
 """
 _HANGING_COMPARISON = (
-    "import json, sys, time; from vecd.workers.process.kernel import die_with_parent, set_process_name\n"
-    "die_with_parent(json.load(sys.stdin)['parent_pid']); set_process_name('vecd-select'); time.sleep(300)"
+    "from vecd.base import programs; real = programs.self_command\n"
+    "programs.self_command = lambda kind: [*real(kind)[:-3], '-c', HANG] if kind == 'select' else real(kind)\n"
+    "HANG = 'import sys, time; from vecd.shm.control import Channel; from vecd.base.kernel import *; '\n"
+    "HANG += 'order, _ = Channel.from_fd(int(sys.argv[1])).receive(); die_with_parent(order.parent_pid); '\n"
+    "HANG += 'set_process_name(\"vecd-select\"); time.sleep(300)'"
 )
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["ready", "while a model is loaded"])
-def test_the_end_of_the_supervisor_ends_everything(checkpoint, hangs):
+def test_the_end_of_the_supervisor_ends_everything(checkpoint, hangs, module):
     config = dump(worker_config(checkpoint("bert"), cache_dir=None)) if hangs else None
-    command = [sys.executable, "-P", "-c", _HANGING_COMPARISON]
-    arguments = map(json.dumps, (dump(DUMMY), config, command))
+    modules = module(_HANGING_COMPARISON) if hangs else []
+    arguments = map(json.dumps, (dump(DUMMY), config, modules))
     supervisor = subprocess.Popen([sys.executable, "-P", "-c", _SUPERVISOR, *arguments])
     expected = ["forkserver", "forkserver", "worker-0", "zygote", "select" if hangs else "worker-1"]
     names: list[str] = []

@@ -246,7 +246,7 @@ class Gate:
 def apps() -> Iterator[dict[str, App]]:
     spec = SharedMetricsSpec(num_gateways=1, num_workers=1, num_models=1)
     shared_metrics = SharedMetrics(memoryview(bytearray(spec.nbytes)).cast("q"), spec, 0)
-    template, tokenizer = ChatTemplateSpec("", {}, ()), NoTexts(MOST)
+    template, tokenizer = ChatTemplateSpec("", {}), NoTexts(MOST)
     config = replace(planned_config(), model="m", num_workers=1, chat_template=template, max_inputs=MAX_INPUTS)
 
     async def make() -> dict[str, App]:

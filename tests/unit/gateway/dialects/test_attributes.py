@@ -22,7 +22,7 @@ from tests.unit.gateway.dialects.played import Client
 from vecd.gateway.config import ChatTemplateSpec
 from vecd.gateway.request import Dtype, Encoding, Overflow, Priority, Role
 
-TEMPLATE = ChatTemplateSpec("", {}, ())
+TEMPLATE = ChatTemplateSpec("", {})
 _STATUS = {"tei": 422}
 """Of a wrong field, by dialect; 400 in all others."""
 _SHAPES = {

@@ -115,7 +115,7 @@ CHAT = [{"role": "user", "content": "a"}]
         (changed(PLAIN, pooling=("mean", "max")), {}, "this one has the pooling mean + max"),
         (changed(PLAIN, steps=(Step("dense"), Step("normalize"))), {}, "this one has more behind it"),
         (BOTH, {"output": ["dense", "multi-vector"]}, "'late_chunking' is for dense vectors"),
-        (changed(PLAIN, chat_template=ChatTemplateSpec("", {}, ())), {"messages": CHAT}, "not for 'messages'"),
+        (changed(PLAIN, chat_template=ChatTemplateSpec("", {})), {"messages": CHAT}, "not for 'messages'"),
     ],
 )
 def test_what_is_no_mean_of_a_text_is_refused(model_info, fields, says):

@@ -19,7 +19,7 @@ POOLING = DIALECT.operations["POST /pooling"]
 TOKENIZE = DIALECT.operations["POST /tokenize"]
 DETOKENIZE = DIALECT.operations["POST /detokenize"]
 E5 = changed(PLAIN, prompts={"query": "query: "}, prompt="default: ")
-CHATTY = changed(E5, chat_template=ChatTemplateSpec("", {}, ()))
+CHATTY = changed(E5, chat_template=ChatTemplateSpec("", {}))
 DEEP: Any = orjson.loads("[" * 300 + "]" * 300)
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "name": "b"}]
 

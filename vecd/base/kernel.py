@@ -15,8 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from vecd.workers.machine import kilobytes
-
 # Linux UAPI include/uapi/linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
@@ -59,6 +57,13 @@ def _first_zombie() -> int | None:
     except ChildProcessError:
         return None
     return None if found is None else found.si_pid
+
+
+def leave_signals_to_parent() -> None:
+    """Ctrl-C in a terminal reaches the whole process group, and SIGTERM may; a child serves until its control channel
+    ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def trace_crashes() -> None:
@@ -125,12 +130,6 @@ def is_single_threaded() -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def private_memory_mb() -> int:
-    """Memory written by this process alone; 0 if the kernel does not say. Weights mapped from a file are not
-    included."""
-    return kilobytes(Path("/proc/self/smaps_rollup"), "Private_Dirty") // 1024
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
