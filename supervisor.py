@@ -41,7 +41,7 @@ from vecd.base.programs import ahead, end_ahead
 from vecd.base.tasks import NoTasks
 from vecd.gateway.config import ApiKey
 from vecd.launch.check import model as check_model
-from vecd.launch.children import ForkServer, System, Zygote
+from vecd.launch.children import ForkServer, System
 from vecd.launch.config.models import ModelEntry, load_models
 from vecd.launch.config.plan import Plan, connections_of_gateway, make_plans, max_open_files
 from vecd.launch.config.settings import load_settings
@@ -179,8 +179,8 @@ class Supervisor:
         descriptor or no temporary folder."""
         self._system = system or System()
         self._memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
-        self._zygote = Zygote() if system is None else None
-        """A test's fork servers start no process."""
+        self._zygote = ForkServer() if system is None else None
+        """That of several models' fork servers. A test's fork servers start no process."""
         self._server_nbytes = self._memory.server_nbytes
         """As for the newest plans."""
         self._gateway_pool: GatewayPool
@@ -289,7 +289,7 @@ class Supervisor:
         if plan.card.assumption:
             log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
         if self._zygote is not None and not plan.is_only_model:
-            system = replace(system, fork_server=partial(ForkServer, make_process=self._zygote.fork))
+            system = replace(system, fork_server=partial(ForkServer, parent=self._zygote))
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system)
         if self._identities is not None:
             try:

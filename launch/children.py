@@ -1,6 +1,6 @@
 """The supervisor's children as processes: how they are started, waited for, and killed.
 
-Owns pidfds, our ends of the control channels, the fork servers and the zygote. `vecd.launch.workers` and
+Owns pidfds, our ends of the control channels, and the fork servers. `vecd.launch.workers` and
 `vecd.launch.gateways` decide when to restart; they reach the operating system through `System`.
 """
 
@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from vecd.base.failures import BadSetting, ChildDied, StartFailure
-from vecd.base.files import dump
 from vecd.base.kernel import FAULTS, describe_status, reap_strangers
 from vecd.base.programs import start_child
 from vecd.base.tasks import naming_limit
@@ -27,18 +26,18 @@ from vecd.shm.control import (
     ChildFailed,
     Forked,
     ForkServerStart,
-    ForkWorker,
     Message,
     Progress,
     Ready,
     readable,
 )
-from vecd.shm.wire import Incarnation
-from vecd.workers.config import WorkerConfig
 
 log = logging.getLogger("vecd.supervisor")
 
 _FORK_TIMEOUT_S = 10.0
+_DYING_TIMEOUT_S = 5.0
+_DEATH_S = 0.5
+"""Until a death is known whose control channel has ended."""
 _ABORT_S = 0.5
 _REAP_INTERVAL_S, _REAP_ROUNDS = 0.01, 200
 
@@ -168,39 +167,29 @@ async def reap_everything() -> None:
             await asyncio.sleep(_REAP_INTERVAL_S)
 
 
-async def _fork(parent: Process, name: str, order: Message, fds: Sequence[int], timeout_s: float) -> Process:
-    """Have `parent` fork a process, which becomes a child of this one: this one must adopt orphans. `fds`: its own but
-    for its control channel. Raises ChildDied with the reason why there is none, and OSError if the parent does not
-    answer."""
-    try:
-        ours, theirs = Channel.pair()
-    except OSError as error:
-        raise ChildDied(str(error)) from error
-    try:
-        with closing(theirs):
-            parent.channel.send(order, [theirs.fileno(), *fds])
-        # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
-        async with asyncio.timeout(timeout_s):
-            await readable(ours.fileno())
-        match ours.receive(0):
-            case Forked() as forked, [pidfd]:
-                return Process(name, forked.pid, pidfd, ours, partial(_reap_adopted, pidfd))
-            case Forked(error=why), []:
-                raise ChildDied(f"the {parent.name} cannot fork: {why}")
-        raise ChildDied(f"the {parent.name} died")
-    except BaseException:
-        ours.close()
-        raise
+class ForkServer:
+    """A process that workers are forked from, which die with it, or fork servers, which outlive it. Started when it is
+    first needed, and again should it die. This process must adopt orphans: what is forked becomes its child."""
 
-
-class _Forker:
-    """A process that others are forked from. Started when it is first needed, and again should it die."""
-
-    _what_follows = ""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        start: ForkServerStart | None = None,
+        start_timeout_s: float = 0.0,
+        on_stage: Callable[[str], None] = lambda stage: None,
+        parent: "ForkServer | None" = None,
+    ) -> None:
+        """`start`: what it loads for its workers; None: it is the parent of fork servers. `on_stage` is called with
+        each stage of loading. `parent`: it is forked from that one; None: this process starts it."""
+        self._start_order = start
+        self._name = "zygote" if start is None else "fork server"
+        self._start_timeout_s = start_timeout_s
+        self._on_stage = on_stage
+        self._parent = parent
         self._process: Process | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._has_been_ready = False
+        self._starting: asyncio.Task[Process] | None = None
+        self._workers: list[Process] = []
         self._forking = asyncio.Lock()
         """Held for one fork at a time: orders for hundreds of processes would fill the channel, and the deadline of one
         does not run while another's modules are imported."""
@@ -208,68 +197,59 @@ class _Forker:
     def pids(self) -> list[int]:
         return [self._process.pid] if self._process is not None else []
 
-    def _use(self, process: Process) -> Process:
-        self._process = process
-        self._watching = asyncio.create_task(self._watch(process))
-        return process
-
-    async def _watch(self, process: Process) -> None:
-        how = await process.ended()
-        if self._process is process:
-            log.error("the %s %s%s", process.name, how, self._what_follows)
-            self._process = None
-        process.close()
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.kill()
-
-
-class ForkServer(_Forker):
-    """The process that workers are forked from, which die with it."""
-
-    def __init__(
-        self,
-        start: ForkServerStart,
-        start_timeout_s: float,
-        on_stage: Callable[[str], None],
-        make_process: Callable[[ForkServerStart, float], Awaitable[Process]] | None = None,
-    ) -> None:
-        """`on_stage` is called with each stage of loading. `make_process` is given the order that the process is then
-        sent, and the seconds that this may take; it raises OSError or ChildDied. None: this process starts it."""
-        super().__init__()
-        self._order = start
-        self._start_timeout_s = start_timeout_s
-        self._on_stage = on_stage
-        self._make_process = make_process
-        self._has_been_ready = False
-        self._starting: asyncio.Task[Process] | None = None
-        self._workers: list[Process] = []
-
     async def fork(
-        self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fds: Sequence[int]
+        self, name: str, order: Message, fds: Sequence[int] = (), timeout_s: float = _FORK_TIMEOUT_S
     ) -> Process:
-        """Fork a worker. Raises ChildDied when the fork server dies or does not answer, or without descriptors."""
-        await self._ensure_running()
+        """Have it fork a process. `fds`: that one's own but for its control channel. Raises ChildDied with the reason
+        why there is none, and StartFailure as `Process.await_ready`."""
+        if self._start_order is not None:
+            await self._ensure_running()
         async with self._forking:
+            if self._start_order is None and self._process is None:
+                self._use(self._spawn())
             if (process := self._process) is None:
-                raise ChildDied("the fork server died")
-            order = ForkWorker(incarnation.worker, incarnation.life, dump(config))
+                raise ChildDied(f"the {self._name} died")
             try:
-                worker = await _fork(process, str(incarnation), order, [arena_fd, *address_fds], _FORK_TIMEOUT_S)
+                forked = await self._forked(process, name, order, fds, timeout_s)
             except OSError as error:
-                log.error("the fork server does not fork and is killed: %s", error or "no answer")
+                why = f"has not forked it after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                log.error("the %s is killed: %s", self._name, why)
                 await self._end()
-                raise ChildDied("the fork server does not answer") from error
-        self._workers = [*(each for each in self._workers if each.pidfd >= 0), worker]
-        if self._process is not process:  # it has died meanwhile
-            worker.kill()
-        return worker
+                raise ChildDied(f"the {self._name} {why}, and is killed") from error
+        if self._start_order is not None:
+            self._workers = [*(each for each in self._workers if each.pidfd >= 0), forked]
+            if self._process is not process:  # it has died meanwhile
+                forked.kill()
+        return forked
+
+    async def _forked(
+        self, parent: Process, name: str, order: Message, fds: Sequence[int], timeout_s: float
+    ) -> Process:
+        try:
+            ours, theirs = Channel.pair()
+        except OSError as error:
+            raise ChildDied(str(error)) from error
+        try:
+            with closing(theirs):
+                parent.channel.send(order, [theirs.fileno(), *fds])
+            # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes with the result.
+            async with asyncio.timeout(timeout_s):
+                await readable(ours.fileno())
+            match ours.receive(0):
+                case Forked() as forked, [pidfd]:
+                    return Process(name, forked.pid, pidfd, ours, partial(_reap_adopted, pidfd))
+                case Forked(error=why), []:
+                    raise ChildDied(f"the {self._name} cannot fork: {why}")
+            assert self._watching is not None
+            await asyncio.wait([self._watching], timeout=_DEATH_S)
+            raise ChildDied("it died before it began" if self._process is parent else f"the {self._name} died")
+        except BaseException:
+            ours.close()
+            raise
 
     async def stop(self) -> None:
-        """Kill the process, started or not; its workers die with it. Not to be called during a `fork`. The next `fork`
-        starts another process, whose failure to start is a StartFailure again."""
+        """Kill the process, started or not; its workers die with it, and fork servers go on. Not to be called during a
+        `fork` of a worker. The next `fork` starts another process, whose failure to start is a StartFailure again."""
         if self._starting is not None:
             self._starting.cancel()
             with suppress(asyncio.CancelledError, ChildDied, StartFailure):
@@ -278,9 +258,12 @@ class ForkServer(_Forker):
         self._has_been_ready = False
 
     async def _end(self) -> None:
-        self._kill()
+        """A process that a driver keeps from dying is not waited for."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
         if self._watching is not None:
-            await asyncio.wait([self._watching])
+            await asyncio.wait([self._watching], timeout=_DYING_TIMEOUT_S)
 
     async def _ensure_running(self) -> None:
         """All callers wait for the same start and share its failure: with a try for each worker, each would wait for
@@ -293,16 +276,23 @@ class ForkServer(_Forker):
         await asyncio.wait([starting])  # unlike awaiting it, leaves it alone when this caller is cancelled
         starting.result()
 
+    def _spawn(self) -> Process:
+        try:
+            return spawn(self._name, self._name.replace(" ", ""))
+        except OSError as error:
+            raise ChildDied(f"the {self._name} cannot be started: {error}") from error
+
     async def _start(self) -> Process:
+        assert self._start_order is not None
+        if self._parent is None:
+            process = self._spawn()
+        else:
+            try:
+                process = await self._parent.fork(self._name, self._start_order, timeout_s=self._start_timeout_s)
+            except ChildDied as error:
+                raise ChildDied(f"the {self._name} cannot be started: {error}") from error
         try:
-            if self._make_process is None:
-                process = spawn("fork server", "forkserver")
-            else:
-                process = await self._make_process(self._order, self._start_timeout_s)
-        except (OSError, ChildDied) as error:
-            raise ChildDied(f"the fork server cannot be started: {error}") from error
-        try:
-            process.channel.send(self._order)
+            process.channel.send(self._start_order)
             await process.await_ready(self._start_timeout_s, self._on_stage)
         except BaseException as error:
             process.kill()
@@ -316,35 +306,20 @@ class ForkServer(_Forker):
         self._has_been_ready = True
         return self._use(process)
 
+    def _use(self, process: Process) -> Process:
+        self._process = process
+        self._watching = asyncio.create_task(self._watch(process))
+        return process
+
     async def _watch(self, process: Process) -> None:
-        await super()._watch(process)
-        for worker in self._workers:
-            worker.kill()
-
-
-_DYING_TIMEOUT_S = 5.0
-
-
-class Zygote(_Forker):
-    """The process that the fork servers of several models are forked from, which outlive it."""
-
-    _what_follows = "; there will be another one for the next fork server"
-
-    async def stop(self) -> None:
-        """Kill the process. Fork servers go on."""
-        self._kill()
-        if self._watching is not None:
-            await asyncio.wait([self._watching], timeout=_DYING_TIMEOUT_S)
-
-    async def fork(self, order: ForkServerStart, timeout_s: float) -> Process:
-        """Raises ChildDied when the zygote dies or is too slow, OSError when it cannot be started."""
-        async with self._forking:
-            process = self._process or self._use(spawn("zygote", "zygote"))
-            try:
-                return await _fork(process, "fork server", order, [], timeout_s)
-            except TimeoutError as error:
-                self._kill()
-                raise ChildDied(f"the zygote has not forked it after {timeout_s:g} s, and is killed") from error
+        how = await process.ended()
+        if self._process is process:
+            what_follows = "; there will be another one for the next fork server" * (self._start_order is None)
+            log.error("the %s %s%s", self._name, how, what_follows)
+            self._process = None
+        process.close()
+        for each in self._workers:
+            each.kill()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from vecd.launch.config.plan import Plan
 from vecd.launch.files import FilesHang
 from vecd.model.files import source_of
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart, ModelIdentity, ModelIs, ModelState, Ready
+from vecd.shm.control import ForkServerStart, ForkWorker, ModelIdentity, ModelIs, ModelState, Ready
 from vecd.shm.wire import Incarnation
 from vecd.workers.config import modules_to_preload
 
@@ -318,11 +318,12 @@ class WorkerPool:
             return f"has no memory for its arena of {self.plan.gateway.arena.nbytes} bytes: {error.strerror}", None
         try:
             try:
-                config = self.plan.workers[incarnation.worker - self._first_worker]
-                addresses = [address for _, address in self._endpoints]
+                config = dump(self.plan.workers[incarnation.worker - self._first_worker])
+                order = ForkWorker(incarnation.worker, incarnation.life, config)
+                fds = [arena_fd, *(address for _, address in self._endpoints)]
                 reads_model = self.reads_model
-                process = await self._fork_server.fork(incarnation, config, arena_fd, addresses)
-            except (ChildDied, OSError) as error:
+                process = await self._fork_server.fork(str(incarnation), order, fds)
+            except ChildDied as error:
                 return f"could not be forked: {error}", None
             with process:
                 try:

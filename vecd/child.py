@@ -30,14 +30,10 @@ def main(kind: str, control_fd: str) -> int:
             from vecd.gateway.main import run
 
             return run(channel)
-        case "forkserver":
+        case "forkserver" | "zygote":
             from vecd.workers.process.fork_server import serve
 
-            return serve(channel)
-        case "zygote":
-            from vecd.workers.process.fork_server import serve_zygote as serve_forks
-
-            return serve_forks(channel)
+            return serve(channel, kind)
     from vecd.shm.job import carry_out
 
     return carry_out(kind, _JOBS[kind], channel)

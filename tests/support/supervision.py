@@ -36,8 +36,6 @@ from vecd.shm.control import (
     WorkerConnected,
     WorkerUp,
 )
-from vecd.shm.wire import Incarnation
-from vecd.workers.config import WorkerConfig
 
 _pids = count(10**8)  # of no process: above the kernel's largest
 
@@ -200,15 +198,13 @@ class FakeForkServer(ForkServer):
         self.hangs = False
         self._fakes = fakes
 
-    async def fork(
-        self, incarnation: Incarnation, config: WorkerConfig, arena_fd: int, address_fds: Sequence[int]
-    ) -> Process:
+    async def fork(self, name: str, order: Message, fds: Sequence[int] = (), timeout_s: float = 0.0) -> Process:
         if self.fork_error is not None:
             raise self.fork_error
         if self.hangs:
             await asyncio.Event().wait()
         self.is_running = True
-        worker = FakeProcess(str(incarnation))
+        worker = FakeProcess(name)
         self._fakes.workers.append(worker)
         self._fakes.on_fork(worker)
         return worker

@@ -1,4 +1,4 @@
-"""The process that workers are forked from, and the one that such processes are forked from.
+"""The process that others are forked from: the workers of a model, or the fork servers of several models.
 
 Owns the forks. Starts no thread, because a thread pool does not survive a fork.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from vecd.base import logs
 from vecd.base.files import load
@@ -50,30 +50,24 @@ from vecd.workers.process.selection_process import SelectionProcess
 from vecd.workers.select import Selection
 
 # Memory filled before the fork, such as prepacked or cast weights, exists once for all workers
-# (docs/adr/0007-engine-before-fork.md).
+# (docs/adr/0007-engine-before-fork.md). In a server of several models, the process that their fork servers are forked
+# from (the zygote) has imported what their engines need, and holds no weights: an import is paid for once, and the
+# processes of all models share the pages of the libraries. It imports a module when the first model needs it, so there
+# is no torch in it before that.
 #
 # multiprocessing's forkserver is not used: kill -9 leaves its listening socket in /tmp, and it imports the supervisor's
 # program again.
-
 #
-# What is forked outlives the zygote, and dies with the supervisor, which watches and reaps it as its own child: a
-# process in between forks it and ends, and the supervisor adopts orphans
+# What is forked outlives the process that it was forked from, and dies with the supervisor, which watches and reaps it
+# as its own child: a process in between forks it and ends, and the supervisor adopts orphans
 # (`vecd.base.kernel.adopt_orphans`). The supervisor kills the workers of a fork server that has died.
 
 log = logging.getLogger("vecd.forkserver")
 
-Order = TypeVar("Order", bound=Message)
 
-
-def serve(channel: Channel) -> int:
-    """Fork workers until the supervisor closes the channel or dies; returns the exit code. Side effects on the process:
-    it dies with its parent; those of `run_process`."""
-    return run_process("forkserver", lambda: _start(channel))
-
-
-def run_process(name: str, live: Callable[[], int]) -> int:
-    """Make this the process `name`, which forks others, and `live` its life; returns the exit code. Side effects on the
-    process: name, logging, no core files, SIGINT, SIGTERM and SIGHUP ignored."""
+def serve(channel: Channel, name: str = "forkserver") -> int:
+    """Fork until the supervisor closes the channel or dies; returns the exit code. Side effects on the process: it dies
+    with its parent; name, logging, no core files; SIGINT, SIGTERM and SIGHUP are ignored."""
     set_process_name(f"vecd-{name}")
     leave_signals_to_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignored it, the kernel would reap the children
@@ -81,7 +75,7 @@ def run_process(name: str, live: Callable[[], int]) -> int:
     trace_crashes()
     logs.configure(name, "info", "text", has_thread=False)
     try:
-        return live()
+        return _obey(channel)
     except ConnectionError:
         return worker.EXIT_OK  # the supervisor died in the middle of a message
     except Exception:
@@ -89,38 +83,57 @@ def run_process(name: str, live: Callable[[], int]) -> int:
         return worker.EXIT_INTERNAL_ERROR
 
 
-def _start(channel: Channel) -> int:
-    received = channel.receive()
-    if received is None:
-        return worker.EXIT_OK
-    start, _ = received
-    assert isinstance(start, ForkServerStart), start
-    logs.change(start.log_level, start.log_format)
-    # Loading takes long, and the channel is not read during it.
-    if not die_with_parent(start.parent_pid):
-        return worker.EXIT_OK
-    try:
-        modules, engine = _load(start, lambda stage: channel.send(Progress(stage)))
-    except (ModelError, NoTasks) as error:
-        channel.send(ChildFailed(str(error)))
-        return worker.EXIT_COULD_NOT_START
-    if not is_single_threaded():
-        channel.send(ChildFailed(f"loading {', '.join(modules)} started threads, which a fork would lose"))
-        return worker.EXIT_COULD_NOT_START
-    # A child's garbage collector skips frozen objects; its marks would copy every page.
+def _obey(channel: Channel) -> int:
+    engine: Engine | None = None
+    parents = 0, os.getpid()
+    for order, fds in _orders(channel):
+        if isinstance(order, ForkServerStart):
+            logs.change(order.log_level, order.log_format)
+            parents = order.parent_pid, os.getpid()
+            if not die_with_parent(order.parent_pid):  # loading takes long, and the channel is not read during it
+                break
+        match order, fds:
+            case ForkServerStart(), []:
+                try:
+                    modules, engine = _load(order, lambda stage: channel.send(Progress(stage)))
+                    if not is_single_threaded():
+                        raise ModelError(f"loading {', '.join(modules)} started threads, which a fork would lose")
+                except (ModelError, NoTasks) as error:
+                    channel.send(ChildFailed(str(error)))
+                    return worker.EXIT_COULD_NOT_START
+                _freeze()
+                channel.send(Ready({"modules": modules}))
+            case ForkServerStart(), [_]:
+                with closing(Channel.from_fd(fds.pop())) as control:
+                    _import_for(order)
+                    if not is_single_threaded():
+                        _report_not_forked(control, "its imports started threads, which a fork would lose")
+                        return worker.EXIT_COULD_NOT_START  # the next process may not need them
+                    _freeze()
+                    _fork("vecd-forkserver", channel, control, partial(serve, control))
+            case ForkWorker(), [_, arena_fd, _, *_]:
+                config, incarnation = load(WorkerConfig, order.config), Incarnation(order.worker, order.life)
+                with closing(Channel.from_fd(fds.pop(0))) as control:
+                    live = partial(worker.run, config, incarnation, control, arena_fd, fds[1:], parents, engine)
+                    _fork(f"vecd-worker-{order.worker}", channel, control, live)
+            case _:
+                log.error("%s with %d descriptors is not for this process", type(order).__name__, len(fds))
+    return worker.EXIT_OK
+
+
+def _orders(channel: Channel) -> Iterator[tuple[Message, list[int]]]:
+    """What the supervisor orders, until it closes the channel or dies: with descriptors, of which those that are left
+    are closed afterwards."""
+    while (received := channel.receive()) is not None:
+        yield received
+        for fd in received[1]:
+            os.close(fd)
+
+
+def _freeze() -> None:
+    """A child's garbage collector skips frozen objects; its marks would copy every page."""
     gc.collect()
     gc.freeze()
-    channel.send(Ready({"modules": modules}))
-    parents = start.parent_pid, os.getpid()
-    for order, control, (arena_fd, *address_fds) in _orders(channel, ForkWorker, 3):
-        config, incarnation = load(WorkerConfig, order.config), Incarnation(order.worker, order.life)
-        _fork(
-            f"vecd-worker-{order.worker}",
-            channel,
-            control,
-            partial(worker.run, config, incarnation, control, arena_fd, address_fds, parents, engine),
-        )
-    return worker.EXIT_OK
 
 
 def _load(start: ForkServerStart, report: ReportProgress) -> tuple[list[str], Engine | None]:
@@ -161,18 +174,15 @@ def import_modules(modules: list[str]) -> list[str]:
     return imported
 
 
-def _orders(channel: Channel, kind: type[Order], min_fds: int) -> Iterator[tuple[Order, Channel, list[int]]]:
-    """What the supervisor orders, until it closes the channel or dies: with the control channel of the process that is
-    to be forked, and its other descriptors, all of which are closed afterwards."""
-    while (received := channel.receive()) is not None:
-        message, fds = received
-        if isinstance(message, kind) and len(fds) >= min_fds:
-            with closing(Channel.from_fd(fds.pop(0))) as control:
-                yield message, control, fds
-        else:
-            log.error("%s with %d descriptors is not for this process", type(message).__name__, len(fds))
-        for fd in fds:
-            os.close(fd)
+def _import_for(order: ForkServerStart) -> None:
+    """Import what the fork server will need. That does nothing if it has been imported for another one."""
+    path = None
+    if order.config is not None:
+        try:
+            path = expected_path(load(WorkerConfig, {**order.config, "num_threads": 1}))
+        except Exception as error:  # of this model alone, whose fork server is going to meet it, and report it
+            log.info("the engine of a model is not known before it is loaded: %s: %s", type(error).__name__, error)
+    import_modules([ENGINES_WITHOUT_TORCH[path]] if path in ENGINES_WITHOUT_TORCH else order.modules)
 
 
 def _fork(name: str, channel: Channel, control: Channel, live: Callable[[], int]) -> None:
@@ -236,43 +246,3 @@ def _live_in_child(live: Callable[[], int]) -> NoReturn:
             sys.stderr.flush()
         finally:
             os._exit(code)
-
-
-# The process that fork servers are forked from, in a server of several models.
-#
-# It has imported what their engines need, and holds no weights: an import is paid for once, and the processes of all
-# models share the pages of the libraries. It imports a module when the first fork server needs it, so there is no torch
-# in it before a model needs torch. Like a fork server, it starts no thread.
-
-
-def serve_zygote(channel: Channel) -> int:
-    """Fork fork servers until the supervisor closes the channel or dies; returns the exit code. Side effects on the
-    process: as of `serve`."""
-    return run_process("zygote", lambda: _run(channel))
-
-
-def _run(channel: Channel) -> int:
-    for order, control, _ in _orders(channel, ForkServerStart, 1):
-        logs.change(order.log_level, order.log_format)
-        if not die_with_parent(order.parent_pid):
-            break
-        _import_for(order)
-        if not is_single_threaded():
-            _report_not_forked(control, "its imports started threads, which a fork would lose")
-            return worker.EXIT_COULD_NOT_START  # the next zygote may not need them
-        _fork("vecd-forkserver", channel, control, partial(serve, control))
-    return worker.EXIT_OK
-
-
-def _import_for(order: ForkServerStart) -> None:
-    """Import what the fork server will need. That does nothing if it has been imported for another one."""
-    path = None
-    if order.config is not None:
-        try:
-            path = expected_path(load(WorkerConfig, {**order.config, "num_threads": 1}))
-        except Exception as error:  # of this model alone, whose fork server is going to meet it, and report it
-            log.info("the engine of a model is not known before it is loaded: %s: %s", type(error).__name__, error)
-    import_modules([ENGINES_WITHOUT_TORCH[path]] if path in ENGINES_WITHOUT_TORCH else order.modules)
-    # A child's garbage collector skips frozen objects; its marks would copy every page.
-    gc.collect()
-    gc.freeze()

@@ -4,28 +4,26 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.serving import eventually
+from tests.support.workers import DUMMY
 from vecd.base import programs
 from vecd.base.failures import ChildDied, StartFailure
+from vecd.base.files import dump
 from vecd.launch.children import ForkServer, spawn
-from vecd.model.card import ModelCard
-from vecd.shm.arena import ArenaSpec
-from vecd.shm.control import ForkServerStart
-from vecd.shm.wire import Incarnation
-from vecd.workers.config import WorkerConfig
+from vecd.shm.control import ForkServerStart, ForkWorker
 
-CARD = ModelCard("", "", "bert", 8, 8, 16, 100, ("mean",), (), False, "")
-CONFIG = WorkerConfig(card=CARD, arena=ArenaSpec(1, 1, 8), engine="dummy", device="cpu", dtype="float32", num_threads=1)
+ORDER = ForkWorker(0, 1, dump(DUMMY))
 NUM_WORKERS = 4
 
 
 async def fork_all(server: ForkServer) -> list[BaseException]:
     """What becomes of workers that are wanted at the same time."""
-    forks = (server.fork(Incarnation(index, 1), CONFIG, 0, []) for index in range(NUM_WORKERS))
+    forks = (server.fork(f"worker {index}", ORDER, [0]) for index in range(NUM_WORKERS))
     return [error for error in await asyncio.gather(*forks, return_exceptions=True) if isinstance(error, BaseException)]
 
 
@@ -65,7 +63,7 @@ async def test_hundreds_of_workers_are_ordered_one_by_one(monkeypatch: pytest.Mo
     )
     server, _ = fork_server(monkeypatch, "exec(" + repr(code) + ")")
     arena_fd = os.memfd_create("arena")
-    forks = (server.fork(Incarnation(index, 1), CONFIG, arena_fd, []) for index in range(600))
+    forks = (server.fork(f"worker {index}", ORDER, [arena_fd]) for index in range(600))
     forked = await asyncio.gather(*forks, return_exceptions=True)
     os.close(arena_fd)
     assert [one for one in forked if isinstance(one, BaseException)] == []
@@ -84,8 +82,27 @@ async def test_a_worker_that_begins_when_its_fork_server_is_dead_dies_too(monkey
     )
     server, _ = fork_server(monkeypatch, f"exec({code!r})")
     async with asyncio.timeout(60):
-        with await server.fork(Incarnation(0, 1), CONFIG, 0, []) as worker:
+        with await server.fork("worker 0", ORDER, [0]) as worker:
             await worker.died()
+
+
+async def test_a_worker_that_is_killed_before_it_begins_is_no_death_of_its_fork_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = (
+        "channel.send(Ready())\n"
+        "while (received := channel.receive()) is not None:\n"
+        "    list(map(os.close, received[1]))\n"
+        "    if received[0].worker: os._exit(1)"
+    )
+    server, _ = fork_server(monkeypatch, f"exec({code!r})")
+    async with asyncio.timeout(60):
+        with pytest.raises(ChildDied, match=r"^it died before it began$"):
+            await server.fork("worker 0", ORDER, [0])
+        assert server.pids()
+        with pytest.raises(ChildDied, match=r"^the fork server died$"):
+            await server.fork("worker 1", replace(ORDER, worker=1), [0])
+        assert not server.pids()
 
 
 async def test_ctrl_c_is_left_to_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:

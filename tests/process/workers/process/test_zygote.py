@@ -26,9 +26,9 @@ from tests.support.workers import BATCH, DIM, DUMMY, as_message
 from vecd.base.failures import ChildDied
 from vecd.base.files import dump
 from vecd.base.kernel import adopt_orphans
-from vecd.launch.children import ForkServer, Process, Zygote, reap_orphans
+from vecd.launch.children import ForkServer, Process, reap_orphans
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart, Ready
+from vecd.shm.control import ForkServerStart, ForkWorker, Ready
 from vecd.shm.views import Rows, map_arena
 from vecd.shm.wire import Done, Incarnation
 from vecd.workers.config import WorkerConfig, modules_to_preload
@@ -42,12 +42,12 @@ _strangers: set[psutil.Process] = set()
 
 
 @pytest.fixture
-async def zygote() -> AsyncIterator[Zygote]:
+async def zygote() -> AsyncIterator[ForkServer]:
     """At the end nothing is left of it, nor of what was forked from it."""
     adopt_orphans()
     _strangers.clear()
     _strangers.update(psutil.Process().children())
-    made = Zygote()
+    made = ForkServer()
     yield made
     try:
         await made.stop()
@@ -99,8 +99,8 @@ def order(modules: list[str] | None = None, config: WorkerConfig | None = None) 
     return ForkServerStart(os.getpid(), modules or [], shared)
 
 
-def fork_server(zygote: Zygote, modules: list[str] | None = None, timeout_s: float = DEADLINE_S) -> ForkServer:
-    return ForkServer(order(modules), timeout_s, lambda stage: None, zygote.fork)
+def fork_server(zygote: ForkServer, modules: list[str] | None = None, timeout_s: float = DEADLINE_S) -> ForkServer:
+    return ForkServer(order(modules), timeout_s, lambda stage: None, zygote)
 
 
 @dataclass
@@ -116,7 +116,7 @@ async def fork(server: ForkServer, endpoint: Any, index: int, config: WorkerConf
     arena_fd = create_arena(config.arena)
     slots = map_arena(arena_fd, config.arena, writable=False)[0].rows
     who = Incarnation(index, 1)
-    process = await server.fork(who, config, arena_fd, [endpoint.address_fd])
+    process = await server.fork(str(who), ForkWorker(index, 1, dump(config)), [arena_fd, endpoint.address_fd])
     os.close(arena_fd)
     ready = await process.await_ready(DEADLINE_S)
     assert isinstance(ready, Ready)
@@ -209,7 +209,7 @@ async def test_a_killed_fork_server_takes_its_workers_along(zygote, endpoint, mo
     os.kill(stopped.process.pid, signal.SIGSTOP)
     arena_fd = create_arena(DUMMY.arena)
     loading = replace(DUMMY, num_threads=2)
-    starting = await server.fork(Incarnation(2, 1), loading, arena_fd, [endpoint.address_fd])
+    starting = await server.fork("worker 2", ForkWorker(2, 1, dump(loading)), [arena_fd, endpoint.address_fd])
     os.close(arena_fd)
     os.kill(server.pids()[0], signal.SIGKILL)
     with starting, pytest.raises(ChildDied, match=r"^was killed by SIGKILL while starting$"):
@@ -242,21 +242,20 @@ async def test_a_crash_of_a_fork_server_leaves_the_other_alone(zygote, endpoint,
 _SUPERVISOR = """
 import asyncio, json, os, sys
 from vecd.base.files import load
-from vecd.launch.children import ForkServer, Zygote
+from vecd.launch.children import ForkServer
 from vecd.shm.arena import create_arena
-from vecd.shm.control import ForkServerStart
-from vecd.shm.wire import Incarnation
+from vecd.shm.control import ForkServerStart, ForkWorker
 from vecd.workers.config import WorkerConfig
 from vecd.base.kernel import adopt_orphans
 
 async def main():
     adopt_orphans()
-    zygote, (dummy, shared, modules) = Zygote(), map(json.loads, sys.argv[1:])
-    dummy = load(WorkerConfig, dummy)
+    zygote, (dummy, shared, modules) = ForkServer(), map(json.loads, sys.argv[1:])
+    arena = load(WorkerConfig, dummy).arena
     held = []
     for index, config in enumerate([None, shared]):
-        server = ForkServer(ForkServerStart(os.getpid(), modules, config), 60, lambda stage: None, zygote.fork)
-        worker = await server.fork(Incarnation(index, 1), dummy, create_arena(dummy.arena), [0])
+        server = ForkServer(ForkServerStart(os.getpid(), modules, config), 60, lambda stage: None, zygote)
+        worker = await server.fork("worker", ForkWorker(index, 1, dummy), [create_arena(arena), 0])
         held += [server, worker]
         await worker.await_ready(60)
     await asyncio.sleep(300)
@@ -390,7 +389,7 @@ async def test_a_model_whose_import_ends_the_zygote_leaves_the_others_alone(zygo
 async def test_a_zygote_that_cannot_be_started_is_reported(zygote, endpoint, monkeypatch, tmp_path):
     missing = str(tmp_path / "missing")  # in a folder of this test's own: nothing else makes it
     monkeypatch.setattr("vecd.base.programs.self_command", lambda _: [missing])
-    with pytest.raises(ChildDied, match=r"^the fork server cannot be started: \[Errno 2\]"):
+    with pytest.raises(ChildDied, match=r"^the fork server .*: the zygote cannot be started: \[Errno 2\]"):
         await fork(fork_server(zygote), endpoint, 0)
     assert zygote.pids() == []
 
@@ -409,7 +408,7 @@ async def test_torch_is_imported_once_and_when_a_model_needs_it(zygote, endpoint
     modules = modules_to_preload("bert", "auto")
 
     def start(config: WorkerConfig) -> ForkServer:
-        return ForkServer(order(modules, config), DEADLINE_S, lambda stage: None, zygote.fork)
+        return ForkServer(order(modules, config), DEADLINE_S, lambda stage: None, zygote)
 
     servers = [start(lean), start(fused)]
     first = await fork(servers[0], endpoint, 0, lean)
