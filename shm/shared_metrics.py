@@ -94,10 +94,7 @@ class Counter(_Cell):
     @property
     def is_of_model(self) -> bool:
         """Whether it is counted for each model by itself."""
-        return self not in _COUNTED_FOR_ALL
-
-
-_COUNTED_FOR_ALL = frozenset({Counter.LINES_DROPPED, Counter.LINES_LOST})
+        return self not in (Counter.LINES_DROPPED, Counter.LINES_LOST)
 
 
 class Gauge(_Cell):
@@ -130,19 +127,10 @@ class Gauge(_Cell):
 
     @property
     def is_of_model(self) -> bool:
-        return self in _SET_FOR_MODELS
-
-
-_SET_FOR_MODELS = frozenset(
-    {
-        Gauge.REQUESTS,
-        Gauge.QUEUED_SEQUENCES,
-        Gauge.QUEUED_TOKENS,
-        Gauge.IN_FLIGHT_TOKENS,
-        Gauge.QUEUE_AGE_US,
-        Gauge.WORKERS,
-    }
-)
+        return self in (
+            Gauge.REQUESTS, Gauge.QUEUED_SEQUENCES, Gauge.QUEUED_TOKENS, Gauge.IN_FLIGHT_TOKENS, Gauge.QUEUE_AGE_US,
+            Gauge.WORKERS,
+        )  # fmt: skip
 
 
 _STAGE_BOUNDS_S = (

@@ -8,6 +8,7 @@ model is known. Knows no dialect by name, and no connection.
 
 import asyncio
 import gc
+import importlib
 import logging
 import os
 import socket
@@ -59,7 +60,6 @@ from vecd.gateway.request import HEADER, Durations, Embedded, HttpRequest, Model
 from vecd.gateway.request import REQUEST_ID as VALID_ID
 from vecd.gateway.scheduling.keys import ANY_SCOPE, Principal, Principals
 from vecd.gateway.service import GatewayProcess, Service, read_tokenizer
-from vecd.gateway.telemetry.finished import import_opentelemetry
 from vecd.gateway.telemetry.prometheus import Processes
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.model.card import ModelError
@@ -510,7 +510,7 @@ class App:
             tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._read_tokenizer, config)
             if config.otlp_endpoint:
                 with suppress(ImportError):  # `make_sender` logs it
-                    await asyncio.to_thread(import_opentelemetry)
+                    await asyncio.to_thread(importlib.import_module, "vecd.gateway.telemetry.spans")
             service = self._make_service(config, generation, tokenizer, self.process)
             service.dispatcher.start(zmq_listening.fileno())
         except asyncio.CancelledError:

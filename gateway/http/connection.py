@@ -100,7 +100,7 @@ class Host:
     """Of requests that cannot be handled yet."""
     unsent: ResponseBudget = field(default_factory=ResponseBudget, init=False)
     """Of responses that are being made or are not sent."""
-    is_draining = False
+    is_draining: bool = field(default=False, init=False)
     num_requests_in_flight = num_plain_since_sweep = 0
     """The second: connections that spoke plain HTTP to the TLS listener."""
     date = ""
@@ -209,7 +209,10 @@ class Connection(asyncio.Protocol):
         self._has_eof = True
         if self._is_ending or not (self.task or self._is_write_blocked or self._is_advance_due):
             return False
-        self._probe()
+        if self._request is not None and self._request.http_minor == 1:
+            # What an HTTP/1.1 client skips, to learn whether it has disconnected: on TCP, close() and shutdown(SHUT_WR)
+            # look alike until a byte is sent, to which a kernel replies with a reset after a close().
+            self.send([CONTINUE])
         return True
 
     def pause_writing(self) -> None:
@@ -467,7 +470,7 @@ class Connection(asyncio.Protocol):
         self._since = min(self._server.clock(), self._since + num_bytes / _MIN_DROPPED_BYTES_PER_S)
         self._num_dropped_bytes += num_bytes
         if self._num_dropped_bytes > _MAX_DROPPED_BYTES:
-            self.abort()
+            self.transport.abort()
 
     def _is_hung_up(self, events: int = 0) -> bool:
         """Whether the connection is closed in both directions, or has one of the `events` of poll(2)."""
@@ -483,12 +486,6 @@ class Connection(asyncio.Protocol):
     def _fileno(self) -> int:
         return cast(int, self.transport.get_extra_info("socket").fileno())
 
-    def _probe(self) -> None:
-        """Send what an HTTP/1.1 client skips, to learn whether the client has disconnected: on TCP, close() and
-        shutdown(SHUT_WR) look alike until a byte is sent, to which a kernel replies with a reset after a close()."""
-        if self._request is not None and self._request.http_minor == 1:
-            self.send([CONTINUE])
-
     # --- called by the server ---
 
     @property
@@ -496,9 +493,6 @@ class Connection(asyncio.Protocol):
         """A request has begun to arrive whose response is not sent completely."""
         has_request = self.task is not None or self.reader.state in (_HEAD, _BODY)
         return (has_request and not self._is_ending) or self.transport.get_write_buffer_size() > 0
-
-    def abort(self) -> None:
-        self.transport.abort()
 
     def trust(self, proxies: TrustedProxies) -> None:
         """Believe these proxies from the next request on. Side effect: `client` and `address` are set."""
@@ -529,7 +523,7 @@ class Connection(asyncio.Protocol):
         with suppress(OSError), socket.socket(fileno=os.dup(self._fileno())) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._server.unsent.count(self, 0)
-        self.abort()
+        self.transport.abort()
 
     def close_if_silent(self, since: float) -> None:
         if self._awaited is _IDLE and self._since <= since and not self._is_ending:
@@ -548,13 +542,13 @@ class Connection(asyncio.Protocol):
             self.reset()
         elif self.task is not None:
             if self._has_eof and self._is_hung_up():
-                self.abort()
+                self.transport.abort()
         elif num_unsent_bytes > 0:
             self._since = now  # the client must read the response before its next request is awaited
         elif not self._is_ending:
             self._check_waiting(now - self._since)
         elif now - self._since >= self._server.timeouts.linger_s:
-            self.abort()
+            self.transport.abort()
 
     def _is_stalled(self, now: float, num_unsent_bytes: int) -> bool:
         num_taken_bytes = self.num_sent_bytes - num_unsent_bytes

@@ -257,17 +257,12 @@ def coding_named(value: str) -> Coding | None:
     names = [name for part in value.lower().split(",") if (name := part.strip()) not in ("", "identity")]
     if not names:
         return None
+    if len(names) == 1 and names[0] in _BY_NAME:
+        return _BY_NAME[names[0]]
+    problem = f"{quoted(names[0])} is not supported, only {CODINGS}, or none"
     if len(names) > 1:
-        raise UnsupportedEncoding(
-            f"header Content-Encoding: {len(names)} codings, at most one of {CODINGS} is supported",
-            headers={"accept-encoding": CODINGS},
-        )
-    if names[0] not in _BY_NAME:
-        raise UnsupportedEncoding(
-            f"header Content-Encoding: {quoted(names[0])} is not supported, only {CODINGS}, or none",
-            headers={"accept-encoding": CODINGS},
-        )
-    return _BY_NAME[names[0]]
+        problem = f"{len(names)} codings, at most one of {CODINGS} is supported"
+    raise UnsupportedEncoding(f"header Content-Encoding: {problem}", headers={"accept-encoding": CODINGS})
 
 
 class _Zlib:

@@ -282,7 +282,7 @@ class Server(Host):
         if reason is not None:
             self._num_refused_since_sweep += 1
             if len(self._refused) >= _MAX_REFUSED_CONNECTIONS:
-                connection.abort()
+                connection.transport.abort()
             self._refused.add(connection)
         return reason
 
@@ -376,7 +376,7 @@ class Server(Host):
         connections = self._all_connections()
         tasks = [connection.task for connection in connections if connection.task is not None]
         for connection in connections:
-            connection.abort()
+            connection.transport.abort()
         await asyncio.sleep(0)  # until the loop has called `connection_lost` of each
         if tasks:
             await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)

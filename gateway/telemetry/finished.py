@@ -2,7 +2,6 @@
 text, a token id, a vector or a key."""
 
 import asyncio
-import importlib
 import logging
 import random
 import re
@@ -54,16 +53,12 @@ def trace_of(request: HttpRequest) -> Trace | None:
     return trace
 
 
-def import_opentelemetry() -> None:
-    """Import what `make_sender` needs, which takes 0.2 s: call it in a thread before, where the event loop runs."""
-    importlib.import_module("vecd.gateway.telemetry.spans")
-
-
 def make_sender(
     config: GatewayConfig, gateway: int, address: tuple[str, int | None], endpoints: Sequence[Endpoint]
 ) -> "SpanSender | None":
     """What sends spans to the collector that `config` names, if it does. The arguments are those of `SpanSender`.
-    Returns None, and logs an error, where OpenTelemetry cannot be used."""
+    Returns None, and logs an error, where OpenTelemetry cannot be used. Where the event loop runs, have a thread import
+    `vecd.gateway.telemetry.spans` before: it takes 0.2 s."""
     if not config.otlp_endpoint:
         return None
     try:

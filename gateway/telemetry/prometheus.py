@@ -97,11 +97,6 @@ class ServedModel:
     changed_files: str = ""
     """"": they are as loaded."""
 
-    @property
-    def has_workers(self) -> bool:
-        """Whether its workers should be there."""
-        return self.status.state in (ModelState.READY, ModelState.DRAINING)
-
 
 def render_metrics(
     shared_metrics: SharedMetrics,
@@ -117,7 +112,8 @@ def render_metrics(
     name."""
     names, stated = [each.name for each in models], models if have_states else ()
     told_apart = names if len(names) > 1 else []
-    awaited = [each.name for each in stated if not each.has_workers]
+    with_workers = (ModelState.READY, ModelState.DRAINING)
+    awaited = [each.name for each in stated if each.status.state not in with_workers]
     worker_states = {at: state for each in models if each.name not in awaited for at, state in each.workers.items()}
     known = [((name, each), 1) for model in models for name, each in model.identities.items()]
     files = [((each.name,), bool(each.changed_files)) for each in models]
