@@ -88,7 +88,6 @@ class GatewayConfig(Settings):
     """The served model's name, reported in every response."""
     aliases: tuple[str, ...] = ()
     alias_defaults: tuple[AliasDefaults, ...] = ()
-    """Of those `aliases` that have any."""
     card: ModelCard
     arena: ArenaSpec
     num_workers: int

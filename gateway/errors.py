@@ -67,7 +67,6 @@ class ApiError(Exception):
         self._param = param
 
     def add(self, text: str) -> None:
-        """Add to the message."""
         self._message += text
 
 

@@ -41,7 +41,6 @@ def json_list(fragments: Sequence[bytes | memoryview]) -> Pieces:
 
 
 def written(items: Iterable[Any]) -> Iterator[Iterable[bytes]]:
-    """The JSON of each item, in one piece."""
     return zip(map(orjson.dumps, items))
 
 
@@ -96,7 +95,6 @@ def item_pieces(
 
 
 def usage(embedded: Embedded) -> Mapping[str, int]:
-    """The field `usage` of OpenAI's shape and those after it."""
     return {"prompt_tokens": embedded.num_tokens, "total_tokens": embedded.num_tokens}
 
 

@@ -229,7 +229,6 @@ class Fields:
         return {key: agreed(each) for key, each in said.items()}
 
     def schema(self) -> Schema:
-        """The schema of the whole body."""
         properties = {field.name: described(field.schema, field.description) for field in self}
         required = [field.name for field in self if field.is_required]
         return {"type": "object", "properties": properties, **({"required": required} if required else {})}
@@ -348,7 +347,6 @@ _JSON_TYPES: dict[type, str] = {
 
 
 def json_type(value: Any) -> str:
-    """The name of a value's type in JSON, for an error message."""
     return _JSON_TYPES.get(type(value), "an object")
 
 
@@ -424,6 +422,5 @@ def _media_range(text: str) -> tuple[str, float]:
 
 
 def _quality_of(media_type: str, qualities: Mapping[str, float]) -> float:
-    """That of the most specific range that includes the type."""
     ranges = (media_type, "application/*", "*/*")
     return next((qualities[each] for each in ranges if each in qualities), 0.0)

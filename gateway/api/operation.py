@@ -123,7 +123,6 @@ class Operation:
 
 
 def posted(operation: Operation, *paths: str) -> dict[str, Operation]:
-    """The operation at several paths, as in `Dialect.operations`."""
     return {f"POST {path}": operation for path in paths}
 
 
@@ -156,7 +155,6 @@ _CAN = {
 }
 """By capability (`vecd.model.steps.CAPABILITIES`)."""
 _MAX_ROUTES = 8
-"""Routes that a message names."""
 
 
 def wrong_model(operation: Operation, model_info: ModelInfo, routes: Mapping[str, Sequence[str]]) -> WrongModel:

@@ -31,12 +31,10 @@ _PURPOSES = {
     "code.passage": ("code.passage", *_DOCUMENT),
 }
 _RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
-"""The purposes of queries and of documents."""
 PURPOSES = tuple(_PURPOSES)
 """The purposes that are known for every model."""
 
 _NO_TEXTS = {"image": "this server embeds texts"}
-"""Purposes of other APIs that are refused, and why."""
 
 _MAX_LISTED_CHARS = 32
 _MAX_LISTED = 20
@@ -77,11 +75,9 @@ class ModelInfo:
         self.card, self.outputs = card, card.outputs
         self.capabilities = frozenset(card.capabilities)
         self.model = config.model
-        """Reported in every response."""
         self.names = (config.model, *config.aliases)
         self.is_strict = config.unknown_model == "refuse"
         self.is_dense = card.capabilities[0] == "dense"  # which is the first, if it is one of them
-        """A text has a vector."""
         self.prompts = dict(card.prompts)
         """By the names in the model's files."""
         self.overflow = Overflow((defaults and defaults.overflow) or config.overflow)
@@ -376,7 +372,6 @@ def readings_of(path: str) -> list[tuple[str, str]]:
 
 
 def header_value(name: str) -> str:
-    """`name` as the value of HEADER."""
     return name if name.isascii() and name.isprintable() else quote(name)
 
 

@@ -107,7 +107,6 @@ class App:
         self.documents: dict[Hashable, bytes] = {}
         """What `/openapi.json` keeps until models or keys change."""
         self.begin_trace: Callable[[HttpRequest], None] | None = None
-        """Called with each request that is complete, before it is handled."""
         self.on_activated: Callable[[GatewayConfig], None] = lambda config: None
         """Gets a new configuration of the first model."""
         self.preparing: dict[int, asyncio.Task[None]] = {}
@@ -285,7 +284,6 @@ class App:
     # --- the operations of dialects -------------------------------------------------------------------------
 
     def _describe(self, route: Route, service: Service, http: HttpRequest, principal: Principal) -> Response:
-        """The response of an operation that needs only the path and what is known of models."""
         operation, info, path = route.claims[0].operation, service.info, http.path
         models = self.models if http.choice is None else self.models_for(principal)
         assert operation.describe is not None

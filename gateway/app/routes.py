@@ -25,7 +25,6 @@ _indices = {NO_ROUTE: 0}
 
 
 def endpoint_of(route: str, dialect: str) -> int:
-    """The index of an endpoint, which is added to all."""
     endpoint = Endpoint(route, dialect)
     if endpoint not in _indices:
         _indices[endpoint] = len(ENDPOINTS)
@@ -58,10 +57,8 @@ class Route(NamedTuple):
     path: str = ""
     """Of the claims. A `*` inside it stands for the name of a model, which replaces the one in the body."""
     names: FieldNames = FieldNames(frozenset())
-    """Those of all claims."""
 
     def claim_of(self, body: JsonMapping, info: ModelInfo) -> Claim:
-        """The claim that a body for a model belongs to."""
         able = (claim for claim in self.claims if info.can(claim.operation.needs))
         return self._claimed(body) or next(able, self.claims[0])
 
@@ -143,7 +140,6 @@ def paths_of(table: Table) -> dict[str, list[str]]:
 
 
 def dialects_of(table: Table) -> dict[str, Dialect]:
-    """By name."""
     routes = [route for methods in table.values() for route in methods.values()]
     return {claim.dialect.name: claim.dialect for route in routes for claim in route.claims}
 

@@ -58,7 +58,6 @@ def describe_info(app: App, service: Service, *, shows_tenants: bool) -> JsonObj
 
 
 def describe_state(service: Service) -> JsonObject:
-    """The state of a model, and what operators want to know of its loads."""
     status, expires_at = service.residence.status, service.info.expires_at
     at = None if expires_at is None else datetime.fromtimestamp(expires_at, UTC).isoformat()
     return {
@@ -161,7 +160,6 @@ def _type_for_tei(card: ModelCard) -> JsonObject:
 
 
 _HAVE_VECTORS = frozenset({"dense", "multi-vector"})
-"""Capabilities of models whose vectors have dimensions."""
 _INTEGER: Schema = {"type": "integer"}
 INFO_SCHEMA = record(
     **dict.fromkeys(("model_id", "model_dtype", "served_model_name", "version"), STRING),
@@ -224,7 +222,6 @@ def state_of(link: WorkerLink | None) -> str:
 
 
 def _describe_workers(service: Service) -> list[JsonObject]:
-    """Those that are up."""
     return [
         {
             "worker": link.incarnation.worker,
@@ -614,4 +611,3 @@ OWN_ROUTES = {
     "GET /v2/health/live": _route(partial(_live, "/v2/health/live"), "Whether the gateway runs", record(live=BOOLEAN)),
     "GET /v2/health/ready": _route(ready_v2, "Whether a worker can serve", _READY, other_responses={503: _READY}),
 }
-"""By method and path."""

@@ -59,7 +59,6 @@ async def openapi(app: App, service: Service, http: HttpRequest, principal: Prin
 
 
 def _make_routes() -> Table:
-    """Both kinds may be at one path, with different methods."""
     claims: dict[str, list[Claim]] = {}
     for dialect in DIALECTS:
         for at, operation in dialect.operations.items():
@@ -89,10 +88,9 @@ class StartingApp:
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
-        """What the server's start is doing."""
         self._started_at = time.monotonic()
 
-    def check_head(self, request: HttpRequest) -> Response | None:
+    def check_head(self, request: HttpRequest) -> Response:
         """Refuse what is not a probe before its body has arrived. Raises NotReady."""
         path = normalize(request.path)
         if path in LIVE:
@@ -102,9 +100,7 @@ class StartingApp:
         raise NotReady(self.stage, time.monotonic() - self._started_at)
 
     async def handle(self, request: HttpRequest) -> Response:
-        response = self.check_head(request)
-        assert response is not None
-        return response
+        return self.check_head(request)
 
     def render_error(self, error: ApiError, request: HttpRequest | None) -> Response:
         return render_error(error, request, ROUTES, _DIALECTS)
