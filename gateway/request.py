@@ -477,12 +477,10 @@ class ModelChoice:
 
     named: str
     """By the path or the header, as the client wrote it; "" if neither names a model."""
-    is_made: bool = False
-    """The path or the header has named a model that is served."""
+    found: Any = None
+    """The `vecd.gateway.api.served.ModelInfo` of the model that it means; None if the body is still to choose."""
     is_by_path: bool = False
     """The path has named it: the request is about the model, and about nothing of the operator's."""
-    on_chosen: Callable[[str], None] = lambda model: None
-    """Called with the name of the model once the body has been read; no other is held for the request then."""
 
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -549,7 +547,7 @@ class HttpRequest:
     @property
     def may_choose(self) -> bool:
         """Several models are served, and neither the path nor the header has named one of them."""
-        return self.choice is not None and not self.choice.is_made
+        return self.choice is not None and self.choice.found is None
 
 
 @dataclass(slots=True)

@@ -264,9 +264,7 @@ class Models:
         self._refuses_unknown = refuses_unknown
         self.only = lru_cache(_MAX_LIMITED)(self._only)
         seen = {each.alias: model.by_alias(each) for model in models for each in model.config.alias_defaults}
-        self.have_defaults = bool(seen)
-        """Some alias has request defaults."""
-        self.are_several = len(models) > 1 or self.have_defaults or not is_complete
+        self.are_several = len(models) > 1 or bool(seen) or not is_complete
         """Requests choose among them, or among aliases."""
         names = [(model.model, model) for model in models]
         aliases = [(alias, seen.get(alias, model)) for model in models for alias in model.config.aliases]
@@ -299,12 +297,6 @@ class Models:
         # Two names with different organizations are two models.
         short = _without_organization(folded)
         return self._folded.get(folded) or (self._folded.get(short) if short else self._short.get(folded))
-
-    def as_named(self, model: ModelInfo, name: str) -> ModelInfo:
-        """A model that `name` has found, or another generation of it, with the request defaults of the alias that it
-        is."""
-        found = self.find(name)
-        return model if found is None or found.model != model.model else found
 
     def own_name(self, model: ModelInfo, name: str) -> str:
         """`name` as the model's own `prompt_of_model_name` understands it, whatever it means here: one of

@@ -233,10 +233,10 @@ class App:
         # Found again when the rest of a body has arrived: another generation may be the active one then.
         found = models.find(choice.named) if choice.named else None
         if found is None:
-            if choice.is_made:  # the model was withdrawn meanwhile
+            if choice.found is not None:  # the model was withdrawn meanwhile
                 raise models.refusal(choice.named)
             return first
-        choice.is_made, http.timeline.model = True, found.model
+        choice.found, http.timeline.model = found, found.model
         return self.all[found.generation]
 
     def _refuse(self, models: Models, first: Service, http: HttpRequest) -> NoReturn:
@@ -265,7 +265,7 @@ class App:
         field = next((word for word in words if body.get(word)), MODEL.name)
         given = body.get(field) if words else None
         name = given if isinstance(given, str) else None
-        if not choice.is_made:
+        if choice.found is None:
             asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
             needs = [need for each in asked for need in each] if all(asked) else []
             try:
@@ -273,8 +273,6 @@ class App:
             except ApiError as error:
                 error.dialect = claims[0].dialect.name
                 raise
-        elif models.have_defaults:
-            info = models.as_named(info, choice.named)
         if choice.named:
             own = models.own_name(info, choice.named)
             if own not in info.names:  # it chooses a prompt, too, which the body then does not
@@ -305,13 +303,12 @@ class App:
     ) -> Response:
         """Run the operation that a body belongs to. Side effect: once the body has named its model, the services of
         the others are not `held` any more."""
-        choice, timeline, info = http.choice, http.timeline, service.info
-        models = self.models if choice is None else self.models_for(principal)
+        choice, timeline, info, models = http.choice, http.timeline, service.info, self.models
         timeline.arrived_at = time.monotonic()
-        if choice is None:
+        if choice is not None:
+            info, models = choice.found or info, self.models_for(principal)
+        if choice is None or choice.found is not None:
             http.identity = info.identity
-        elif choice.is_made:
-            http.identity = models.as_named(info, choice.named).identity
         try:
             principal.check_quota()  # before the body is parsed
             demand = parse_demand(http.headers[CONDITION]) if CONDITION in http.headers else None

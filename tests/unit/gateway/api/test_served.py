@@ -236,14 +236,12 @@ def test_an_alias_with_request_defaults_finds_its_model_with_them():
     assert (seen.config, seen.default_prompt, plain.default_prompt) == (plain.config, "x", "")
     for name in ("Mini", "mini", "Mini:latest", "org/MINI", "Mini:query"):
         assert known.find(name) is seen
-        assert known.as_named(plain, name) is seen
     assert known.own_name(seen, "mini") == "Mini"
     assert known.own_name(seen, "MINI:query") == "minilm:query"
     for name in ("minilm", "text-embedding-3-small", "all-MiniLM-L6-v2"):
         assert known.find(name) is plain
-    assert known.as_named(BGE, "Mini") is BGE
     assert known.all == (plain, BGE)
-    assert (known.have_defaults, models().have_defaults) == (True, False)
+    assert Models((plain,), refuses_unknown=True).are_several
 
 
 def test_exact_names_come_first():
