@@ -121,6 +121,8 @@ class TextTokens:
         self.cuts = cut_pattern(tokenizer)
         self.long_parts = LongParts(tokenizer, has_cuts=self.cuts is not None)
         self._words = None if self.cuts is None else KnownWords(self.cuts, self.ids)
+        self.known: Callable[[str], bytes | None] = (lambda text: None) if self._words is None else self._words.find
+        """As `KnownWords.find`."""
 
     def first_chars(self, num: int) -> int:
         """How much of a text is tokenized first, where `num` tokens are needed."""
@@ -128,29 +130,20 @@ class TextTokens:
             return self.max_chars
         return min(PIECE_CHARS, max(LEAST_PIECE_CHARS, (num + 1) * CHARS_PER_EXPECTED_TOKEN))
 
-    def known(self, text: str) -> bytes | None:
-        """As `KnownWords.find`."""
-        return None if self._words is None else self._words.find(text)
-
     def first_steps(self, texts: Sequence[str], prompt: str, num: int) -> Generator[None, None, list[list[int]]]:
         """For each text, with the prompt before it: all tokens, or, if there are more than `num`, the first of them,
         more than `num`."""
-        if self._is_one_call(texts, prompt, num):
-            is_learned = num < ALL and len(texts) == 1 and len(texts[0]) + len(prompt) <= MAX_CHARS
-            if self._words is not None and is_learned:
-                return [self._words.learn(prompt + texts[0])]
-            return self.ids([prompt + text for text in texts] if prompt else texts, num)
-        ends = []
-        for text in texts:
-            end = yield from self._piece_end(text, 0, self.first_chars(num), num, prompt)
-            ends.append(end)
-        firsts = [prompt + text[:end] for text, end in zip(texts, ends, strict=True)]
-        lists: list[list[int]] = []
-        for part in runs_of(map(len, firsts), RUN_CHARS):  # some have no split point
-            lists += self.ids(firsts[part.start : part.stop], num)
-            yield
-        for text, end, ids in zip(texts, ends, lists, strict=True):
-            yield from self._extend(ids, text, end, num)
+        # The search for split points would take a tenth of the tokenizing of short texts, as most are.
+        most = min(self.first_chars(num), LEAST_CHARS, self.max_chars)
+        short = [prompt + text for text in texts if len(text) <= most]
+        if self._words is not None and num < ALL and len(texts) == len(short) == 1 and len(short[0]) <= MAX_CHARS:
+            return [self._words.learn(short[0])]
+        lists = self.ids(short, num)
+        for index, text in enumerate(texts if len(short) < len(texts) else ()):
+            if len(text) > most:
+                yield
+                own = yield from self._first_of_long(text, prompt, num)
+                lists.insert(index, own)
         return lists
 
     def all_steps(self, text: str, prompt: str) -> Generator[None, None, list[int]]:
@@ -158,13 +151,19 @@ class TextTokens:
         [ids] = yield from self.first_steps([text], prompt, ALL)
         return ids
 
-    def _is_one_call(self, texts: Sequence[str], prompt: str, num: int) -> bool:
-        """Whether each text is a first piece, and all are one run, as in most requests: the search for split points
-        would take a tenth of the tokenizing."""
-        longest = max(map(len, texts))
-        if longest > min(self.first_chars(num), LEAST_CHARS, self.max_chars):
-            return False
-        return len(texts) == 1 or sum(map(len, texts)) + len(texts) * (CHARS_PER_TEXT + len(prompt)) <= RUN_CHARS
+    def _first_of_long(self, text: str, prompt: str, num: int) -> Generator[None, None, list[int]]:
+        """Piece by piece."""
+        ids: list[int] = []
+        stop, start, num_chars = min(len(text), self.max_chars), 0, self.first_chars(num)
+        while True:
+            end = yield from self._piece_end(text, start, num_chars, num - len(ids), "" if start else prompt)
+            ids += self.ids([text[start:end] if start else prompt + text[:end]], num)[0]
+            start = end
+            if start >= stop or len(ids) > num:
+                return ids
+            num_chars = int((num + 1 - len(ids)) * (start + 1) / (len(ids) + 1) * 1.1)
+            num_chars = min(PIECE_CHARS, max(LEAST_PIECE_CHARS, num_chars))
+            yield
 
     def described_steps(self, text: str, prompt: str, num: int) -> Generator[Described | None, None, None]:
         """The pieces of the text, with the prompt before it, that have all its tokens or more than `num`, and None
@@ -231,18 +230,6 @@ class TextTokens:
         return [
             [token_id for part in (encoding, *encoding.overflowing) for token_id in part.ids] for encoding in encodings
         ]
-
-    def _extend(self, ids: list[int], text: str, start: int, num: int) -> Generator[None, None, None]:
-        """Add a text's tokens from `start` on to those before it, until there are more than `num`."""
-        stop = min(len(text), self.max_chars)
-        while len(ids) <= num and start < stop:
-            yield
-            chars_per_token = (start + 1) / (len(ids) + 1)
-            num_chars = int((num + 1 - len(ids)) * chars_per_token * 1.1)
-            num_chars = min(PIECE_CHARS, max(LEAST_PIECE_CHARS, num_chars))
-            end = yield from self._piece_end(text, start, num_chars, num - len(ids))
-            ids += self.ids([text[start:end]], num)[0]
-            start = end
 
     def _piece_end(
         self, text: str, start: int, num_chars: int, num: int, prompt: str = ""

@@ -66,7 +66,7 @@ def test_long_words_of_a_run_are_tokenized_in_turns(card):
 
     with library_calls(tokenizer) as calls:
         assert all(num_calls <= index + 1 for index, num_calls in enumerate(len(calls) for _ in whole()))
-    assert [call.args[0] for call in calls] == [["x" * 50_000]] * 4 + [["short", "texts"]]
+    assert [call.args[0] for call in calls] == [["short", "texts"], *[["x" * 50_000]] * 4]
     assert ids(tokenized) == [[101, 100, 102]] * 4 + [[101, 2460, 102], [101, 6981, 102]]
 
 
