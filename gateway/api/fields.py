@@ -260,13 +260,13 @@ def read_flag(value: Any, name: str) -> bool:
     return expect(bool, value, name, "true or false")
 
 
-def whole_number(name: str, description: str, *, minimum: int) -> Field[int]:
+def whole_number(name: str, description: str, *, minimum: int, key: str = "") -> Field[int]:
     def read(value: Any, name: str) -> int:
         if read_whole_number(value, name) < minimum:
             raise BadRequest(f"'{name}' must be at least {minimum}, is {value}", param=name)
         return cast(int, value)
 
-    return Field(name, description, nullable("integer", minimum=minimum), read)
+    return Field(name, description, nullable("integer", minimum=minimum), read, key=key)
 
 
 def number(name: str, description: str, *, minimum: float, **schema: Any) -> Field[float]:
@@ -286,12 +286,10 @@ def read_whole_number(value: Any, name: str) -> int:
     return value
 
 
-def choice(name: str, description: str, choices: Mapping[str, T], **schema: Any) -> Field[T]:
+def choice(name: str, description: str, choices: Mapping[str, T], *, key: str = "", **schema: Any) -> Field[T]:
     """A field that must be one of the keys of `choices`; it reads as the value of that key."""
-
-    return Field(
-        name, description, {"enum": [*choices, None], **schema}, lambda value, name: one_of(choices, value, name)
-    )
+    values = {"enum": [*choices, None], **schema}
+    return Field(name, description, values, lambda value, name: one_of(choices, value, name), key=key)
 
 
 def one_of(choices: Mapping[str, T], value: Any, where: str, param: str = "") -> T:

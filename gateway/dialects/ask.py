@@ -322,15 +322,13 @@ TRUNCATE_PROMPT_TOKENS = Field(
     _read_num_prompt_tokens,
     key=SEVERAL,
 )
-TRUNCATION_SIDE = replace(
-    fields.choice("truncation_side", "the side on which inputs are cut, where they are", _OF_SIDE), key=SEVERAL
+TRUNCATION_SIDE = fields.choice(
+    "truncation_side", "the side on which inputs are cut, where they are", _OF_SIDE, key=SEVERAL
 )
-TRUNCATION_DIRECTION = replace(
-    fields.choice(
-        "truncation_direction",
-        "the same as `truncation_side`, by text-embeddings-inference's name",
-        {name: left for side, left in _OF_SIDE.items() for name in (side, side.capitalize())},
-    ),
+TRUNCATION_DIRECTION = fields.choice(
+    "truncation_direction",
+    "the same as `truncation_side`, by text-embeddings-inference's name",
+    {name: left for side, left in _OF_SIDE.items() for name in (side, side.capitalize())},
     key=SEVERAL,
 )
 MAX_TOKENS = fields.whole_number("max_tokens", "longest text in tokens, if that is less than the model's", minimum=1)
@@ -450,7 +448,6 @@ ENCODING = Field(
     _read_encoding,
 )
 DTYPE = fields.choice("output_dtype", "type of the vectors' elements", _DTYPES, default="float")
-_EMBED_DTYPES = (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)
 ENDIANNESS = fields.choice(
     "endianness",
     "order of the bytes of each element, where bytes are answered; native is little",
@@ -673,12 +670,10 @@ COMMON: tuple[Field[Any], ...] = (
     USE_ACTIVATION,
     ENCODING,
     DTYPE,
-    replace(
-        fields.choice(
-            "embed_dtype",
-            "the same as `output_dtype`, by vLLM's name",
-            {dtype.value: dtype for dtype in _EMBED_DTYPES},
-        ),
+    fields.choice(
+        "embed_dtype",
+        "the same as `output_dtype`, by vLLM's name",
+        {dtype.value: dtype for dtype in (Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16)},
         key=DTYPE.key,
     ),
     ENDIANNESS,

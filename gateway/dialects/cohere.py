@@ -82,16 +82,12 @@ EMBEDDING_TYPES = Field(
     key=SEVERAL,
 )
 _TYPES: Field[tuple[str, ...]] = fields.anything(EMBEDDING_TYPES.name, "", {})
-OUTPUT_DIMENSION = replace(
-    fields.whole_number("output_dimension", "length of the vectors", minimum=1), key=ask.DIMENSIONS.key
-)
-TRUNCATE = replace(
-    fields.choice(
-        "truncate",
-        "what becomes of a text that is longer than the model takes: an error (`NONE`), or its start or end is cut; "
-        "default: as the server is configured",
-        ask.ENDS,
-    ),
+OUTPUT_DIMENSION = fields.whole_number("output_dimension", "length of the vectors", minimum=1, key=ask.DIMENSIONS.key)
+TRUNCATE = fields.choice(
+    "truncate",
+    "what becomes of a text that is longer than the model takes: an error (`NONE`), or its start or end is cut; "
+    "default: as the server is configured",
+    ask.ENDS,
     key=ask.OVERFLOW.key,
 )
 TEXT = replace(INPUT, name="text", description="what is to be tokenized", schema=STRING)

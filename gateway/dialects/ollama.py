@@ -74,9 +74,7 @@ TRUNCATE = replace(
     schema=nullable("boolean"),
     read=lambda value, name: frozenset((Overflow.TRUNCATE if fields.read_flag(value, name) else Overflow.ERROR,)),
 )
-DIMENSIONS = replace(
-    fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0), key=ask.DIMENSIONS.key
-)
+DIMENSIONS = fields.whole_number("dimensions", "length of the vectors; 0: the model's own", minimum=0)
 KEEP_ALIVE = fields.anything(
     "keep_alive",
     "how long the model stays loaded after its last request, where the server allows that: seconds, or as `5m`; "

@@ -67,7 +67,6 @@ NEEDS = ("rerank", "multi-vector")
 
 _LARGE_RESPONSE_CHARS = 256 * 1024
 """A response that repeats more of the documents is written in a thread: 0.3 ms."""
-_CUTS = (Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT)
 _DOCUMENTS_IN_A_UNIT = 100
 """Cohere bills a search for up to this many documents as one unit."""
 
@@ -125,14 +124,11 @@ TRUNCATION = replace(
     schema=flag("", "").schema,
     read=lambda value, name: ask.read_truncation(_read_flag(value, name), name),
 )
-OVERFLOW = replace(
-    fields.choice(
-        "overflow",
-        "what becomes of a document that is too long: an error, its beginning (`truncate`), or its end "
-        "(`truncate_left`); default: the server's --overflow, or its beginning where that is `chunk`",
-        {overflow.value: frozenset((overflow,)) for overflow in (Overflow.ERROR, *_CUTS)},
-    ),
-    key=ask.OVERFLOW.key,
+OVERFLOW = fields.choice(
+    "overflow",
+    "what becomes of a document that is too long: an error, its beginning (`truncate`), or its end "
+    "(`truncate_left`); default: the server's --overflow, or its beginning where that is `chunk`",
+    {overflow.value: frozenset((overflow,)) for overflow in Overflow if overflow is not Overflow.CHUNK},
 )
 TOKENIZING_FIELDS: tuple[Field[Any], ...] = (
     OVERFLOW,
@@ -153,10 +149,7 @@ DOCUMENTS = fields.anything(
     is_required=True,
     is_large=True,
 )
-TEXTS = replace(
-    DOCUMENTS.called("texts", "text-embeddings-inference's"),
-    schema={},
-)
+TEXTS = replace(DOCUMENTS.called("texts", "text-embeddings-inference's"), schema={})
 TOP_K = TOP_N.called("top_k", "Voyage's")
 RETURN_DOCUMENTS = flag("return_documents", "true: the response repeats the documents", default=False)
 _MAX_RANK_FIELDS = 32

@@ -159,17 +159,10 @@ RAW_LABELS = Field(
     _read_raw_scores,
     key=SEVERAL,
 )
-FUNCTION = replace(
-    fields.choice(
-        "function_to_apply",
-        "the activation; default: the model's own",
-        {
-            "none": RAW,
-            "sigmoid": frozenset(("sigmoid",)),
-            "softmax": frozenset(("softmax",)),
-            "default": ANY_ACTIVATION,
-        },
-    ),
+FUNCTION = fields.choice(
+    "function_to_apply",
+    "the activation; default: the model's own",
+    {"none": RAW, "sigmoid": frozenset(("sigmoid",)), "softmax": frozenset(("softmax",)), "default": ANY_ACTIVATION},
     key=ACTIVATION.key,
 )
 TOP_K = replace(ask.TOP_K, description="most labels of a text; default: all")

@@ -62,10 +62,10 @@ _TASK_OR_PURPOSE = Field(
     key=ask.TASK.key,
 )
 """Here the model decides the task."""
-EMBEDDING_MODE = replace(
-    fields.choice(
-        "embedding_mode", "`query` or `document`: as `input_type`", {"query": "query", "document": "document"}
-    ),
+EMBEDDING_MODE = fields.choice(
+    "embedding_mode",
+    "`query` or `document`: as `input_type`",
+    {"query": "query", "document": "document"},
     key=ask.INPUT_TYPE.key,
 )
 _NO_MULTIVECTOR = ask.refused(
