@@ -148,8 +148,6 @@ def _path_and_query(target: bytes) -> tuple[str, bytes]:
         decoded = unquote_to_bytes(path).decode()
     except UnicodeDecodeError:
         raise BadRequest("request target: the percent-decoded path is not UTF-8") from None
-    if _CONTROL_CHARACTER.search(decoded):
-        raise BadRequest("request target: a control character in the percent-decoded path")
     return decoded, query
 
 
@@ -458,6 +456,8 @@ class IncomingRequest:
         keep_alive = _keeps_alive(headers.get("connection", ""), http_minor)
         method, path, query, _ = self.line
         self.request = request = HttpRequest(method, path, query, headers, http_minor, keep_alive, request_id)
+        if not path.isprintable() and _CONTROL_CHARACTER.search(path):
+            raise BadRequest("request target: a control character in the percent-decoded path")
         if "host" not in headers and http_minor == 1:
             raise BadRequest("header Host: missing, and HTTP/1.1 requires it")
         if not is_authority(headers.get("host", "")):
