@@ -170,7 +170,7 @@ class HeadLayers:
             return ()
         setting, _, default = self.activation.partition(":")
         stated = str(config.get(setting, default)) if default else setting
-        activation = {"swish": "silu"}.get(stated, stated)
+        activation = "silu" if stated == "swish" else stated
         if activation not in ("gelu", "relu", "silu", "tanh"):
             raise UnknownActivation(f"{config.path}: activation {stated} in the head for masked words is not supported")
         bias = has_bias(self.dense)
@@ -208,14 +208,8 @@ POOLINGS: Mapping[str, Callable[[Any, Any], Any]] = {
 """From numpy or torch, and float32 hidden states of equally long sequences, [B, L, H], to [B, H]; in the order in which
 sentence-transformers concatenates them if a model has several."""
 
-_LEGACY_POOLING_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
+_LEGACY_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+"""Of the first of them, behind "pooling_mode_"."""
 
 _PYLATE_DENSE = "pylate.models.Dense.Dense"
 
@@ -274,7 +268,8 @@ def read_pooling(config: ModelSettings, default_prompt: str) -> tuple[tuple[str,
     """The modes of a Pooling module, and whether it pools the tokens of a prompt."""
     stated = config.get("pooling_mode")
     if stated is None:
-        modes = [mode for key, mode in _LEGACY_POOLING_KEYS.items() if config.get(key)] or ["mean"]
+        legacy = zip(_LEGACY_NAMES, POOLINGS, strict=False)
+        modes = [mode for name, mode in legacy if config.get(f"pooling_mode_{name}")] or ["mean"]
     else:
         modes = stated if isinstance(stated, list) and stated else [stated]
     for mode in modes:

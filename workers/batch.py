@@ -23,14 +23,8 @@ Ints: TypeAlias = NDArray[np.int64]
 
 # The rows of a batch whose sequences do not all ask for the model's vector.
 #
-# What an output means is the engine's.
-#
 # Each output that a batch asks for is computed for all of its sequences: pooling costs next to nothing beside the
 # layers.
-
-
-def outputs_in(outputs: NDArray[np.uint8]) -> list[Output]:
-    return [Output(code) for code in np.unique(outputs)]
 
 
 def places_of(output: Output, batch: "PackedBatch | Layout") -> tuple[NDArray[np.bool_], Ints]:
@@ -56,7 +50,7 @@ def write_outputs(rows: Rows, batch: "PackedBatch | Layout", make: Callable[[Out
     if batch.outputs is None:
         rows[batch.first_rows] = make(Output.VECTORS)
         return
-    for output in outputs_in(batch.outputs):
+    for output in map(Output, np.unique(batch.outputs)):
         made = make(output)
         if output.spans_rows:
             made = np.pad(made, ((0, 0), (0, batch.span * rows.shape[1] - made.shape[1]))).reshape(-1, rows.shape[1])
@@ -68,7 +62,6 @@ def write_outputs(rows: Rows, batch: "PackedBatch | Layout", make: Callable[[Out
 # The contract of an engine, which turns a batch into the rows of a slot.
 
 ReportProgress: TypeAlias = Callable[[str], None]
-
 
 _IS_PER_TOKEN = np.array([Output(code).is_per_token for code in range(len(Output))])
 _SPANS_ROWS = np.array([Output(code).spans_rows for code in range(len(Output))])
@@ -123,26 +116,18 @@ def largest_within(choices: Sequence[int], num_threads: int) -> int:
     return max((choice for choice in choices if choice <= num_threads), default=choices[0])
 
 
-class Finish(Protocol):
-    """Finishes a batch that has been begun. Call it once. Borrows the rows until then."""
+class Finish:
+    """Finishes a batch that has been begun. Call it once. Borrows the rows until then. This one has nothing to do."""
 
     def is_ready(self) -> bool:
         """Whether the call would return at once. Never raises."""
+        return True
 
     def __call__(self) -> None:
         """Wait until the rows are complete. Raises what the device raises; rows may then be half written."""
 
 
-class _Complete:
-    def is_ready(self) -> bool:
-        return True
-
-    def __call__(self) -> None:
-        pass
-
-
-COMPLETE: Finish = _Complete()
-"""What `Engine.begin` returns when the rows are complete already."""
+COMPLETE = Finish()
 
 
 class Engine(Protocol):
@@ -386,8 +371,7 @@ def passes(layout: Layout, num_tokens: int) -> Iterator[Layout]:
 def _part(layout: Layout, first: int, last: int, begin: int, end: int) -> Layout:
     part, lengths, starts = slice(first, last), layout.lengths[first:last], layout.starts[first:last] - begin
     outputs = None if layout.outputs is None else layout.outputs[part]
-    borders = None if layout.borders is None else layout.borders[part]
-    attended = None if layout.attended is None else layout.attended[part]
+    borders, attended = (None if each is None else each[part] for each in (layout.borders, layout.attended))
     runs, token_ids = runs_of(lengths, starts, attended), layout.token_ids[begin:end]
     return Layout(layout.first_rows[part], lengths, starts, token_ids, runs, outputs, layout.span, borders, attended)
 

@@ -71,7 +71,7 @@ def check_headers(card: ModelCard) -> None:
 def _stamps_of(config: WorkerConfig) -> list[Any] | None:
     """None without the files."""
     with suppress(OSError):
-        return None if config.is_dummy else list(stamps(config))
+        return None if config.is_dummy else stamps(config)
     return None
 
 

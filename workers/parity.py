@@ -272,9 +272,6 @@ class Reference:
         lengths = {"probes": len(self.lengths), "longest_probe_tokens": max(self.lengths)}
         return {**parity.to_json(), "compared_with": self.dtype, **lengths}
 
-    def probes(self, card: ModelCard) -> PackedBatch:
-        return random_batch(card, self.lengths)
-
 
 def recall_reference(config: WorkerConfig) -> Reference | None:
     try:

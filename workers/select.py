@@ -67,7 +67,7 @@ _CLASSES: dict[str, tuple[int, ...]] = {
 _BUDGET_S = 2.0
 _ROUNDS = 9
 
-_WORTH = 1.1
+WORTH = 1.1
 """How much faster than float32 another format must be, because it is less exact."""
 
 
@@ -98,10 +98,6 @@ def _take_s(engine: Engine, batch: PackedBatch, dim: int) -> float:
     started_at = time.process_time()
     vectors_of(engine, batch, dim)
     return time.process_time() - started_at
-
-
-def is_worth_it(times: Times, dtype: str) -> bool:
-    return speed_of(times, dtype) >= _WORTH
 
 
 def speed_of(times: Times, dtype: str) -> float:
@@ -205,7 +201,7 @@ def _file(config: WorkerConfig) -> Path | None:
 def _conditions(config: WorkerConfig) -> JsonObject:
     return {
         "format": _FORMAT,
-        "model": list(stamps(config)),
+        "model": stamps(config),
         "card": dump(config.card),
         "requested": [config.engine, config.dtype, config.device.partition(":")[0]],
         "device": _device_name(config.device),
@@ -215,21 +211,16 @@ def _conditions(config: WorkerConfig) -> JsonObject:
     }
 
 
-def stamps(config: WorkerConfig) -> Iterator[list[Any]]:
+def stamps(config: WorkerConfig) -> list[list[Any]]:
     """Values that change when a file changes, without reading it, because weights may have gigabytes. Raises OSError.
     They have the inode's change time, because image builders set the modification time to a constant."""
-    folders = {config.card.folder, config.card.weights_folder}
-    folders |= {str(Path(config.card.folder) / step.path) for step in config.card.all_steps if step.path}
-    for folder in sorted(folders):
-        paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.json")]
-        yield from (_stamp(path) for path in sorted(path for path in paths if path.name != REFERENCE_FILE))
-    yield from (_stamp(Path(config.card.folder) / step.file) for step in config.card.all_steps if step.file)
-    if config.card.export_file:
-        yield from map(_stamp, export_files(Path(config.card.export_file)))
-
-
-def _stamp(path: Path) -> list[Any]:
-    return [str(path), *stamp_of(path)]
+    card, folder = config.card, Path(config.card.folder)
+    folders = {folder, Path(card.weights_folder), *(folder / step.path for step in card.all_steps if step.path)}
+    paths = {path for each in folders for end in ("*.safetensors", "*.json") for path in each.glob(end)}
+    paths |= {folder / step.file for step in card.all_steps if step.file}
+    if card.export_file:
+        paths.update(export_files(Path(card.export_file)))
+    return [[str(path), *stamp_of(path)] for path in sorted(paths) if path.name != REFERENCE_FILE]
 
 
 def _version(library: str) -> str | None:
@@ -408,7 +399,7 @@ class _Selector:
             dtype = engine.facts["dtype"]  # an export has its own
             if reference is None:
                 return _uncompared(config, engine), engine
-            probes = reference.probes(card)
+            probes = random_batch(card, reference.lengths)
             parity = compare(vectors_of(engine, probes, card.row_dim), reference.vectors, probes.span, card.main_output)
         except ModelError:
             raise
@@ -441,7 +432,7 @@ class _Selector:
         self.report(f"measuring {name} and float32")
         times = self.measure({name: shorter[1], "float32": exact[1]}, self.config.card)
         log.info("%s", in_words(times))
-        selection, engine = shorter if is_worth_it(times, name) else exact
+        selection, engine = shorter if speed_of(times, name) >= WORTH else exact
         warnings = selection.warnings
         if selection.dtype != name and self.config.dtype != "auto":
             why = f"it is {speed_of(times, name):.2f} times as fast as float32 on this processor"

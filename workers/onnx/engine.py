@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from onnxruntime import InferenceSession
 
 from vecd.base.tasks import NoTasks, naming_limit
 from vecd.model.card import POSITIONS_AFTER_PADDING, ModelCard, ModelError, export_files, one_line
@@ -34,7 +35,7 @@ from vecd.workers.batch import (
 from vecd.workers.heads import Heads, SpladeHead
 from vecd.workers.machine import available_mb
 from vecd.workers.onnx.heads import LeanOperations, load_heads
-from vecd.workers.onnx.session import LeanForward, session_of, session_options
+from vecd.workers.onnx.session import LeanForward, session_options
 
 # Runs a model's own ONNX export in ONNX Runtime, for a folder that has no other weights.
 #
@@ -84,7 +85,7 @@ class ExportForward:
         _, *names = self._files
         options.add_external_initializers_from_files_in_memory(names, others, [each.nbytes for each in others])
         try:
-            session = session_of(graph.tobytes(), options)
+            session = InferenceSession(graph.tobytes(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the library's errors have no other base
             raise ModelError(f"{self._path}: ONNX Runtime cannot load it: {one_line(error)}") from None
         self._session = session
@@ -274,9 +275,6 @@ class LeanEngine(Engine):
     def _compute(self, batch: PackedBatch, rows: Rows) -> Finish:
         forward, heads = self._leased or self._own
         for layout in passes(arrange(batch), TOKENS_OF_A_PASS):
-            write_outputs(rows, layout, partial(_rows_of, heads, forward(layout), layout))
+            hidden = forward(layout)
+            write_outputs(rows, layout, lambda output: heads[output](hidden, layout))  # noqa: B023
         return COMPLETE
-
-
-def _rows_of(heads: Heads[Floats], hidden: Floats, layout: Layout, output: Output) -> Floats:
-    return heads[output](hidden, layout)

@@ -100,12 +100,7 @@ def session_with(
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", PLACEHOLDER[0])
     for name, value in weights.items():
         options.add_initializer(name, value)
-    return session_of(content, options)
-
-
-def session_of(model: bytes, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    """`model`: the content of an ONNX file. Raises what the library raises."""
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def session_options(num_threads: int) -> onnxruntime.SessionOptions:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vecd.workers.arrays import StoredTensors
 
-_TYPES = {
+TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool
@@ -24,8 +24,8 @@ class Tensors(StoredTensors, Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         file, tensor = self._places[name]
         if not tensor.nbytes:
-            return torch.empty(tensor.shape, dtype=_TYPES[tensor.kind])
-        return torch.from_numpy(file.read(tensor.begin, tensor.nbytes)).view(_TYPES[tensor.kind]).reshape(tensor.shape)
+            return torch.empty(tensor.shape, dtype=TYPES[tensor.kind])
+        return torch.from_numpy(file.read(tensor.begin, tensor.nbytes)).view(TYPES[tensor.kind]).reshape(tensor.shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._places[name][1].shape
@@ -35,7 +35,7 @@ class Tensors(StoredTensors, Mapping[str, Tensor]):
         file, tensor = self._places[name]
         size = tensor.nbytes // tensor.shape[0]
         read = (torch.from_numpy(file.read(tensor.begin + row * size, size)) for row in rows)
-        return torch.stack([row.view(_TYPES[tensor.kind]) for row in read])
+        return torch.stack([row.view(TYPES[tensor.kind]) for row in read])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -77,12 +77,9 @@ class PrefixStates:
             keys, values = torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2)
         if self._is_kept:
             # Copies, because both may be views of what the whole batch has computed.
-            self.kept.append((_copy(keys), _copy(values)))
+            kept = [states.clone(memory_format=torch.contiguous_format) for states in (keys, values)]
+            self.kept.append((kept[0], kept[1]))
         return keys, values
-
-
-def _copy(states: Tensor) -> Tensor:
-    return states.clone(memory_format=torch.contiguous_format)
 
 
 def bytes_of(states: Sequence[KeysValues]) -> int:

@@ -73,7 +73,7 @@ class Accelerator(Device):
 
     def write(self, vectors: Tensor, order: Ints, rows: Rows) -> Finish:
         # Ordered on the device, so that one block is copied.
-        ordered = vectors.index_select(0, self._calls.upload(torch.from_numpy(inverse(order))))
+        ordered = vectors.index_select(0, self._calls.upload(torch.from_numpy(np.argsort(order))))
         target = rows[: order.size]
         if self._holds(target):
             return _Copied(self._calls.start_copy(torch.from_numpy(target), ordered))
@@ -91,7 +91,7 @@ class Accelerator(Device):
         return {**super().facts(), "gpu": self._calls.name()}
 
 
-class _Copied:
+class _Copied(Finish):
     def __init__(self, copied: torch.cuda.Event, staged: Tensor | None = None, rows: Rows | None = None) -> None:
         """`staged`: the copy's target, in place of `rows`."""
         self._copied, self._staged, self._rows = copied, staged, rows
@@ -106,13 +106,6 @@ class _Copied:
         self._copied.synchronize()
         if self._staged is not None and self._rows is not None:
             self._rows[:] = self._staged.numpy()
-
-
-def inverse(order: Ints) -> Ints:
-    """The permutation that undoes `order`: where each row of the batch is in the layout."""
-    places = np.empty_like(order)
-    places[order] = np.arange(order.size)
-    return places
 
 
 def span(slots: Sequence[Rows]) -> range:

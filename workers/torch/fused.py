@@ -123,49 +123,44 @@ class Layer:
         return self.up.times(x, self.gate(x, self.activation))
 
 
+@dataclass
 class FusedForward:
-    path = "fused"
+    embeddings: Embeddings
+    layers: list[Layer]
+    norm: Callable[[Tensor], Tensor]
+    """Of the last layer's hidden states."""
+    dtype: torch.dtype
+    has_first_tokens_only: bool
+    """It returns the states of each sequence's first token, [B, H]; most of the last layer need not be computed for the
+    others."""
+    num_padding_tokens: int = 0
+    path: str = "fused"
+    can_share: bool = False
 
-    def __init__(
-        self,
-        embeddings: Embeddings,
-        layers: list[Layer],
-        norm: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-        *,
-        has_first_tokens_only: bool = False,
-    ) -> None:
-        """`norm`: of the last layer's hidden states. `has_first_tokens_only`: it returns the states of each sequence's
-        first token, [B, H]; most of the last layer need not be computed for the others."""
-        self._has_first_tokens_only = has_first_tokens_only
-        self._embeddings = embeddings
-        self._layers = layers
-        self._norm = norm
-        self._dtype = dtype
-        self.num_padding_tokens = 0
-        self.can_share = all(layer.attention.can_share for layer in layers)
+    def __post_init__(self) -> None:
+        self.can_share = all(layer.attention.can_share for layer in self.layers)
 
     def __call__(self, layout: Layout, prefix: PrefixStates | None = None) -> Tensor:
         num_before = layout.prefix.size
         num_tokens = num_before + layout.token_ids.size
         num_computed = _rounded(num_tokens)
         self.num_padding_tokens += num_computed - num_tokens
-        x = self._embeddings(layout, num_computed, self._dtype)
-        *layers, last = self._layers
+        x = self.embeddings(layout, num_computed, self.dtype)
+        *layers, last = self.layers
         for layer in layers:
             x = layer(x, layout.runs, prefix)
-        if self._has_first_tokens_only:
+        if self.has_first_tokens_only:
             starts = _extended(num_before + layout.starts, _rounded(layout.starts.size))
-            return self._norm(last(x, layout.runs, prefix, starts)[: layout.starts.size])
-        return self._norm(last(x, layout.runs, prefix)[num_before:num_tokens])
+            return self.norm(last(x, layout.runs, prefix, starts)[: layout.starts.size])
+        return self.norm(last(x, layout.runs, prefix)[num_before:num_tokens])
 
     def warm(self, max_tokens: int, width: int) -> None:
         """Compile oneDNN's kernels for short texts before the first request. They depend only on shapes, so one layer
         is enough. 0.1 s for all-MiniLM-L6-v2."""
         with torch.inference_mode():
             for num_tokens in range(_STEP_OF_SHORT, _WARM_UP_TO + 1, _STEP_OF_SHORT):
-                x = torch.zeros(num_tokens, width, dtype=self._dtype)
-                self._layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
+                x = torch.zeros(num_tokens, width, dtype=self.dtype)
+                self.layers[0](x, [Run(start=0, count=1, length=min(num_tokens, max_tokens))])
 
 
 _STEP_OF_SHORT = 4
@@ -191,9 +186,7 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
         raise NotDescribed(f"there are no linear kernels for {dtype} here")
     try:
         weights = Tensors(card.weight_files)
-        forward = _Builder(
-            describe(card, weights), weights, dtype, card.max_tokens, has_segments=card.has_segments
-        ).build(has_first_tokens_only=card.reads_first_tokens_only)
+        forward = _Builder(card, describe(card, weights), weights, dtype).build()
         forward.warm(card.max_tokens, card.hidden_size)
         return forward
     except (OSError, ModelError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -202,20 +195,14 @@ def load_fused(card: ModelCard, dtype: str) -> FusedForward:
 
 
 class _Builder:
-    def __init__(
-        self, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str, max_tokens: int, *, has_segments: bool
-    ) -> None:
-        self._encoder = encoder
-        self._has_segments = has_segments
-        self._weights = weights
-        self._dtype = dtype
-        self._max_tokens = max_tokens
-        self._bias = self._distance_bias()
+    def __init__(self, card: ModelCard, encoder: EncoderSpec, weights: Mapping[str, Tensor], dtype: str) -> None:
+        self._card, self._encoder, self._weights, self._dtype = card, encoder, weights, dtype
         # Shared by the layers that have the same.
-        self._rotations = cache(partial(rotations, num_positions=max_tokens))
+        self._bias = self._distance_bias()
+        self._rotations = cache(partial(rotations, num_positions=card.max_tokens))
         self._windows = cache(partial(SlidingWindow, is_causal=encoder.is_causal))
 
-    def build(self, *, has_first_tokens_only: bool) -> FusedForward:
+    def build(self) -> FusedForward:
         """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
         encoder = self._encoder
         has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
@@ -225,7 +212,7 @@ class _Builder:
         between = type_between_layers(self._dtype)
         assert between is not None
         norm = self._norm(encoder.final_norm)
-        return FusedForward(self._embeddings(), layers, norm, between, has_first_tokens_only=has_first_tokens_only)
+        return FusedForward(self._embeddings(), layers, norm, between, self._card.reads_first_tokens_only)
 
     def _embeddings(self) -> Embeddings:
         encoder = self._encoder
@@ -234,7 +221,7 @@ class _Builder:
         if positions is not None and encoder.types is not None:
             types = self._weights[f"{encoder.types}.weight"][:2].float()
             positions = positions + types[0]
-            difference = types[1] - types[0] if self._has_segments and len(types) > 1 else None
+            difference = types[1] - types[0] if self._card.has_segments and len(types) > 1 else None
         return Embeddings(
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
@@ -283,7 +270,7 @@ class _Builder:
                 bias = torch.cat([paired(bias[:num_rotated], head_dim), bias[num_rotated:]])
             norm = self._head_norms(layer, num_heads, num_key_heads, head_dim)
             rotation = Rotation(self._rotations(layer.theta, head_dim), norm, self._encoder.epsilon)
-        hides = layer.window is not None and layer.window < self._max_tokens - 1
+        hides = layer.window is not None and layer.window < self._card.max_tokens - 1
         window = self._windows(layer.window) if hides else None
         attention = Attention(num_heads, num_key_heads, self._bias, rotation, self._encoder.is_causal, window)
         return make_linear(weight, bias, self._dtype), attention
@@ -300,7 +287,7 @@ class _Builder:
         if self._encoder.distance_bias is None:
             return None
         table = self._weights[f"{self._encoder.distance_bias}.weight"].float().numpy()
-        return torch.from_numpy(bias_of_distances(table, self._max_tokens))
+        return torch.from_numpy(bias_of_distances(table, self._card.max_tokens))
 
     def _linear(self, name: str) -> PrepackedLinear:
         return make_linear(self._rows((name,)), self._biases((name,)), self._dtype)

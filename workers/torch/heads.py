@@ -14,7 +14,7 @@ from vecd.model.steps import Step
 from vecd.shm.output import Output
 from vecd.workers import heads
 from vecd.workers.activations import Activation
-from vecd.workers.batch import Ints, Layout, outputs_in, places_of
+from vecd.workers.batch import Ints, Layout, places_of
 from vecd.workers.heads import Apply, Decoder, Heads, Operations
 from vecd.workers.torch.checkpoint import Tensors
 from vecd.workers.torch.device import to_device
@@ -32,7 +32,7 @@ def rows_of(layout: Layout, hidden: Tensor, made_by: Heads[Tensor], row_dim: int
     if layout.outputs is None:
         return made_by[Output.VECTORS](hidden, layout), layout.first_rows
     made, places = [], []
-    for output in outputs_in(layout.outputs):
+    for output in map(Output, np.unique(layout.outputs)):
         rows = made_by[output](hidden, layout)
         if output.spans_rows:
             rows = functional.pad(rows, (0, layout.span * row_dim - rows.shape[1])).reshape(-1, row_dim)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vecd.model.card import one_line
 from vecd.workers.activations import Activation
 
-# oneDNN's linear kernels inside torch: which of them this processor and this torch have, and the calls to them.
+# oneDNN's linear kernels inside torch.
 #
 # A version of torch may drop a private name or change what it does. So kernels are run on a small input before their
 # first use. If one is missing or gives a wrong result, that is reported once in the log, and none is used; the engine's
@@ -74,18 +74,15 @@ def _probe_float(kernels: FloatKernels, dtype: torch.dtype) -> bool:
     )
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 def type_between_layers(dtype: str) -> torch.dtype | None:
     """None if this processor, or this torch, has no kernels for `dtype`."""
-    between = DTYPES.get(dtype)
-    return between if between is not None and float_kernels(between) is not None else None
+    between: torch.dtype = getattr(torch, dtype)
+    return between if float_kernels(between) is not None else None
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, dtype: str) -> "PrepackedLinear":
     """Make a layer from weight [N, K] and bias [N] as stored. `type_between_layers(dtype)` must not be None."""
-    between = DTYPES[dtype]
+    between: torch.dtype = getattr(torch, dtype)
     kernels = float_kernels(between)
     assert kernels is not None, dtype
     bias = None if bias is None else bias.to(between, copy=True)

@@ -29,8 +29,6 @@ from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard, ModelError, one_line
 from vecd.model.files import stored_tensors
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # Their tokenizers give the tokens of one text different type ids, which the gateway does not send.
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
@@ -38,8 +36,8 @@ _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 def load_model(
     card: ModelCard, dtype: str, device: torch.device, classes: Mapping[Any, Any] | None = None
 ) -> PreTrainedModel:
-    """The model of `card`, in evaluation mode, its weights in `dtype` (a key of DTYPES) on `device`. `classes`: one of
-    transformers' mappings from the class of a configuration to that of a model with a head; None: with the head of a
+    """The model of `card`, in evaluation mode, its weights in `dtype`, a name of torch's, on `device`. `classes`: one
+    of transformers' mappings from the class of a configuration to that of a model with a head; None: with the head of a
     model for classification, and without that of any other. On a CPU the weights are copies, which no change of a file
     reaches. Raises ModelError, in one line, when the model cannot be loaded exactly as stored."""
     folder = card.weights_folder
@@ -83,7 +81,7 @@ def _load(folder: str, model_class: Any, config: PretrainedConfig, dtype: str) -
     model, loaded = model_class.from_pretrained(
         folder,
         config=config,
-        dtype=DTYPES[dtype],
+        dtype=getattr(torch, dtype),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

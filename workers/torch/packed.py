@@ -224,7 +224,8 @@ def packed_attention(
     _refuse_unsupported(query, key, arguments, dropout)
     rule = _rule_of(module, attention_mask, is_causal, arguments.get("sliding_window"))
     # The kernel for variable lengths takes no sequence with fewer keys than queries.
-    varlen = _varlen_for(query, value) if _pass.attends_to_all else None
+    suits = _pass.attends_to_all and suits_varlen(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
+    varlen = cuda.varlen_attention(query.device) if suits else None
     window = None if varlen is None else rule.window(_pass.runs[-1], query.device)
     if varlen is None or window is None:
         return _attend_by_runs(rule, query, key, value, scaling), None
@@ -281,9 +282,8 @@ def _attend_at_once(
     starts, longest = _pass.boundaries(query.device), _pass.runs[-1].length
     tokens = (_tokens_first(each) for each in (query, key, value))
     is_grouped = key.shape[1] != query.shape[1]
-    out: Tensor = varlen(
-        *tokens, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=is_grouped
-    )
+    arguments = {"scale": scaling, "window_size": window, "enable_gqa": is_grouped}
+    out: Tensor = varlen(*tokens, starts, starts, longest, longest, **arguments)
     return out[None]
 
 
@@ -291,12 +291,6 @@ def _tokens_first(tokens: Tensor) -> Tensor:
     """[1, heads, T, head dim] → [T, heads, head dim], a view if the last axis is contiguous, as the kernel asks."""
     swapped = tokens[0].transpose(0, 1)
     return swapped if swapped.stride(-1) == 1 else swapped.contiguous()
-
-
-def _varlen_for(query: Tensor, value: Tensor) -> cuda.VarlenAttention | None:
-    if not suits_varlen(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
-        return None
-    return cuda.varlen_attention(query.device)
 
 
 def suits_varlen(device_type: str, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:

@@ -49,7 +49,10 @@ class PaddedForward:
         self._may_pad = may_pad
         self.can_share = False
         if model.config._attn_implementation == PACKED_ATTENTION:
-            _restore_attention(model)
+            try:
+                model.set_attn_implementation("sdpa")
+            except ValueError:  # a family that has no SDPA
+                model.set_attn_implementation("eager")
             restore_linears(model)
         self._model = model
         self._device = device
@@ -121,10 +124,3 @@ def _takes_one_more(count: int, num_tokens: int, length: int, *, may_pad: bool) 
     padding = area - (num_tokens + length)
     allowed = _FREE_PADDING_TOKENS + num_tokens // 4 if may_pad else 0
     return area <= _MAX_TOKENS and padding <= allowed
-
-
-def _restore_attention(model: PreTrainedModel) -> None:
-    try:
-        model.set_attn_implementation("sdpa")
-    except ValueError:  # a family that has no SDPA
-        model.set_attn_implementation("eager")

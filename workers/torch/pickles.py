@@ -22,11 +22,9 @@ from torch import Tensor
 
 from vecd.model.files import ModelError, is_whole, one_line
 from vecd.shm.job import Report
+from vecd.workers.torch.checkpoint import TYPES
 
-_TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def work(report: Report, pickles: Mapping[str, Sequence[str]]) -> None:
@@ -86,7 +84,7 @@ def _why_refused(error: Exception) -> str:
 
 
 def _refuse_unusual(path: Path, name: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.dtype not in _TYPES:
+    if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
         raise ModelError(f"{path}: {name} is {tensor.dtype} ({tensor.layout}), which safetensors has no place for")
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # a stride of 0 makes a small file as large as one likes
         raise ModelError(f"{path}: {name} has {tensor.nbytes:,} bytes, and fewer are stored")
@@ -100,7 +98,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name in names:
         start, end = end, end + tensors[name].nbytes
         header[name] = {
-            "dtype": _TYPES[tensors[name].dtype],
+            "dtype": _NAMES[tensors[name].dtype],
             "shape": list(tensors[name].shape),
             "data_offsets": [start, end],
         }

@@ -48,11 +48,6 @@ class Forward(Protocol):
         """The last layer's hidden states, [T, H], in the layout's order, without those of a prefix."""
 
 
-def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4 … below `limit`, and `limit`. Not every number, because oneDNN compiles its kernels for each."""
-    return [*(1 << power for power in range((limit - 1).bit_length())), limit]
-
-
 class TransformerEngine(Engine):
     """Runs one model in one way. The model's settings belong to the last engine that was made from it."""
 
@@ -102,7 +97,8 @@ class TransformerEngine(Engine):
             self._thread_choices, self._num_threads = (num_threads,), num_threads
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
-        self._thread_choices = powers_of_two(max_threads)
+        # 1, 2, 4 …: not every number, because oneDNN compiles its kernels for each.
+        self._thread_choices = [*(1 << power for power in range((max_threads - 1).bit_length())), max_threads]
         return self._thread_choices
 
     def lease(self, num_threads: int) -> int:
@@ -142,8 +138,6 @@ class TransformerEngine(Engine):
 
 
 # Builds an engine that needs torch by the name of its path.
-#
-# Compares nothing.
 
 Load = Callable[[str], "PreTrainedModel"]
 """Gives the transformers model in a dtype."""

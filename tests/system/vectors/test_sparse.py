@@ -95,7 +95,8 @@ def test_a_text_has_the_same_weights_alone_and_in_company(
     """Also where the slices of the vocabulary are others: their size follows the number of tokens."""
     if path == "fused":
         skip_without("float32")
-    monkeypatch.setattr(heads, "FLOATS_OF_A_SLICE", 20 * heads.WORDS_OF_A_SLICE)
+    monkeypatch.setattr(heads, "WORDS_OF_A_SLICE", 50)
+    monkeypatch.setattr(heads, "FLOATS_OF_A_SLICE", 20 * 50)
     folder = splade("bert", pooling)
     config, engine, batch = sparse_config(folder), sparse_engine(folder, path), random_batch(LENGTHS)
     together = weights_of(engine, config, batch)

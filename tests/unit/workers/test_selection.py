@@ -28,7 +28,7 @@ from vecd.workers.config import WorkerConfig
 from vecd.workers.load import expected_path, load_engine
 from vecd.workers.machine import Processor
 from vecd.workers.parity import Parity
-from vecd.workers.select import Times, check_order, in_words, is_worth_it, remember, select, speed_of, take_times
+from vecd.workers.select import WORTH, Times, check_order, in_words, remember, select, speed_of, take_times
 from vecd.workers.torch.padded import rectangles
 
 
@@ -198,7 +198,7 @@ def test_every_class_is_measured(checkpoint: Checkpoints) -> None:
     times, _ = take(checkpoint("bert"), float32=1e-4, bfloat16=2e-5)
     assert list(times) == ["1 x 12", "1 x 64", "8 x 59", "16 mixed"]
     assert speed_of(times, "bfloat16") > 2
-    assert is_worth_it(times, "bfloat16")
+    assert speed_of(times, "bfloat16") >= WORTH
 
 
 def test_a_slow_model_is_measured_with_short_texts_alone(checkpoint: Checkpoints) -> None:
@@ -211,7 +211,7 @@ def test_a_slow_model_is_measured_with_short_texts_alone(checkpoint: Checkpoints
 
 @pytest.mark.parametrize(("shorter_ms", "is_worth"), [(9.2, False), (9.0, True), (11.0, False)])
 def test_a_format_has_to_be_worth_its_loss(shorter_ms: float, is_worth: bool) -> None:
-    assert is_worth_it({"1 x 12": {"bfloat16": shorter_ms, "float32": 10.0}}, "bfloat16") is is_worth
+    assert (speed_of({"1 x 12": {"bfloat16": shorter_ms, "float32": 10.0}}, "bfloat16") >= WORTH) is is_worth
 
 
 def test_one_class_does_not_outvote_the_others() -> None:
@@ -220,7 +220,7 @@ def test_one_class_does_not_outvote_the_others() -> None:
         "b": {"bfloat16": 1.0, "float32": 2.0},
         "c": {"bfloat16": 2.0, "float32": 1.0},
     }
-    assert is_worth_it(times, "bfloat16")
+    assert speed_of(times, "bfloat16") >= WORTH
     assert speed_of(times, "bfloat16") == pytest.approx(2 ** (1 / 3))
     assert in_words(times) == (
         "bfloat16 is 1.26 times as fast as float32 "

@@ -208,7 +208,7 @@ class Accelerated(DummyEngine):
     def __init__(self) -> None:
         super().__init__(CARD)
         self.sockets: list[Any] = []
-        self.journal: list[tuple[str, int]] = []
+        self.journal: list[Any] = []
         self.while_beginning: dict[int, Callable[[], Any]] = {}
         self.errors: dict[tuple[str, int], Exception] = {}
         self.is_fast = False
@@ -229,7 +229,7 @@ class Accelerated(DummyEngine):
         return Copying(self, batch, rows)
 
 
-class Copying:
+class Copying(Finish):
     def __init__(self, engine: Accelerated, batch: PackedBatch, rows: Rows) -> None:
         self._engine, self._batch, self._rows = engine, batch, rows
 

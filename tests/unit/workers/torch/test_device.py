@@ -15,7 +15,7 @@ from vecd.shm.arena import ArenaSpec, create_arena
 from vecd.shm.views import Rows, map_arena
 from vecd.workers.batch import COMPLETE
 from vecd.workers.torch import cuda
-from vecd.workers.torch.device import Accelerator, Device, inverse, span, to_device
+from vecd.workers.torch.device import Accelerator, Device, span, to_device
 
 DIM = 6
 SPEC = ArenaSpec(num_slots=2, rows_per_slot=5, dim=DIM)
@@ -139,9 +139,7 @@ def test_a_lost_device_is_told_by_the_call_and_not_by_the_question() -> None:
         finish()
 
 
-def test_inverse_and_span() -> None:
-    order = np.array([3, 0, 2, 1])
-    assert order[inverse(order)].tolist() == [0, 1, 2, 3]
+def test_span() -> None:
     memory = np.zeros((3, 4), dtype=np.float32)
     assert len(span([memory[1], memory[2]])) == 32
     assert span([memory[1]]).start == memory.ctypes.data + 16
