@@ -388,6 +388,8 @@ class Share:
 
     def keep(self, num: int) -> None:
         """As `take`, without a look at the limits."""
+        if num == self.num:
+            return
         self._room.num += num - self.num
         self._room.num_of[self._tenant] += num - self.num
         self.num = num
