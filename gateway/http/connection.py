@@ -82,7 +82,7 @@ class Timeouts:
     sweep_s: float = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Host:
     """What connections use of their server, `vecd.gateway.http.listeners.Server`, and what they count there."""
 

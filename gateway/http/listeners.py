@@ -155,7 +155,7 @@ class _Listener:
     keeps_listening: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Server(Host):
     """All connections of one gateway, to its public listener and its admin listener, if it has one."""
 
