@@ -20,9 +20,9 @@ import orjson
 
 from vecd.base.flags import Command, TlsOptions, flag, parse
 from vecd.base.programs import not_installed
-from vecd.base.target import Target
+from vecd.client.aio import AsyncClient
 from vecd.client.exchanges import VecdError
-from vecd.client.top.figures import History, fetch_stats, is_final, make_client
+from vecd.client.top.figures import History, fetch_stats, is_final
 
 _INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3600.0)
 _SIGNALS = {
@@ -34,6 +34,8 @@ _KEYS = {"Q": "q", "\x04": "q", "P": "p", " ": "p", "=": "+", "_": "-"}
 """By another way to type it, a key."""
 _MAX_KEYS = 64
 _FILE_COLUMNS = 120
+_TIMEOUT_S = 5.0
+"""A supervisor replaces a gateway that hangs this long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class TopOptions(TlsOptions):
     json: bool = flag(False, "print one JSON object for each interval instead")
 
     def __post_init__(self) -> None:
-        make_client(self.target, self.api_key)  # whether the key can be sent
+        _ = self.client  # whether the key can be sent
         if self.json:
             return
         if importlib.util.find_spec("rich") is None:
@@ -68,8 +70,9 @@ class TopOptions(TlsOptions):
             raise ValueError("standard output is not a terminal that can be drawn on: use --once or --json")
 
     @cached_property
-    def target(self) -> Target:
-        return self.read_target(self.url)
+    def client(self) -> AsyncClient:
+        target = self.read_target(self.url)
+        return AsyncClient.of_command(target, "vecd-top", api_key=self.api_key, retry_for=0, timeout=_TIMEOUT_S)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,11 +100,11 @@ def main(argv: Sequence[str]) -> int:
 
 async def _write(options: TopOptions) -> None:
     """Without a terminal. Raises VecdError."""
-    history, client = History(), make_client(options.target, options.api_key)
+    history = History()
     while True:
-        line: dict[str, Any] = {"target": str(options.target), "error": None}
+        line: dict[str, Any] = {"target": str(options.client.target), "error": None}
         try:
-            line |= history.add(await fetch_stats(client))
+            line |= history.add(await fetch_stats(options.client))
         except VecdError as error:
             if options.once or is_final(error):
                 raise
@@ -133,11 +136,11 @@ class Watch:
     def __init__(self, options: TopOptions) -> None:
         from vecd.client.top.view import Scene
 
-        self._client = make_client(options.target, options.api_key)
+        self._client = options.client
         self._history = History()
         self._keyboard = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
         self._scene = Scene(
-            target=str(options.target), interval_s=options.interval, has_keys=self._keyboard is not None
+            target=str(self._client.target), interval_s=options.interval, has_keys=self._keyboard is not None
         )
         self._events: asyncio.Queue[str | VecdError] = asyncio.Queue()
         """Keys, the names of what else there is to draw or to do, and what ends it."""

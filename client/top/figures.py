@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from vecd.base.target import Target
 from vecd.client.aio import AsyncClient
 from vecd.client.exchanges import Piece, Reaction, Timeout, VecdError
 
@@ -238,18 +237,11 @@ def is_same_life(before: Stats, now: Stats) -> bool:
 
 # --- from the server -------------------------------------------------------------------------------------------
 
-_TIMEOUT_S = 5.0
-"""A supervisor replaces a gateway that hangs this long."""
 _HINTS = {
     401: "; --api-key, or VECD_API_KEY, is for one that has the scope metrics",
     404: "; where --admin-port or --admin-uds are set, the figures are there, and servers older than this have none",
 }
 """By status, what is added to the server's message."""
-
-
-def make_client(target: Target, api_key: str | None) -> AsyncClient:
-    """Raises ValueError when the key cannot be sent."""
-    return AsyncClient.of_command(target, "vecd-top", api_key=api_key, retry_for=0, timeout=_TIMEOUT_S)
 
 
 async def fetch_stats(client: AsyncClient) -> Stats:
