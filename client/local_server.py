@@ -308,26 +308,26 @@ class _Shared:
     def path(self, suffix: str) -> Path:
         return self._folder / f"{self._key}.{suffix}"
 
-    def _has(self, suffix: str, fd: int) -> bool:
-        """Whether the file is still the one that `fd` has open."""
+    def _has_lock(self, fd: int) -> bool:
+        """Whether KEY.lock is still the file that `fd` has open."""
         try:
-            return os.path.samestat(os.fstat(fd), os.stat(self.path(suffix)))
+            return os.path.samestat(os.fstat(fd), os.stat(self.path("lock")))
         except OSError:
             return False
 
-    def _remove(self) -> None:
-        """To be called by one that holds both locks alone."""
-        for suffix in ("sock", "log", "keeper", "lock"):
-            self.path(suffix).unlink(missing_ok=True)
+    def _remove(self, lock_fd: int) -> None:
+        """Remove the files, if `lock_fd` can be the only one that locks KEY.lock. For one that holds KEY.keeper."""
+        if _try_lock(lock_fd, fcntl.LOCK_EX) and self._has_lock(lock_fd):
+            for suffix in ("sock", "log", "keeper", "lock"):
+                self.path(suffix).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go. Side effects: removes the files if there is neither a keeper nor another caller."""
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):  # what is left in a folder that is gone harms no program
-            if self._has("lock", self._fd) and (keeper_fd := self._look()[0]) is not None:
-                if _try_lock(self._fd, fcntl.LOCK_EX) and self._has("lock", self._fd):
-                    self._remove()
+            if self._has_lock(self._fd) and (keeper_fd := self._look()[0]) is not None:
+                self._remove(self._fd)
                 os.close(keeper_fd)
         os.close(self._fd)
 
@@ -355,7 +355,7 @@ class _Shared:
     def why_gone(self) -> str | None:
         """Why no server will come back, or None. Side effects: starts another one if there is none."""
         lock = self.path("lock")
-        if not self._has("lock", self._fd):  # no keeper would see this caller
+        if not self._has_lock(self._fd):  # no keeper would see this caller
             return f"{lock} was removed while the shared server was in use; the same command again starts another"
         try:
             keeper_fd, state = self._look()
@@ -375,7 +375,7 @@ class _Shared:
     def _join(self) -> bool:
         """Take a share of the lock of callers; False if a keeper has it, or has just removed the file."""
         fd = _open(self.path("lock"))
-        if _try_lock(fd, fcntl.LOCK_SH) and self._has("lock", fd):
+        if _try_lock(fd, fcntl.LOCK_SH) and self._has_lock(fd):
             self._fd = fd
             return True
         os.close(fd)
@@ -443,13 +443,11 @@ class _Shared:
                 fcntl.flock(callers_fd, fcntl.LOCK_UN)
             else:  # a caller that comes now waits until the lock's file is gone
                 _stop(server, _STOP_S)
-                if self._has("lock", callers_fd):
-                    self._remove()
+                self._remove(callers_fd)
                 return
             time.sleep(_POLL_S)
         os.pwrite(lock_fd, _ENDED if is_ready else _FAILED, 0)
-        if _try_lock(callers_fd, fcntl.LOCK_EX) and self._has("lock", callers_fd):
-            self._remove()
+        self._remove(callers_fd)
 
 
 def main(kind: str, *words: str) -> int:

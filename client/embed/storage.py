@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -98,7 +99,7 @@ def expand(path: str) -> list[Found]:
         if is_remote(path):
             if base_of(path).endswith("://") and is_glob(path) and _scheme(path) in _OBJECT_STORES:
                 raise EmbedError(f"{shown(path)}: a glob cannot stand for a bucket")
-            base, names = _attempt(path, lambda fs, root, moved: _list_remote(path, fs, root, moved), final=EmbedError)
+            base, names = _attempt(path, partial(_list_remote, path), final=EmbedError)
         else:
             base, names = _list_local(path)
     except OSError as error:

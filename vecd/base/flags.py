@@ -307,9 +307,9 @@ def parse(kind: type[_T], argv: Sequence[str], command: Command, **extra: Any) -
         known = [flag_name(name, rules) for name, (_, rules) in values.flags.items()]
         hints = f"{flag_hints(unknown, known)}{command.hint}"
         values.problems.append(f"unrecognized arguments: {' '.join(unknown)}{hints}")
-    variables = {name: rules.variable for name, (_, rules) in values.flags.items() if rules.variable}
     values.add(
-        {name: os.environ[each] for name, each in variables.items() if os.environ.get(each)}, variables.__getitem__
+        {name: value for name, (_, rules) in values.flags.items() if (value := os.environ.get(rules.variable))},
+        lambda name: values.flags[name][1].variable,
     )
     found = values.read()
     if not values.problems:
