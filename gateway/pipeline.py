@@ -6,15 +6,14 @@ that are waiting on it. Each generation has one. Knows no HTTP, no dialect, no s
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from vecd.gateway.api.operation import ParsedDecode, ParsedMessages, ParsedTokenize
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
@@ -30,36 +29,29 @@ from vecd.gateway.errors import (
     TooManyRequests,
     TooManyTokens,
 )
+from vecd.gateway.inspection import Inspection, unless_over
 from vecd.gateway.request import (
     Embedded,
     EmbedRequest,
-    InputReport,
     Inputs,
     Ints,
-    Overflow,
     Pair,
     Priority,
     RequestTimeline,
     Role,
     TokenizedInput,
-    Tokenizing,
 )
-from vecd.gateway.scheduling.admission import Admission, Deadlines, Permit, Share, TenantRoom
+from vecd.gateway.scheduling.admission import Admission, Deadlines, Permit, TenantRoom
 from vecd.gateway.scheduling.keys import Principal
 from vecd.gateway.scheduling.policy import BatchingPolicy
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.gateway.telemetry.measures import SharedMetrics
-from vecd.gateway.tokenization.chat_process import ChatProcess
-from vecd.gateway.tokenization.tokenize_api import MAX_SIZE, most_of_one_caller, size_of
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
 
 T = TypeVar("T")
 
-_SIZE_OF_RENDERING = 16 * 1024
-"""What conversations count besides their length, in characters: 16 requests of one caller may wait for the chat
-template, because each may take a second."""
 FLOATS_PER_TURN = 32 * 1024
 """Of known rows, in one turn of the event loop: 85 rows of 384 take 0.6 ms, and 1.4 ms more as JSON numbers."""
 _FLOATS_OF_A_QUERY = 1024
@@ -90,10 +82,13 @@ class Pipeline:
         self.encoder = Encoder(config.card, config.ranges, self.tokenizer)
         self._max_priority = Priority[config.max_priority.upper()]
         self.pending: set[Result] = set()
-        self._inspected: set[Result] = set()
-        self.tokenizer_room = TenantRoom(MAX_SIZE, "Texts and ids of {} characters are with the tokenizer")
-        self.chat = None if config.chat_template is None else ChatProcess(config.chat_template)
-        self.token_room = TenantRoom(MAX_RUNNING_TOKEN_FLOATS, "One vector for each token: {} numbers are being made")
+        self.inspection = Inspection(config, self.tokenizer, self.shared_metrics, self.dispatcher.why_unavailable)
+        self._note_refused = partial(self.shared_metrics.add, Counter.REFUSED)
+        self.token_room = TenantRoom(
+            MAX_RUNNING_TOKEN_FLOATS,
+            "One vector for each token: {} numbers are being made",
+            on_refused=self._note_refused,
+        )
         self.deadlines = Deadlines(self._expire)
         self.span = span_of(config.card)
         floats_of_each = config.card.dim if self.query_weights is None else _FLOATS_OF_A_QUERY
@@ -106,8 +101,7 @@ class Pipeline:
         self._make_end = make_error
         self.fail_all(make_error)
         self.residence.end(make_error)
-        for pending in list(self._inspected):
-            pending.fail(make_error())
+        self.inspection.end(make_error)
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
         """Fail every request that waits for rows, each with an error of its own."""
@@ -117,10 +111,9 @@ class Pipeline:
     def _expire(self, pending: Result) -> None:
         if not pending.is_over:
             self.shared_metrics.add(Counter.EXPIRED)
-            waits_for_load = self.residence.is_awaited and pending in self.pending
-            pending.fail(
-                self.residence.late_error() if waits_for_load else DeadlinePassed(self.dispatcher.why_unavailable())
-            )
+            residence = self.residence
+            late = residence.late_error() if residence.is_awaited else DeadlinePassed(self.dispatcher.why_unavailable())
+            pending.fail(late)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 
@@ -136,7 +129,7 @@ class Pipeline:
         try:
             return await self.admission.enter(num_estimated, priority, deadline, principal.tenant)
         except TooManyRequests:
-            self.shared_metrics.add(Counter.REFUSED)
+            self._note_refused()
             raise
 
     async def run(
@@ -155,7 +148,8 @@ class Pipeline:
             principal.reserve(num_estimated) as reservation,
             await self.admit(request, num_estimated, timeline.arrived_at, principal) as permit,
         ):
-            self._raise_if_ended()
+            if self._make_end is not None:
+                raise self._make_end()
             self.dispatcher.raise_if_broken()  # it may have been found out while this request waited for admission
             if self.residence.is_awaited:
                 self.residence.let_wait(self.admission.num_requests - 1, permit.deadline)
@@ -171,15 +165,15 @@ class Pipeline:
                 num_held_bytes = result.num_chars or permit.num_tokens * _BYTES_OF_AN_ID
                 if take_room is not None and (waiting := take_room(num_bytes, num_held_bytes)) is not None:
                     permit.note_queued()  # it waits for a client that reads, not for a worker: others must not count it
-                    await _unless_over(result, waiting)
+                    await unless_over(result.finished, waiting)
                 tokenized = self.tokenizer.tokenize_now(request.inputs, request.tokenizing)
                 if tokenized is None:
-                    await _unless_over(result, queueing.tokenize())
+                    await unless_over(result.finished, queueing.tokenize())
                 else:
                     rest = queueing.begin(tokenized)
                     permit.note_queued()  # the estimate no longer counts
                     if rest:
-                        await _unless_over(result, queueing.queue_in_turns(rest))
+                        await unless_over(result.finished, queueing.queue_in_turns(rest))
                 request.inputs.clear()  # frees up to megabytes before the response is there
                 tokenized_at = timeline.tokenized_at = time.monotonic()
                 reservation.settle(result.num_tokens)
@@ -196,70 +190,6 @@ class Pipeline:
             timeline.done_at = max(queue.last_done_at, sent_at)
             result.durations = partial(timeline.durations, time.monotonic())
             return result
-
-    def _raise_if_ended(self) -> None:
-        if self._make_end is not None:
-            raise self._make_end()
-
-    # --- requests of the tokenizer alone --------------------------------------------------------------------
-
-    async def describe(self, parsed: ParsedTokenize, deadline: float, principal: Principal) -> None:
-        """Give the tokens of texts to `parsed.collector`. Raises as `embed`, and TooManyRequests while there are too
-        many such requests."""
-        size = size_of(parsed.texts, parsed.prompt)
-        how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
-        num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
-        with principal.reserve(num_estimated) as reservation, self._inspecting(size, principal):
-            steps = self.tokenizer.api.describe_steps(
-                parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
-            )
-            next(steps)  # which checks
-            reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not
-            tokenizing = self.tokenizer.threads.run(steps, principal.tenant)
-            reservation.settle(await self._unless_late(tokenizing, deadline))
-
-    async def decode(self, parsed: ParsedDecode, deadline: float, principal: Principal) -> list[str]:
-        """The texts of lists of token ids. Raises as `describe`."""
-        num_ids = sum(map(len, parsed.lists))
-        with principal.reserve(num_ids) as reservation, self._inspecting(size_of(parsed.lists), principal):
-            steps = self.tokenizer.api.decode_steps(parsed.lists, parsed.skip_special_tokens)
-            next(steps)
-            reservation.note_sent(num_ids)
-            return await self._unless_late(self.tokenizer.threads.run(steps, principal.tenant), deadline)
-
-    async def render(self, parsed: ParsedMessages, deadline: float, principal: Principal) -> list[str]:
-        """The texts that the model's chat template makes of conversations. Raises as `describe`."""
-        assert self.chat is not None
-        with self._inspecting(_SIZE_OF_RENDERING + len(parsed.payload), principal):
-            return await self._unless_late(self.chat.render(parsed.payload), deadline)
-
-    @contextmanager
-    def _inspecting(self, size: int, principal: Principal) -> Iterator[None]:
-        """Reserve room for a request that needs the tokenizer alone, and so no permit."""
-        self._raise_if_ended()
-        with self.tokenizer_room.share(principal.tenant) as share:
-            self.take(share, size, most_of_one_caller(size))
-            yield
-
-    def take(self, share: Share, num: int, most: int | None = None) -> None:
-        """As `Share.take`. Side effect: a refusal is counted."""
-        try:
-            share.take(num, most)
-        except TooManyRequests:
-            self.shared_metrics.add(Counter.REFUSED)
-            raise
-
-    async def _unless_late(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
-        """The result of `work`, which is cancelled at the deadline. Raises DeadlinePassed."""
-        pending = Result(1, (), asyncio.get_running_loop())
-        self._inspected.add(pending)
-        tick = self.deadlines.set(pending, deadline)
-        try:
-            return await _unless_over(pending, work)
-        finally:
-            self.deadlines.drop(pending, tick)
-            self._inspected.discard(pending)
-            pending.abandon()
 
 
 def deadline_of(config: GatewayConfig, timeout_s: float | None, arrived_at: float) -> float:
@@ -283,6 +213,7 @@ class _Queueing:
         makes = pipeline.encoder.makes(request, token_ids, self.share.keep)
         self._make = makes[0]
         self.result = Result(len(request.inputs), makes, asyncio.get_running_loop())
+        self.result.are_normalized = request.normalize or request.output.is_normalized_by(pipeline.config.card)
         self.result.token_ids, self.result.num_chars = token_ids, _num_chars(request.inputs)
         self.queue = permit.request_queue = RequestQueue(self.result, permit.priority, permit.deadline, tenant)
         self._cache = pipeline.vector_cache if self._output.is_plain else None
@@ -305,8 +236,14 @@ class _Queueing:
                 await self.queue_in_turns(rest)
 
     def begin(self, tokenized: list[TokenizedInput]) -> list[TokenizedInput]:
-        """Count the next inputs, and queue the first of them. Returns the others, for the next turns."""
-        self._count(tokenized)
+        """Count the next inputs, and queue the first of them. Returns the others, for the next turns. Raises
+        TooManyTokens."""
+        result, most = self.result, self._pipeline.config.max_request_tokens
+        result.count(self._num_queued, tokenized, wants_report=self._request.wants_report)
+        if most is not None and result.num_tokens > most:
+            least = "" if self._num_queued + len(tokenized) == len(self._request.inputs) else "at least "
+            message = f"Requested {least}{result.num_tokens} tokens, max {most} tokens per request"
+            raise TooManyTokens(message, param="input")
         self._queue(tokenized[: self._max_per_turn])
         return tokenized[self._max_per_turn :]
 
@@ -314,27 +251,6 @@ class _Queueing:
         for at in range(0, len(tokenized), self._max_per_turn):
             await asyncio.sleep(0)
             self._queue(tokenized[at : at + self._max_per_turn])
-
-    def _count(self, tokenized: list[TokenizedInput]) -> None:
-        """Raises TooManyTokens."""
-        result, request = self.result, self._request
-        for index, (_, num, is_truncated, source, chunks, _, offsets) in enumerate(tokenized, self._num_queued):
-            result.num_tokens += num
-            if offsets is not None:
-                result.offsets.append(offsets)
-            result.num_truncated += is_truncated
-            if chunks:
-                result.num_chunked += 1
-                is_normalized = request.normalize or request.output.is_normalized_by(self._pipeline.config.card)
-                result.expect_chunks(index, len(chunks), is_normalized=is_normalized)
-            result.sources.add(source)
-            if request.wants_report:
-                result.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
-        most = self._pipeline.config.max_request_tokens
-        if most is not None and result.num_tokens > most:
-            least = "" if self._num_queued + len(tokenized) == len(request.inputs) else "at least "
-            message = f"Requested {least}{result.num_tokens} tokens, max {most} tokens per request"
-            raise TooManyTokens(message, param="input")
 
     def _queue(self, tokenized: list[TokenizedInput]) -> None:
         """Queue the sequences of the next inputs, or deliver their rows where these are known. Raises BadRequest for
@@ -344,7 +260,7 @@ class _Queueing:
         self._num_queued += len(tokenized)
         if output.is_per_token:
             self._check_whole(start, tokenized, pipeline.config.arena.rows_per_slot)
-            pipeline.take(self.share, self.share.num + self._make.expect(start, tokenized))
+            self.share.take(self.share.num + self._make.expect(start, tokenized))
         elif self.result.num_chunked and not output.is_plain:
             self._check_whole(start, tokenized, pipeline.config.max_tokens)
         sequences = [
@@ -381,15 +297,3 @@ def _num_chars(inputs: Inputs) -> int:
     if isinstance(inputs[0], Pair):
         return sum(len(query) + len(document) for query, document in inputs)
     return 0
-
-
-async def _unless_over(pending: Result, queueing: Awaitable[T]) -> T:
-    """The result of `queueing`. If the request is over before, `queueing` is cancelled. Raises the reason."""
-    task = asyncio.ensure_future(queueing)
-    try:
-        await asyncio.wait((task, pending.finished), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            await pending.finished
-        return await task
-    finally:
-        task.cancel()

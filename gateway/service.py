@@ -133,8 +133,7 @@ class Service:
 
     def stop(self) -> None:
         self.dispatcher.stop()
-        if self.pipeline.chat is not None:
-            self.pipeline.chat.close()
+        self.pipeline.inspection.stop()
 
 
 def read_tokenizer(config: GatewayConfig) -> Tokenizer:

@@ -604,16 +604,16 @@ class App:
 
 async def _reduced(work: Work, service: Service, http: HttpRequest, principal: Principal) -> ParsedEmbed | Response:
     """What is left of `work` once all that is not an embedding has been done."""
-    pipeline = service.pipeline
+    inspection = service.pipeline.inspection
     match work:
         case ParsedMessages():
-            further = work.proceed(await pipeline.render(work, service.deadline_of(http), principal))
+            further = work.proceed(await inspection.render(work, service.deadline_of(http), principal))
             return await _reduced(further, service, http, principal)
         case ParsedTokenize():
-            await pipeline.describe(work, service.deadline_of(http), principal)
+            await inspection.describe(work, service.deadline_of(http), principal)
             return work.render()
         case ParsedDecode():
-            return work.render(await pipeline.decode(work, service.deadline_of(http), principal))
+            return work.render(await inspection.decode(work, service.deadline_of(http), principal))
         case ParsedStay():
             if work.work is not None or not (work.loads and service.residence.is_awaited):
                 return work.work or work.render(0)

@@ -53,7 +53,18 @@ from vecd.gateway.encoding.labels import TOKENS_PER_STEP
 from vecd.gateway.encoding.sparse import SparseRows
 from vecd.gateway.encoding.streams import DroppedTokens, Hybrid, LateChunkRows, MaxSimRows, Tokens, Whole
 from vecd.gateway.errors import ApiError, ServerError
-from vecd.gateway.request import Dtype, Embedded, EmbedRequest, Encoding, FloatRows, Form, Ints, Make
+from vecd.gateway.request import (
+    Dtype,
+    Embedded,
+    EmbedRequest,
+    Encoding,
+    FloatRows,
+    Form,
+    InputReport,
+    Ints,
+    Make,
+    TokenizedInput,
+)
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.model.card import ModelCard
 from vecd.model.steps import TokenHead
@@ -72,13 +83,14 @@ _BYTES_OF_A_FLOAT, _BYTES_OF_4 = 13, 6
 class Result(Embedded):
     """`finished` resolves when every row has come, or raises the ApiError of the first failure."""
 
-    __slots__ = ("_makes", "_means", "finished", "num_missing")
+    __slots__ = ("_makes", "_means", "are_normalized", "finished", "num_missing")
 
     def __init__(self, num_inputs: int, makes: Sequence[Make], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(tuple([make.made for make in makes]))
         self.finished: asyncio.Future[None] = loop.create_future()
         self.num_missing = num_inputs
         """Inputs whose rows have not all come."""
+        self.are_normalized = False
         self._makes = makes
         self._means: dict[int, _Mean] = {}
         """By input, of those that have chunks."""
@@ -109,10 +121,20 @@ class Result(Embedded):
             if self.num_missing == 0:
                 self.finished.set_result(None)
 
-    def expect_chunks(self, index: int, num_chunks: int, *, is_normalized: bool) -> None:
-        """Input `index` has a row once those of all of its chunks have come: their mean, brought to length 1 if
-        `is_normalized`."""
-        self._means[index] = _Mean(num_chunks, is_normalized=is_normalized)
+    def count(self, start: int, tokenized: list[TokenizedInput], *, wants_report: bool) -> None:
+        """Count the inputs from `start` on, before their rows come. One that is in chunks has a row once those of all
+        of its chunks have come: their mean, brought to length 1 where the request's vectors are."""
+        for index, (_, num, is_truncated, source, chunks, _, offsets) in enumerate(tokenized, start):
+            self.num_tokens += num
+            if offsets is not None:
+                self.offsets.append(offsets)
+            self.num_truncated += is_truncated
+            if chunks:
+                self.num_chunked += 1
+                self._means[index] = _Mean(len(chunks), is_normalized=self.are_normalized)
+            self.sources.add(source)
+            if wants_report:
+                self.reports.append(InputReport(num, is_truncated, max(1, len(chunks)), source))
 
     def put_chunk(self, index: int, row: FloatRows, weight: int) -> None:
         """Take the row (float32 [D], borrowed) of a chunk of input `index`."""

@@ -350,11 +350,14 @@ class Deadlines(Generic[T]):
 
 
 class TenantRoom:
-    def __init__(self, total: int, what: str, per_s: float = math.inf) -> None:
+    def __init__(
+        self, total: int, what: str, per_s: float = math.inf, on_refused: Callable[[], None] = lambda: None
+    ) -> None:
         """`what`: begins the message of a refusal, with `{}` for what is held. `per_s`: how fast it is given back."""
         self.total = total
         self.what = what
         self.per_s = per_s
+        self.on_refused = on_refused
         self.num = 0
         self.num_of: Counter[str] = Counter()
         """By tenant, without those that hold nothing."""
@@ -379,6 +382,7 @@ class Share:
         most = room.total // 2 if most is None else most
         others, own = room.num - self.num, room.num_of[self._tenant] - self.num
         if (others and others + num > room.total) or (self._tenant and own and own + num > most):
+            room.on_refused()
             raise TooManyRequests(
                 f"{room.what.format(others)}, {own} of them yours, and this request has {num} or more: at most "
                 f"{room.total} may be at a time, and {most} of one caller",

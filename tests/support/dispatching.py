@@ -249,7 +249,8 @@ class Dispatched:
             chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
             parts = chunks if len(ids) > 1 else [tokenized(ids * 2)]
             if len(ids) > 1:
-                request.expect_chunks(index, len(ids), is_normalized=False)
+                chunked = TokenizedInput(b"", len(ids), False, chunks=tuple(chunks))
+                request.count(index, [chunked], wants_report=False)
             sequences += [QueuedSequence(request.request_queue, index, part) for part in parts]
         self.queue(request.request_queue, sequences)
         return request

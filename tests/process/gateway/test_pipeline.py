@@ -396,7 +396,7 @@ class Endless(Ids):
 
 @pytest.fixture
 async def tokenizer(service: Service) -> AsyncIterator[Endless]:
-    tokenizer = service.pipeline.tokenizer = Endless()  # type: ignore[assignment]
+    tokenizer = service.pipeline.inspection.tokenizer = Endless()  # type: ignore[assignment]
     yield tokenizer
     tokenizer.is_done.set()
     tokenizer.threads.close()
@@ -407,7 +407,9 @@ def describe(
 ) -> asyncio.Task[None]:
     ask = ParsedTokenize(["a" * num_chars], True, "", Collected(), lambda: Response(200, b""))
     now = asyncio.get_running_loop().time()
-    return asyncio.ensure_future(service.pipeline.describe(ask, now + timeout_s, principal or service.principal))
+    return asyncio.ensure_future(
+        service.pipeline.inspection.describe(ask, now + timeout_s, principal or service.principal)
+    )
 
 
 async def test_who_asks_the_tokenizer_pays_for_the_tokens(service, tokenizer):
@@ -420,10 +422,10 @@ async def test_who_asks_the_tokenizer_pays_for_the_tokens(service, tokenizer):
     assert service.principal.num_tokens == 7
     now = asyncio.get_running_loop().time()
     ask = ParsedDecode([[1, 2], [3]], True, lambda texts: Response(200, b""))
-    assert await service.pipeline.decode(ask, now + FAR_S, service.principal) == ["decoded"]
+    assert await service.pipeline.inspection.decode(ask, now + FAR_S, service.principal) == ["decoded"]
     assert service.principal.num_tokens == 10
     service.principal.charge(10**9)
-    for asked in (describe(service), service.pipeline.decode(ask, now + FAR_S, service.principal)):
+    for asked in (describe(service), service.pipeline.inspection.decode(ask, now + FAR_S, service.principal)):
         with pytest.raises(RateLimited):
             await asked
     assert service.principal.num_running == 0
@@ -434,7 +436,7 @@ async def test_what_the_tokenizer_refuses_costs_nothing(service, tokenizer):
     tokenizer.api = TokenizeApi(anything, anything, {}, vocab_size=0)
     ask = ParsedDecode([[0] * (MAX_IDS + 1)], True, lambda texts: Response(200, b""))
     now = asyncio.get_running_loop().time()
-    for asked in (describe(service), service.pipeline.decode(ask, now + FAR_S, service.principal)):
+    for asked in (describe(service), service.pipeline.inspection.decode(ask, now + FAR_S, service.principal)):
         with pytest.raises(BadRequest):
             await asked
         assert service.num_paid() == 0
@@ -458,20 +460,20 @@ async def test_short_requests_and_conversations_of_one_caller_leave_room_for_ano
             await asyncio.Event().wait()
             return []
 
-    service.pipeline.chat = Chat()
+    service.pipeline.inspection.chat = Chat()
     payload = b"a" * 16 * 1024
 
     def render(principal: Principal) -> asyncio.Task[list[str]]:
         parsed: Any = SimpleNamespace(payload=payload)
         return asyncio.ensure_future(
-            service.pipeline.render(parsed, asyncio.get_running_loop().time() + FAR_S, principal)
+            service.pipeline.inspection.render(parsed, asyncio.get_running_loop().time() + FAR_S, principal)
         )
 
     a, b = service.principal, Principal("b")
     conversations = [render(a) for _ in range(8)]
     short = [describe(service, num_chars=8 * 1024 - 65, principal=a) for _ in range(32)]
     await asyncio.sleep(0)
-    assert service.pipeline.tokenizer_room.num_of["a"] == 2**19
+    assert service.pipeline.inspection.room.num_of["a"] == 2**19
     for refused in (render(a), describe(service, principal=a)):
         with pytest.raises(TooManyRequests, match="of them yours"):
             await refused
@@ -487,4 +489,4 @@ async def test_short_requests_and_conversations_of_one_caller_leave_room_for_ano
     assert [type(result) for result in results] == [Superseded] + 8 * [asyncio.CancelledError]
     with pytest.raises(Superseded):
         await describe(service)
-    assert not service.pipeline.tokenizer_room.num_of
+    assert not service.pipeline.inspection.room.num_of

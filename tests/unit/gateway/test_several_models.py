@@ -128,8 +128,9 @@ class Bench:
     def _begin(self, made: Service) -> None:
         cast(Any, made.dispatcher).activate = lambda: None  # it has no socket
         recorder = self._recorders[made] = self.make_recorder(made.config)
-        for name in ("run", "describe", "decode", "render"):
-            setattr(made.pipeline, name, getattr(recorder, name))
+        made.pipeline.run = recorder.run  # type: ignore[method-assign]
+        for name in ("describe", "decode", "render"):
+            setattr(made.pipeline.inspection, name, getattr(recorder, name))
         made.residence.keep_alive = recorder.keep_alive  # type: ignore[method-assign]
         self.made.append(made)
 

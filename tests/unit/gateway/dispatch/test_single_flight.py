@@ -208,8 +208,8 @@ async def test_other_outputs_and_other_tokens_are_other_sequences(flights):
 async def test_a_chunk_follows_and_keeps_its_weight(flights):
     request = Request(1)
     request.request_queue = request_queue = RequestQueue(request, NORMAL)
-    request.expect_chunks(0, 2, is_normalized=False)
     chunks = [Chunk(tokenized([n, n]).token_ids, 2, weight) for n, weight in ((4, 1), (8, 3))]
+    request.count(0, [tokenized([4])._replace(chunks=tuple(chunks))], wants_report=False)
     flights.request(8)
     flights.queue(request_queue, [QueuedSequence(request_queue, 0, chunk) for chunk in chunks])
     flights.add_worker()
