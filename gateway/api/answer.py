@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -28,16 +28,6 @@ def json_response(status: int, body: Any, headers: Headers | None = None) -> Res
 
 
 _HEADER_SAFE = re.compile(r"[!-~]{1,256}")
-
-
-def json_list(fragments: Sequence[bytes | memoryview]) -> Pieces:
-    """Fragments of JSON as one list, in pieces, so that megabytes are never copied."""
-    pieces: Pieces = []
-    before = b"["
-    for fragment in fragments:
-        pieces += (before, fragment)
-        before = b","
-    return [*pieces, b"]"] if pieces else [b"[]"]
 
 
 def written(items: Iterable[Any]) -> Iterator[Iterable[bytes]]:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import json_list, json_response
+from vecd.gateway.api.answer import json_response, list_of_pieces
 from vecd.gateway.api.fields import (
     SEVERAL,
     STRING,
@@ -128,11 +128,11 @@ def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
         """In pieces, so that megabytes are never copied."""
         pieces: Pieces = [b'{"id":%b,"embeddings":' % orjson.dumps(embedded.request_id)]
         if is_bare:
-            pieces += json_list(embedded.made[0])
+            pieces += list_of_pieces(zip(embedded.made[0]))
         else:
             for index, name in enumerate(names):
                 pieces.append(b'%b"%b":' % (b"," if index else b"{", name.encode()))
-                pieces += json_list(embedded.made[index])
+                pieces += list_of_pieces(zip(embedded.made[index]))
             pieces.append(b"}")
         pieces += (b',"texts":[', *echoed)
         kind = b"embeddings_floats" if is_bare else b"embeddings_by_type"

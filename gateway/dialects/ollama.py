@@ -18,7 +18,7 @@ import orjson
 
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
-from vecd.gateway.api.answer import json_list, json_response
+from vecd.gateway.api.answer import json_response, list_of_pieces
 from vecd.gateway.api.fields import (
     COUNT,
     STRING,
@@ -39,7 +39,6 @@ from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects import ask
 from vecd.gateway.dialects.ask import parse_texts, resolve
 from vecd.gateway.dialects.vllm import version
-from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError, BadRequest, InputTooLong, InvalidApiKey, ModelNotFound, NotFound
 from vecd.gateway.request import Embedded, Overflow, Response
 from vecd.shm.control import parse_keep_alive
@@ -92,12 +91,12 @@ def parse_embed(call: Call) -> ParsedEmbed | ParsedStay:
     texts = _read_texts(call.wanted.get(INPUT), INPUT.name, model_info.config.max_inputs)
     request = resolve(call, texts, normalizes=True)
 
-    def render(fragments: Pieces, total_ns: int, num_tokens: int, load_ns: int = 0) -> Response:
+    def render(fragments: list[bytes], total_ns: int, num_tokens: int, load_ns: int = 0) -> Response:
         """In pieces, so that megabytes are never copied. `load_ns`: for so long a request without a text has waited for
         the model."""
         pieces = (
             b'{"model":%b,"embeddings":' % orjson.dumps(model_info.model),
-            *json_list(fragments),
+            *list_of_pieces(zip(fragments)),
             b',"total_duration":%d,"load_duration":%d,"prompt_eval_count":%d}' % (total_ns, load_ns, num_tokens),
         )
         return Response(200, list(pieces))

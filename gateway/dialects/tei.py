@@ -22,7 +22,6 @@ import orjson
 from vecd.base.files import JsonObject
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import (
-    json_list,
     json_response,
     list_of_pieces,
     render_rows,
@@ -67,6 +66,7 @@ from vecd.gateway.dialects.ask import (
 )
 from vecd.gateway.dialects.rerank import QUERY, RAW_SCORES, TOP_N, Relevance, read_documents
 from vecd.gateway.dialects.vllm import TokenLists
+from vecd.gateway.encoding.result import matrix_pieces
 from vecd.gateway.errors import (
     ApiError,
     BadRequest,
@@ -249,12 +249,17 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
             can=lambda info: info.is_dense and Output.TOKENS in info.outputs,
         )
     request = resolve(call, inputs_of(call), Output.TOKENS, normalizes=False, are_ids_of_model=True)
-    return ParsedEmbed(request, render_vectors)
+    [form] = request.forms
+    return ParsedEmbed(
+        request,
+        lambda embedded: Response(200, list_of_pieces(matrix_pieces(matrix, form) for matrix in embedded.made[0])),
+        is_large=True,
+    )
 
 
 def render_vectors(embedded: Embedded) -> Response:
     """A JSON list that holds the rows without a copy."""
-    return Response(200, json_list(embedded.made[0]))
+    return Response(200, list_of_pieces(zip(embedded.made[0])))
 
 
 # --- labels -----------------------------------------------------------------------------------------------------
@@ -477,7 +482,7 @@ def parse_tokenize(call: Call) -> ParsedTokenize:
         }
 
     tokens = TokenLists(describe)
-    return ParsedTokenize(texts, adds, prompt, tokens, lambda: Response(200, json_list(tokens.column(0))))
+    return ParsedTokenize(texts, adds, prompt, tokens, lambda: Response(200, list_of_pieces(zip(tokens.column(0)))))
 
 
 def parse_decode(call: Call) -> ParsedDecode:

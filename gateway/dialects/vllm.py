@@ -100,7 +100,7 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
     return ParsedEmbed(request, arrays, is_large=True)
 
 
-_AS_ARRAYS = (Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS)
+_AS_ARRAYS = (Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)
 
 
 def _task_of(wanted: Wanted, model_info: ModelInfo) -> Output:
@@ -130,14 +130,14 @@ _POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECT
 
 
 def render_arrays(activation: str | None, request: EmbedRequest, model_info: ModelInfo, embedded: Embedded) -> Response:
-    """Of rows that were collected as arrays: scores, scores of tokens, vectors of tokens."""
+    """Of rows that were kept as arrays: scores, scores of tokens, vectors of tokens."""
     [form], made = request.forms, embedded.made[0]
     fragments: Iterator[Iterable[bytes]]
     if request.output is Output.SCORES:
         scores = classify.scores_of(embedded, classify.head_of(model_info), activation)
         fragments = zip(_score_json(row, form) for row in scores)
-    elif model_info.card.score is not None:
-        activate = partial(classify.activated, head=model_info.card.score, activation=activation)
+    elif request.output is Output.TOKEN_SCORES:
+        activate = partial(classify.activated, head=classify.head_of(model_info), activation=activation)
         if form == Form():
             fragments = (list_pieces(map(activate, runs_of(matrix))) for matrix in made)
         else:

@@ -6,20 +6,10 @@ A row is borrowed from a slot during a `put`, and what is kept of it is a copy. 
     put_chunk(index, row, weight)   a chunk's; with the last one the input has a row ┤
     put(index, rows, num_left)      the next rows of one input that has several     ─┴─► Make.put of each form ─► made
 
-What is made of the rows of each output, and what dialects find in `Embedded.made` once all have come:
-
-    VECTORS, UNNORMALIZED   each    JSON of each vector, or a Matrix, in every form of the request; late: see TOKENS
-    TOKENS                  stream  JSON of the vectors of each input; with late chunking `LateChunkRows`, whose means
-                                    are made as the rows come
-    SCORES                  each    a Matrix of logits: a request may ask for another activation than the model's
-    SPARSE                  each    a list of sparse vectors
-    LEXICAL                 whole   the same
-    TOKEN_SCORES            whole   a list of matrices
-    TOKEN_VECTORS           whole   the same, without the tokens that have no vector
-                            stream  for MaxSim: `MaxSimRows`, which compares rows as they come
-    HYBRID                  whole   Hybrid
-
-each: n inputs of one row. whole: all rows of an input at once. stream: the next rows of an input, few at a time.
+`_MAKE` has what is made of the rows of each output, and `Embedded.made` has it once all have come. Vectors become JSON,
+or a matrix, in every form of the request. Other rows are kept as arrays, from which dialects write them: scores in one
+matrix, sparse vectors in a list, those of tokens in a matrix for each input, once all rows of that have come. MaxSim
+and late chunking use the rows of tokens as they come, and keep none.
 
 A row that cannot be made fails its own request alone. A result that is over, for any reason, takes no more rows, and
 what is still queued of its request never reaches a worker.
@@ -51,7 +41,7 @@ from vecd.gateway.encoding.forms import (
 )
 from vecd.gateway.encoding.labels import TOKENS_PER_STEP
 from vecd.gateway.encoding.sparse import SparseRows
-from vecd.gateway.encoding.streams import DroppedTokens, Hybrid, LateChunkRows, MaxSimRows, Tokens, Whole
+from vecd.gateway.encoding.streams import DroppedTokens, Hybrid, LateChunkRows, MaxSimRows, Whole
 from vecd.gateway.errors import ApiError, ServerError
 from vecd.gateway.request import (
     Dtype,
@@ -210,7 +200,7 @@ class JsonRows(Make):
 
     def __init__(self, num_inputs: int, encoding: Encoding = Encoding.FLOAT, steps: Sequence[Convert] = ()) -> None:
         """`encoding` is FLOAT or BASE64. `steps`: from float32 rows to the returned rows."""
-        self.made: Pieces = [b""] * num_inputs
+        self.made: list[bytes] = [b""] * num_inputs
         """In input order."""
         self._encode = encode_float if encoding is _FLOAT else encode_base64
         self._steps = steps
@@ -219,41 +209,6 @@ class JsonRows(Make):
         for convert in self._steps:
             rows = convert(rows)
         self.made[index : index + len(rows)] = self._encode(rows)
-
-
-class JsonTokens(Tokens):
-    """A fragment of JSON for the tokens of each input: a list of lists, or base64 of their rows end to end."""
-
-    __slots__ = ("_is_float", "_parts", "_steps", "made")
-
-    def __init__(
-        self, num_inputs: int, encoding: Encoding, steps: Sequence[Convert], width: int, token_ids: list[Ints]
-    ) -> None:
-        """As `JsonRows`, and `Tokens`."""
-        super().__init__(width, token_ids)
-        self.made: Pieces = [b""] * num_inputs
-        """In input order."""
-        self._is_float = encoding is _FLOAT
-        self._steps = steps
-        self._parts: dict[int, tuple[bytearray, bytes]] = {}
-        """By input, for those with some of their rows: what is written, which is megabytes for a long text and never
-        copied, and bytes that make no 4 characters of base64 yet."""
-
-    def put(self, index: int, rows: FloatRows, num_left: int) -> None:
-        for convert in self._steps:
-            rows = convert(rows)
-        written, rest = self._parts.pop(index, (bytearray(), b""))
-        if self._is_float:
-            written += (b"," if written else b"[") + b",".join(encode_float(rows)) + (b"" if num_left else b"]")
-        else:
-            rest += rows.tobytes()
-            end = len(rest) // 3 * 3 if num_left else len(rest)
-            written += (b"" if written else b'"') + b64encode(rest[:end]) + (b"" if num_left else b'"')
-            rest = rest[end:]
-        if num_left:
-            self._parts[index] = written, rest
-        else:
-            self.made[index] = memoryview(written)
 
 
 # --- the table --------------------------------------------------------------------------------------------------
@@ -268,32 +223,24 @@ class _Order(NamedTuple):
     keep: Callable[[int], None]
 
     @property
-    def num_inputs(self) -> int:
-        return len(self.request.inputs)
-
-    def whole(self, made: Any, take: Callable[[int, FloatRows], None]) -> Whole:
-        return Whole(self.request.output.width_of(self.card), self.token_ids, made, take)
-
-    def dropped(self, *, drops_first: bool = False) -> DroppedTokens:
-        return DroppedTokens(self.head, self.request, self.token_ids, drops_first=drops_first)
-
-    @property
     def head(self) -> TokenHead:
         assert self.card.tokens is not None
         return self.card.tokens
 
+    def whole(self, made: Any, take: Callable[[int, FloatRows], None]) -> Whole:
+        return Whole(self.request.output.width_of(self.card), self.token_ids, made, take)
+
     def matrices(self, width: int) -> list[FloatRows]:
         """One for each input, without rows."""
-        return [np.empty((0, width), dtype=np.float32)] * self.num_inputs
+        return [np.empty((0, width), dtype=np.float32)] * len(self.request.inputs)
 
     def sparse(self) -> SparseRows:
-        """Of weights by token."""
-        assert self.card.sparse is not None
-        return SparseRows(self.num_inputs, self.request.sparse, self.token_ids, self.card.sparse.ignored_ids)
+        ignored_ids = () if self.card.sparse is None else self.card.sparse.ignored_ids
+        return SparseRows(len(self.request.inputs), self.request.sparse, self.token_ids, ignored_ids)
 
 
-def _token_scores(order: _Order) -> Make:
-    matrices = order.matrices(order.card.num_labels)
+def _all_tokens(order: _Order) -> Make:
+    matrices = order.matrices(order.request.output.width_of(order.card))
     return order.whole(matrices, matrices.__setitem__)
 
 
@@ -306,31 +253,34 @@ def _token_vectors(order: _Order) -> Make:
     if order.request.is_max_sim:
         return MaxSimRows(order.request, order.head, order.card.token_dim, order.token_ids, order.keep)
     matrices = order.matrices(order.card.token_dim)
-    return order.whole(matrices, partial(order.dropped().keep, matrices))
+    dropped = DroppedTokens(order.head, order.request, order.token_ids)
+    return order.whole(matrices, partial(dropped.keep, matrices))
 
 
 def _hybrid(order: _Order) -> Make:
-    dim, sparse, dropped = order.card.dim, order.sparse(), order.dropped(drops_first=True)
-    dense, matrices = np.empty((order.num_inputs, dim), dtype=np.float32), order.matrices(order.card.token_dim)
+    dim, sparse = order.card.dim, order.sparse()
+    dropped = DroppedTokens(order.head, order.request, order.token_ids, drops_first=True)
+    made = Hybrid(np.empty((len(sparse.made), dim), np.float32), sparse.made, order.matrices(order.card.token_dim))
 
     def take(index: int, rows: FloatRows) -> None:
         """`rows` are [T, token_dim + 1], and the first one has the model's vector in its token's place."""
-        dense[index] = rows[0, :dim]
+        made.dense[index] = rows[0, :dim]
         sparse.put_whole(index, rows[:, -1:])
-        dropped.keep(matrices, index, rows[:, :-1])
+        dropped.keep(made.tokens, index, rows[:, :-1])
 
-    return order.whole(Hybrid(dense, sparse.made, matrices), take)
+    return order.whole(made, take)
 
 
 _MAKE: Mapping[Output, Callable[[_Order], Make]] = {
-    Output.SCORES: lambda order: Matrix(order.num_inputs, order.card.num_labels),
-    Output.SPARSE: lambda order: SparseRows(order.num_inputs, order.request.sparse),
+    Output.SCORES: lambda order: Matrix(len(order.request.inputs), order.card.num_labels),
+    Output.SPARSE: _Order.sparse,
     Output.LEXICAL: _lexical,
-    Output.TOKEN_SCORES: _token_scores,
+    Output.TOKENS: _all_tokens,
+    Output.TOKEN_SCORES: _all_tokens,
     Output.TOKEN_VECTORS: _token_vectors,
     Output.HYBRID: _hybrid,
 }
-"""Of outputs that are kept as arrays, from which dialects write them. All others are made in the request's forms."""
+"""Of outputs that are kept as arrays. All others are vectors, made in the request's forms."""
 
 
 class Encoder:
@@ -361,19 +311,14 @@ class Encoder:
         if (make := _MAKE.get(request.output)) is not None:
             return (make(_Order(card, request, token_ids, keep)),)
         check_forms(request, card, has_ranges=self._ranges is not None)
-        prepare, width, num_inputs = preparation(request, card), width_of(request, card), len(request.inputs)
-        makes: list[Make] = []
-        for form in request.forms:
-            steps = (*prepare, *conversion(form, width, self._ranges))
-            if request.late is not None:
-                assert self.tokenizer is not None
-                encode = partial(_fragments, encoding=form.encoding, steps=steps)
-                makes.append(LateChunkRows(request, self.tokenizer, card.hidden_size, encode))
-            elif request.output.is_per_token:
-                makes.append(JsonTokens(num_inputs, form.encoding, steps, width, token_ids))
-            else:
-                makes.append(_of_each(form, num_inputs, width, steps))
-        return tuple(makes)
+        prepare, width = preparation(request, card), width_of(request, card)
+        forms = [(form, (*prepare, *conversion(form, width, self._ranges))) for form in request.forms]
+        if request.late is None:
+            return tuple(_of_each(form, len(request.inputs), width, steps) for form, steps in forms)
+        [(form, steps)] = forms
+        assert self.tokenizer is not None
+        encode = partial(_fragments, encoding=form.encoding, steps=steps)
+        return (LateChunkRows(request, self.tokenizer, card.hidden_size, encode),)
 
     def response_bytes(self, request: EmbedRequest, num_tokens: int) -> int:
         """The most bytes that a response of vectors has; 0 for one of anything else, which is counted when it is made.
@@ -385,7 +330,7 @@ class Encoder:
         else:
             return 0
         per_float = sum(_BYTES_OF_A_FLOAT if form.encoding is _FLOAT else _BYTES_OF_4 for form in request.forms)
-        return num_rows * width_of(request, self._card) * per_float
+        return num_rows * (request.dimensions or request.output.width_of(self._card)) * per_float
 
     def _takes_rows_unchanged(self, request: EmbedRequest) -> bool:
         """Whether it requests one form of the model's own vectors, as float32."""
@@ -410,7 +355,7 @@ def _of_each(form: Form, num_inputs: int, dim: int, steps: Sequence[Convert] = (
 def _fragments(rows: FloatRows, encoding: Encoding, steps: Sequence[Convert]) -> list[bytes]:
     make = JsonRows(len(rows), encoding, steps)
     make.put(0, rows, 0)
-    return list(map(bytes, make.made))
+    return make.made
 
 
 # --- rows that were collected as arrays -------------------------------------------------------------------------
@@ -444,12 +389,14 @@ def vector_json(vector: FloatRows, form: Form, steps: Sequence[Convert] = ()) ->
 def matrix_pieces(matrix: FloatRows, form: Form, steps: Sequence[Convert] = ()) -> Iterator[bytes]:
     """The JSON of a matrix, float32 [n, D], some rows at a time: a list of lists, or base64 of the rows end to end.
     `steps`: as in `vector_json`, for all rows."""
-    before, between, end = (b"[", b",", b"]") if form.encoding is Encoding.FLOAT else (b'"', b"", b'"')
+    before, between, end = (b"[", b",", b"]") if form.encoding is _FLOAT else (b'"', b"", b'"')
     width = matrix.shape[1]
     most = min(TOKENS_PER_STEP, _FLOATS_PER_PIECE // width)
+    steps = (*steps, *conversion(form, width))
     for some in runs_of(matrix, most // 3 * 3 or 3):  # base64 has no padding behind a multiple of 3 bytes
-        rows = JsonTokens(1, form.encoding, (*steps, *conversion(form, width)), width, [])
-        rows.put(0, np.ascontiguousarray(some), 0)
-        yield before + bytes(rows.made[0][1:-1])
+        rows = np.ascontiguousarray(some)
+        for convert in steps:
+            rows = convert(rows)
+        yield before + (b",".join(encode_float(rows)) if form.encoding is _FLOAT else b64encode(rows.tobytes()))
         before = between
     yield end if len(matrix) else before + end

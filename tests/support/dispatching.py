@@ -164,15 +164,15 @@ class Rows(Make):
 class Request(Result):
     request_queue: RequestQueue
 
-    def __init__(self, num_rows: int, output: Output = Output.VECTORS, make: Make | None = None) -> None:
-        super().__init__(num_rows, (make or Rows(num_rows, output),), asyncio.get_running_loop())
+    def __init__(self, num_rows: int, output: Output = Output.VECTORS) -> None:
+        super().__init__(num_rows, (Rows(num_rows, output),), asyncio.get_running_loop())
 
     @property
     def fragments(self) -> list[bytes]:
         return self.made[0].fragments
 
     @property
-    def num_rows_left(self) -> list[int]:
+    def num_rows_left(self):
         """As each delivery of tokens' rows said it."""
         return self.made[0].num_rows_left
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tools.trace_request import trace
 
-MAX_FILES, MAX_GATEWAY_FILES = 35, 27
+MAX_FILES, MAX_GATEWAY_FILES = 33, 25
 
 
 def test_the_files_that_a_request_enters_are_few_and_listed():

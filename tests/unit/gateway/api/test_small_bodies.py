@@ -220,6 +220,10 @@ class Gate:
 
     num_inputs = num_chars = 0
 
+    @property
+    def inspection(self) -> "Gate":
+        return self
+
     async def run(self, request: EmbedRequest, *_: object) -> None:
         inputs = request.inputs
         texts = [text for each in inputs for text in (each if isinstance(each, Pair) else (each,))]
