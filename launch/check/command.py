@@ -6,8 +6,10 @@ same settings, and loads the engine that a worker would run; it opens no port. T
 
 # ruff: noqa: RUF009 (a flag is a dataclasses.field)
 
+import itertools
 import logging
 import os
+import random
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,10 +32,9 @@ from vecd.base.files import JsonMapping, dump
 from vecd.base.flags import Command, FieldValues, flag, flags_in
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.base.status_line import StatusLine
-from vecd.client.bench.texts import read_texts
+from vecd.client.bench.texts import Lengths, draw_text, read_texts
 from vecd.launch.check import model as check_model
 from vecd.launch.check.report import Problem, Report, new_report, render
-from vecd.launch.check.texts import MAX_TEXTS, affordable, built_in_texts
 from vecd.launch.config.models import ModelEntry, load_models, name_of
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import load_settings
@@ -99,9 +100,6 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BAD_CONFIGURATION
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except _NotWritten as error:
-        print(f"vecd check: the report cannot be written: {error}", file=sys.stderr)
-        return EXIT_INTERNAL_ERROR
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL_ERROR
@@ -154,18 +152,15 @@ def _read_texts(options: CheckOptions, settings: Settings) -> list[str]:
     return texts
 
 
-class _NotWritten(Exception):
-    """Raised by `_print`."""
-
-
 def _print(text: str) -> None:
-    """A reader that stops early, such as `head`, is no error."""
+    """A reader that stops early, such as `head`, is no error. Raises SystemExit for another."""
     try:
         print(text, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
         if not isinstance(error, BrokenPipeError):
-            raise _NotWritten(error.strerror) from error
+            print(f"vecd check: the report cannot be written: {error.strerror}", file=sys.stderr)
+            raise SystemExit(EXIT_INTERNAL_ERROR) from None
 
 
 def _examine(settings: Settings, texts: list[str], options: CheckOptions) -> Report:
@@ -234,10 +229,10 @@ def _tokenize(
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """The texts to compare, and the fields of `Order` about their tokens. Adds warnings. Raises ModelError."""
     show("tokenizing")
-    candidates, max_tokens = texts[: MAX_TEXTS + 1] or built_in_texts(), plan.gateway.max_tokens
+    candidates, max_tokens = texts[: _MAX_TEXTS + 1] or _built_in_texts(), plan.gateway.max_tokens
     found = tokenize(plan.gateway.card, max_tokens, candidates, timeout_s, show)
     sequences, num_truncated = found["sequences"], found["num_truncated"]
-    count = affordable([len(ids) for ids in sequences], report["model"]["num_parameters"])
+    count = _affordable([len(ids) for ids in sequences], report["model"]["num_parameters"])
     if count < len(texts):
         report["warnings"].append(f"the first {count} of {len(texts)} texts were compared, to limit the time")
     if num_truncated and texts:
@@ -253,3 +248,32 @@ def disagreement(outputs: str, found: JsonMapping) -> Problem:
         f"difference {found['max_abs_diff']:.1e} over {found['num_texts']} texts",
         "do not serve it as it is; try --dtype float32 and --engine padded, and please report it with the model's name",
     )
+
+
+# --- the texts that are compared ----------------------------------------------------------------------------------
+
+_MAX_TEXTS = 200
+_MAX_PRODUCTS = 5e11
+"""Multiplications by weights for all texts together: about 10 s on a core."""
+_LEAST_TOKENS = 500
+_WORDS = (1, 8, 180, 3, 25, 400, 12, 50, 5, 100, 2, 35)
+_AWKWARD = (
+    "Ünïcödé, ﬁ ligatures and e\u0301 combining",
+    "你好，世界。这是一个测试。",
+    "🙂🙃 👩‍👩‍👧‍👦 🇪🇺",
+    "https://example.org/a?b=c&d=%20#e f(x) = x**2; // 3.14159e-10",
+    "   blanks \t and\n\nlines   ",
+    "word" * 60,
+)
+
+
+def _built_in_texts() -> list[str]:
+    """Texts of 1 to 400 words, some unusual ones, and a long one; the same at every call."""
+    rng = random.Random(0)
+    return [*(draw_text(Lengths(count), rng) for count in _WORDS * 3), *_AWKWARD, draw_text(Lengths(1500), rng)]
+
+
+def _affordable(lengths: Sequence[int], num_parameters: int) -> int:
+    """How many of the texts with these numbers of tokens, from the first on, a model of this size can afford."""
+    most = max(_LEAST_TOKENS, int(_MAX_PRODUCTS / max(1, num_parameters)))
+    return max(1, sum(total <= most for total in itertools.accumulate(lengths[:_MAX_TEXTS])))

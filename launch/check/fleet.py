@@ -42,10 +42,6 @@ _OF_TEI = {"max_input_length": "max_tokens", "max_client_batch_size": "max_input
 Floats: TypeAlias = NDArray[np.float64]
 
 
-class NodeFailed(Exception):
-    """Raised for a node that does not answer as it has to. The message says how, in one line."""
-
-
 @dataclass(slots=True)
 class NodeModel:
     """One model, as a node has it."""
@@ -112,8 +108,6 @@ async def _fill(node: Node, api_key: str | None, timeout_s: float, pause_s: floa
                     own, info = await _describe(listing, name, pause_s), await client.info()
                 node.version = str(info["version"])
                 node.models[name] = NodeModel(_facts_of(own, info), rows, are_scores)
-    except NodeFailed as error:
-        node.error = str(error)
     except ServerError as error:
         node.error = f"its answers are not those of a vecd server of this version ({error})"
     except VecdError as error:
@@ -123,7 +117,7 @@ async def _fill(node: Node, api_key: str | None, timeout_s: float, pause_s: floa
 
 
 async def _describe(client: AsyncClient, model: str, pause_s: float) -> JsonObject:
-    """The model's entry of `/v1/models`. Raises NodeFailed if its identity does not become known."""
+    """The model's entry of `/v1/models`. Raises VecdError if its identity does not become known."""
     for attempt in range(_IDENTITY_TRIES):
         if attempt:
             await asyncio.sleep(pause_s)
@@ -131,7 +125,7 @@ async def _describe(client: AsyncClient, model: str, pause_s: float) -> JsonObje
         own: JsonObject = {each["id"]: each for each in described}[model]
         if own["identity"] is not None:
             return own
-    raise NodeFailed(f"cannot be compared: the identity of {model} is not known there")
+    raise VecdError(f"cannot be compared: the identity of {model} is not known there")
 
 
 async def _compute(client: AsyncClient, capabilities: Sequence[str]) -> tuple[list[Floats], bool]:

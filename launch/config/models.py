@@ -249,11 +249,10 @@ class _Reader:
             place = f"{self._given.origin} {shown(text)}"
             if not source:
                 self.problems.append(f"{place}: has no model after the name: must be NAME=MODEL")
-            aliases = names_of(settings.model_aliases) if self._is_one_argument else ()
-            hint = "" if name else "; NAME=MODEL gives the model another"
-            found = FieldValues(TABLE)
-            found.add({"model": source}, str)
-            self._add(place, name or name_of(source), found, aliases, hint=hint)
+            table: dict[str, Any] = {"model": source}
+            if self._is_one_argument:
+                table["aliases"] = list(names_of(settings.model_aliases))
+            self._read(place, name or name_of(source), table, "" if name else "; NAME=MODEL gives the model another")
 
     def read_tables(self, tables: object) -> None:
         if tables is None:
@@ -264,26 +263,21 @@ class _Reader:
         for name, table in tables.items():
             place = f"{self._given.file}: [models.{_key(name)}]"
             if isinstance(table, Mapping):
-                self._read_table(place, name, table)
+                self._read(place, name, table)
             else:
                 self.problems.append(f"{place}: must be a table with the model's settings")
 
-    def _read_table(self, place: str, name: str, table: Mapping[str, Any]) -> None:
+    def _read(self, place: str, name: str, table: Mapping[str, Any], hint: str = "") -> None:
+        """`place`: where the model stands, for the operator. `hint`: what helps where the name cannot be used."""
         found = FieldValues(TABLE)
         # Without the value, which may be a key of clients.
         found.add_table(table, place, lambda key: f"{_key(key)}: {_why_not(name, key, table[key])}")
         if "source" in table and "model" in table:
             found.problems.append(f"{place}: source, model: mean the same; remove one of them")
-        aliases, prompts = found.given.pop("aliases", []), found.given.pop("prompts", {})
-        names, defaults = _read_aliases(aliases, f"{place}: aliases", found.problems)
-        read = tuple(_read_prompts(prompts, f"{place}: prompts", found.problems))
-        self._add(place, name, found, names, alias_defaults=defaults, prompts=read)
-
-    def _add(
-        self, place: str, name: str, found: FieldValues, aliases: tuple[str, ...], hint: str = "", **fields: Any
-    ) -> None:
-        """`place`: where the model stands, for the operator. `hint`: what helps where the name cannot be used.
-        `fields`: further ones of its entry."""
+        given, prompts = found.given.pop("aliases", []), found.given.pop("prompts", {})
+        aliases, defaults = _read_aliases(given, f"{place}: aliases", found.problems)
+        fields: dict[str, Any] = {"alias_defaults": defaults}
+        fields["prompts"] = tuple(_read_prompts(prompts, f"{place}: prompts", found.problems))
         self.named.append((name, aliases))
         for key, each in (("", name), *(("aliases: ", alias) for alias in aliases)):
             if why := _why_no_name(each):
