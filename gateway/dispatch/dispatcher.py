@@ -594,15 +594,7 @@ class Dispatcher:
         self._sum_speeds()
         self.retries.earn(batch.num_tokens)
         worker = link.incarnation.worker
-        self._shared_metrics.batch_done(
-            batch.number,
-            worker,
-            num_sequences=len(batch.sequences),
-            num_tokens=batch.num_tokens,
-            compute_us=done.compute_us,
-            padding_tokens=done.num_padding_tokens,
-            num_threads=done.num_threads,
-        )
+        self._shared_metrics.batch_done(worker, len(batch.sequences), batch.num_tokens, done)
         batch.copies = self._flights.copies(batch.sequences)
         if batch.copies:
             self._shared_metrics.add(Counter.COALESCED, len(batch.copies))

@@ -37,7 +37,7 @@ from vecd.shm.shared_metrics import (
     cut_sections,
     digest_of,
 )
-from vecd.shm.wire import Incarnation
+from vecd.shm.wire import Done, Incarnation
 
 _PLACES = {status: place for place, status in enumerate(STATUSES)}
 _NUM_STATUSES = len(STATUSES)
@@ -206,31 +206,22 @@ class SharedMetrics:
         cells[_NUM_TOKENS] = num_tokens
         cells[_SENT_NS] = time.monotonic_ns()
 
-    def batch_done(
-        self,
-        number: int,
-        worker: int,
-        num_sequences: int,
-        num_tokens: int,
-        compute_us: int,
-        padding_tokens: int,
-        num_threads: int = 0,
-    ) -> None:
+    def batch_done(self, worker: int, num_sequences: int, num_tokens: int, done: Done) -> None:
         """A worker has answered a batch."""
         counters = self._counters
         counters[_BATCHES] += 1
-        if num_threads > 1:
+        if done.num_threads > 1:
             counters[_LEASED_BATCHES] += 1
         counters[_SEQUENCES] += num_sequences
         counters[_TOKENS] += num_tokens
-        counters[_COMPUTE_US] += compute_us
-        counters[_PADDING_TOKENS] += padding_tokens
+        counters[_COMPUTE_US] += done.compute_us
+        counters[_PADDING_TOKENS] += done.num_padding_tokens
         cells = self._workers[worker]
         cells[_WORKER_BATCHES] += 1
         cells[_WORKER_SEQUENCES] += num_sequences
         cells[_WORKER_TOKENS] += num_tokens
-        cells[_WORKER_COMPUTE_US] += compute_us
-        self.end_batch(number, compute_us)
+        cells[_WORKER_COMPUTE_US] += done.compute_us
+        self.end_batch(done.number, done.compute_us)
 
     def end_batch(self, number: int, compute_us: int = 0) -> None:
         """Called for a batch that will not be answered."""

@@ -21,7 +21,7 @@ from vecd.shm.shared_metrics import (
     SharedMetricsSpec,
     clear_gauges,
 )
-from vecd.shm.wire import Incarnation
+from vecd.shm.wire import Done, Incarnation
 
 EMBEDDINGS = ENDPOINTS.index(Endpoint("/v1/embeddings", "openai"))
 TEI = ENDPOINTS.index(Endpoint("/embed", "tei"))
@@ -125,7 +125,7 @@ def test_workers_are_told_by_their_index_over_all_lives_and_gateways(shared_metr
         shared_metrics.note_life(Incarnation(0, 1))
         shared_metrics.note_life(Incarnation(2, 1))
         shared_metrics.batch_sent(1, 2, 4, 600, 2400)
-        shared_metrics.batch_done(1, 2, 4, 600, 250_000, 6)
+        shared_metrics.batch_done(2, 4, 600, Done(0, 1, 0, 4, 250_000, 6))
         shared_metrics.note_life(Incarnation(2, 3))
     metrics = samples(shared_metrics_of_all[0], worker_states={0: "ready", 1: "down", 2: "starting"})
     assert of(metrics, "vecd_worker_batches_total") == {'{worker="0"}': 0, '{worker="2"}': 2}
@@ -309,7 +309,7 @@ def test_levels_and_workers_are_told_apart(shared_metrics_of_all: list[SharedMet
     for each in shared_metrics_of_all:
         each.publish()
     first.note_life(Incarnation(1, 2))
-    kept[1].batch_done(1, 1, 2, 30, 500_000, 0)
+    kept[1].batch_done(1, 2, 30, Done(0, 1, 0, 2, 500_000))
     found = samples(first, A, B)
     assert of(found, "vecd_queued_tokens") == {'{model="a"}': 8, '{model="org/b"}': 4}
     assert found['vecd_queue_age_seconds{gateway="0",model="a"}'] == 2

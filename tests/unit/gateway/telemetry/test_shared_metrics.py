@@ -15,7 +15,7 @@ from vecd.shm.shared_metrics import (
     Histogram,
     clear_gauges,
 )
-from vecd.shm.wire import Incarnation
+from vecd.shm.wire import Done, Incarnation
 
 
 def test_a_new_life_counts_on_and_has_nothing_yet(shared_metrics_of_all, metrics_fd, metrics_spec):
@@ -72,7 +72,7 @@ def test_what_a_gateway_has_answered_is_all_but_those_whose_client_went(shared_m
 
 def do_batch(shared_metrics: SharedMetrics, number: int, worker: int, num_tokens: int = 10) -> None:
     shared_metrics.batch_sent(number, worker, 2, num_tokens, 100)
-    shared_metrics.batch_done(number, worker, 2, num_tokens, 500, 1)
+    shared_metrics.batch_done(worker, 2, num_tokens, Done(0, number, 0, 2, 500, 1))
 
 
 def test_a_worker_is_known_from_its_first_life_on_and_its_life_is_the_newest_anybody_heard_of(shared_metrics_of_all):
@@ -92,7 +92,7 @@ def test_batches_under_way_and_of_late_are_remembered_in_the_order_they_were_sen
     before = time.monotonic_ns()
     shared_metrics_of_all[0].batch_sent(1, 0, 2, 20, 100)
     shared_metrics_of_all[1].batch_sent(1, 1, 3, 30, 100)
-    shared_metrics_of_all[0].batch_done(1, 0, 2, 20, 555, 0)
+    shared_metrics_of_all[0].batch_done(0, 2, 20, Done(0, 1, 0, 2, 555))
     [done, under_way] = shared_metrics_of_all[1].recent_batches(before)
     assert done[:5] == (0, 1, 0, 2, 20)
     assert before < done[5] <= done[6]
@@ -118,7 +118,7 @@ def test_what_comes_late_for_a_batch_that_is_forgotten_changes_no_other(shared_m
     shared_metrics_of_all[0].batch_sent(1, 0, 2, 20, 100)
     shared_metrics_of_all[0].batch_sent(1 + NUM_BATCHES, 1, 3, 30, 100)
     shared_metrics_of_all[0].end_batch(1)
-    shared_metrics_of_all[0].batch_done(1, 0, 2, 20, 555, 0)
+    shared_metrics_of_all[0].batch_done(0, 2, 20, Done(0, 1, 0, 2, 555))
     [batch] = shared_metrics_of_all[1].recent_batches(0)
     assert batch[:5] == (0, 1 + NUM_BATCHES, 1, 3, 30)
     assert batch[1 + BatchCell.DONE_NS] == 0
