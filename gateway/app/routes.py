@@ -21,15 +21,13 @@ Handler: TypeAlias = Callable[..., Awaitable[Response]]
 
 ENDPOINTS = [NO_ROUTE]
 """By the index that `Route.endpoint` and `RequestTimeline.endpoint` have; complete once the table of routes is made."""
-_indices = {NO_ROUTE: 0}
 
 
 def endpoint_of(route: str, dialect: str) -> int:
     endpoint = Endpoint(route, dialect)
-    if endpoint not in _indices:
-        _indices[endpoint] = len(ENDPOINTS)
+    if endpoint not in ENDPOINTS:
         ENDPOINTS.append(endpoint)
-    return _indices[endpoint]
+    return ENDPOINTS.index(endpoint)
 
 
 class Claim(NamedTuple):

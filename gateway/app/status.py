@@ -422,7 +422,7 @@ LIVE = {"/live": {"status": "ok"}, "/v2/health/live": {"live": True}}
 """By path, the body of its response for as long as the gateway runs."""
 
 
-async def _live(path: str, app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def _live(path: str, *_: object) -> Response:
     return json_response(200, LIVE[path])
 
 
@@ -464,7 +464,7 @@ async def info(app: App, service: Service, http: HttpRequest, principal: Princip
     return json_response(200, body)
 
 
-async def metrics(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def metrics(app: App, service: Service, *_: object) -> Response:
     usages = await _usages(app)
     service.process.shared_metrics.publish()
     render = partial(
@@ -491,7 +491,7 @@ def _served_model(service: Service) -> ServedModel:
     )
 
 
-async def stats(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def stats(app: App, service: Service, *_: object) -> Response:
     return json_response(200, describe_stats(app, service, await _usages(app)), headers={"cache-control": "no-store"})
 
 
@@ -507,16 +507,16 @@ async def _usages(app: App) -> dict[str, Usage]:
     return await app.processes.usages(pids)
 
 
-async def reload(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def reload(app: App, *_: object) -> Response:
     app.process.send(ReloadAsked())
     return json_response(202, {"status": "reloading"})
 
 
-async def models(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def models(app: App, *_: object) -> Response:
     return json_response(200, {"models": [describe_state(each) for each in app.of_models]})
 
 
-async def _change_state(action: str, app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def _change_state(action: str, app: App, service: Service, http: HttpRequest, _: object) -> Response:
     """Have a model of the configuration loaded or unloaded: 200 once it is so, 503 if it has failed, and 202
     where the caller does not wait for that. Raises NotFound for all other names."""
     name = normalize(http.path).removeprefix(_MODELS).removesuffix(f"/{action}")
@@ -533,13 +533,13 @@ async def _change_state(action: str, app: App, service: Service, http: HttpReque
     return json_response(200 if is_done else 202, described)
 
 
-async def keys(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def keys(app: App, *_: object) -> Response:
     """Neither a key nor its digest."""
     described = [holder.describe() for holder in app.principals.with_keys]
-    return json_response(200, {"gateway": service.process.shared_metrics.gateway, "keys": described})
+    return json_response(200, {"gateway": app.process.shared_metrics.gateway, "keys": described})
 
 
-async def docs(app: App, service: Service, http: HttpRequest, principal: Principal) -> Response:
+async def docs(*_: object) -> Response:
     """A page that shows /openapi.json, for which it asks for a key, and loads nothing else."""
     return _page("docs.html")
 
