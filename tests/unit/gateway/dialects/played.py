@@ -122,6 +122,7 @@ class Gateway(Bench):
             response = self.app.render_error(error, request)
         self.app.add_headers(response, request)
         came = played.asked, played.rendered, played.kept_s
+        assert isinstance(response.body, bytes | list), "a connection counts its bytes before it sends them"
         written = response.headers, response.content_type, body_of(response)
         return Exchange(response.status, *written, request.request_id, *came)
 
