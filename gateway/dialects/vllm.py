@@ -41,11 +41,12 @@ from vecd.shm.output import Output
 # --- pooling ----------------------------------------------------------------------------------------------------
 
 _TASKS = {
-    "embed": Output.VECTORS,
-    "token_embed": Output.TOKENS,
-    "classify": Output.SCORES,
-    "token_classify": Output.TOKEN_SCORES,
+    "embed": (Output.VECTORS,),
+    "token_embed": (Output.TOKEN_VECTORS, Output.TOKENS),
+    "classify": (Output.SCORES,),
+    "token_classify": (Output.TOKEN_SCORES,),
 }
+"""The outputs of each, of which the first counts that the model has."""
 POOLING_TASK = fields.choice(
     "task",
     "a vector for each input (`embed`), or for each of its tokens (`token_embed`): those of a multi-vector model, or "
@@ -105,25 +106,20 @@ _AS_ARRAYS = (Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.T
 
 def _task_of(wanted: Wanted, model_info: ModelInfo) -> Output:
     """The output of the requested task, or that of the first of the tasks that the model has. Raises WrongModel."""
-    requested = wanted.get(POOLING_TASK)
-    if requested is None:
-        return next(output for output in _POOLED if output in model_info.outputs)
-    own = _own_task(requested, model_info)
-    if own is None:
-        names = ", ".join(f"'{name}'" for name, output in _TASKS.items() if output in model_info.outputs)
+    outputs = wanted.get(POOLING_TASK) or _POOLED
+
+    def own(info: ModelInfo) -> Output | None:
+        return next((output for output in outputs if output in info.outputs), None)
+
+    output = own(model_info)
+    if output is None:
+        names = ", ".join(f"'{name}'" for name, them in _TASKS.items() if them[-1] in model_info.outputs)
         raise WrongModel(
             f"{model_info.what_it_is()}: '{POOLING_TASK.name}' must be one of {names}",
             param=POOLING_TASK.name,
-            can=lambda info: _own_task(requested, info) is not None,
+            can=lambda info: own(info) is not None,
         )
-    return own
-
-
-def _own_task(requested: Output, model_info: ModelInfo) -> Output | None:
-    """The model's output for a task; None if it has none. Vectors of tokens are projected where it has such."""
-    if requested is Output.TOKENS and Output.TOKEN_VECTORS in model_info.outputs:
-        return Output.TOKEN_VECTORS
-    return requested if requested in model_info.outputs else None
+    return output
 
 
 _POOLED = (Output.VECTORS, Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)

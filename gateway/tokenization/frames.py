@@ -47,12 +47,12 @@ class TruncationPolicy:
     overflow: Overflow
     least_chunk: int
     """Fewest tokens of its text that a chunk may have: fewer would make too many chunks."""
+    role: "RoleTemplate"
+    """Its special tokens and limit are in the above."""
     max_embed_len: int | None = None
     """Of an input that is split, the prompt and special tokens included, each once."""
     prompt: str = ""
     prompt_ids: tuple[int, ...] = ()
-    role: "RoleTemplate | None" = None
-    """Its special tokens and limit are in the above."""
     strips: bool = False
     """A text is taken without the blanks around it."""
 
@@ -170,9 +170,9 @@ def with_offsets(
 class RoleTemplate(NamedTuple):
     """What is put around the texts of one role."""
 
-    prompt: str | None
+    prompt: str | None = None
     """None: the model's default."""
-    marker: list[int]
+    marker: tuple[int, ...] = ()
     """None or one, behind the first special token."""
     max_tokens: int = ALL
     """Longest sequence."""
@@ -199,7 +199,7 @@ class RoleTemplate(NamedTuple):
         )
 
 
-_PLAIN_ROLE = RoleTemplate(None, [])
+NO_ROLE = RoleTemplate()
 
 
 def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTemplate]:
@@ -218,11 +218,11 @@ def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTe
         )
     document = RoleTemplate(head.document_prompt or None, _marker(head.document_marker), head.document_tokens or ALL)
     templates = {Role.QUERY: query, Role.DOCUMENT: document}
-    return {role: template for role, template in templates.items() if template != _PLAIN_ROLE}
+    return {role: template for role, template in templates.items() if template != NO_ROLE}
 
 
-def _marker(token_id: int | None) -> list[int]:
-    return [] if token_id is None else [token_id]
+def _marker(token_id: int | None) -> tuple[int, ...]:
+    return () if token_id is None else (token_id,)
 
 
 # What stands around a text: a prompt, the tokenizer's special tokens, and the chat template of some models.

@@ -47,6 +47,7 @@ from vecd.gateway.tokenization import cl100k
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.frames import (
     BYTES_PER_ID,
+    NO_ROLE,
     RoleTemplate,
     TextFrame,
     TruncationPolicy,
@@ -128,6 +129,7 @@ class Tokenizer:
         Raises ModelError when the file is no tokenizer, and NoTasks.
         """
         self._tokenizer = _read_tokenizer(card, literal_special_tokens=literal_special_tokens)
+        self.id_of: Callable[[str], int | None] = self._tokenizer.token_to_id
         # The library's own threads gain nothing: 2,048 texts of 200 words take as long with them (2 cores).
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.max_tokens = max_tokens
@@ -202,10 +204,7 @@ class Tokenizer:
         role = self._role_of(how)
         most = max(1, self._most_tokens(how, role))
         extra = max(2, self._template.num_tokens) + len(self._prompt_of(how)) // 3
-        return most, extra, role is not None and role.num_filled > 0
-
-    def id_of(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
+        return most, extra, role.num_filled > 0
 
     def num_added(self, token_ids: TokenIds) -> tuple[int, int]:
         """How many special tokens a sequence has before and behind the tokens of its input."""
@@ -305,27 +304,25 @@ class Tokenizer:
             )
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
-    def _role_of(self, how: Tokenizing) -> RoleTemplate | None:
-        return self.roles.get(how.role or Role.DOCUMENT) if self.roles else None
+    def _role_of(self, how: Tokenizing) -> RoleTemplate:
+        return self.roles.get(how.role or Role.DOCUMENT, NO_ROLE)
 
     def _prompt_of(self, how: Tokenizing) -> str:
         if how.prompt is not None:
             return how.prompt
-        role = self._role_of(how)
-        return self._prompt if role is None or role.prompt is None else role.prompt
+        of_role = self._role_of(how).prompt
+        return self._prompt if of_role is None else of_role
 
-    def _most_tokens(self, how: Tokenizing, role: RoleTemplate | None = None) -> int:
-        return min(self.max_tokens, how.max_tokens, ALL if role is None else role.max_tokens)
+    def _most_tokens(self, how: Tokenizing, role: RoleTemplate = NO_ROLE) -> int:
+        return min(self.max_tokens, how.max_tokens, role.max_tokens)
 
-    def _limits(self, how: Tokenizing, has_special_tokens: bool, role: RoleTemplate | None = None) -> TruncationPolicy:
+    def _limits(self, how: Tokenizing, has_special_tokens: bool, role: RoleTemplate = NO_ROLE) -> TruncationPolicy:
         """The policy for lists of the model's own ids, with its special tokens or without; or for texts in a role."""
-        template = self._template if has_special_tokens else NO_SPECIAL_TOKENS
+        template = role.around(self._template if has_special_tokens else NO_SPECIAL_TOKENS)
         overflow, max_tokens = how.overflow, self._most_tokens(how, role)
-        if role is not None:
-            template = role.around(template)
-            if role.num_filled and overflow is Overflow.CHUNK:
-                overflow = Overflow.TRUNCATE  # a query is one sequence
-        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, self._max_embed_len, role=role)
+        if role.num_filled and overflow is Overflow.CHUNK:
+            overflow = Overflow.TRUNCATE  # a query is one sequence
+        truncation = TruncationPolicy(template, max_tokens, overflow, self._least_chunk, role, self._max_embed_len)
         least = template.num_tokens + (self._least_chunk if overflow is Overflow.CHUNK else 1)
         is_asked_for = how.max_tokens < ALL or overflow is not Overflow.TRUNCATE
         if max_tokens < least and is_asked_for:
@@ -349,7 +346,7 @@ class Tokenizer:
             return None
         token_ids = prefix + own + suffix
         item = TokenizedInput(token_ids, len(token_ids) // BYTES_PER_ID, False, _TEXT)
-        return item if truncation.role is None else truncation.role.filled(item)
+        return truncation.role.filled(item) if truncation.role.num_filled else item
 
     def take_run(
         self, inputs: Inputs, run: range, how: Tokenizing, openings: dict[str, Opening] | None = None
@@ -404,8 +401,7 @@ class Tokenizer:
                 if text != given:
                     offsets[offsets[:, 0] >= 0] += len(given) - len(given.lstrip())
                 item = with_offsets(item, offsets, all_own, truncation)
-            if truncation.role is not None:
-                item = truncation.role.filled(item)
+            item = truncation.role.filled(item)
             if not item.num_tokens and self._no_tokens:
                 item = truncation.whole(self._no_tokens, source)
             if not item.num_tokens:
@@ -439,7 +435,7 @@ class Tokenizer:
     def _in_role(self, how: Tokenizing, role: Role, most_own: int) -> Tokenizing:
         """`how` for texts of one role, which are cut to `most_own` tokens, without special tokens, even with
         Overflow.ERROR, which is about longer limits."""
-        limits = self._limits(how, how.add_special_tokens, self.roles.get(role))
+        limits = self._limits(how, how.add_special_tokens, self.roles.get(role, NO_ROLE))
         template = limits.template
         if self._is_templated:
             template = self._frames[True].whole(self._prompt_of(how._replace(role=role)))
