@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 # The failure codes that a worker sends to the gateway.
 #
@@ -39,14 +39,6 @@ _HEADER = struct.Struct("<BBHIQ")  # kind, version, slot, epoch, number
 _BATCH_SIZES = struct.Struct("<IIHQ")  # num_sequences, num_tokens, num_threads, scope
 _DONE_TAIL = struct.Struct("<IIIH")  # num_rows, compute_us, num_padding_tokens, num_threads
 _FAILED_TAIL = struct.Struct("<H")  # code
-
-
-class _Kind(IntEnum):
-    PROBE = 1
-    BATCH = 2
-    ALIVE = 3
-    DONE = 4
-    FAILED = 5
 
 
 _BYTES_PER_INT32 = 4
@@ -84,6 +76,7 @@ class Incarnation:
 class Probe:
     """Asks a worker whether it is connected, and announces the gateway's epoch to it."""
 
+    kind: ClassVar = 1
     epoch: int
 
 
@@ -91,6 +84,7 @@ class Probe:
 class Batch:
     """The sequences of one forward pass, packed: token ids sit end to end, in the order of `lengths_bytes`."""
 
+    kind: ClassVar = 2
     epoch: int
     number: int
     slot: int
@@ -120,6 +114,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
+    kind: ClassVar = 3
     epoch: int
 
 
@@ -127,6 +122,7 @@ class Alive:
 class Done:
     """The rows of a batch stand in its slot."""
 
+    kind: ClassVar = 4
     epoch: int
     number: int
     slot: int
@@ -142,6 +138,7 @@ class Done:
 class Failed:
     """A batch has no rows; the worker is still there."""
 
+    kind: ClassVar = 5
     epoch: int
     number: int
     slot: int
@@ -154,31 +151,28 @@ ToGateway: TypeAlias = Alive | Done | Failed
 
 def encode(message: ToWorker | ToGateway) -> Frames:
     match message:
+        case Probe() | Alive():
+            return [_HEADER.pack(message.kind, _VERSION, 0, message.epoch, 0)]
+    header = _HEADER.pack(message.kind, _VERSION, message.slot, message.epoch, message.number)
+    match message:
         case Batch():
-            header = _HEADER.pack(_Kind.BATCH, _VERSION, message.slot, message.epoch, message.number)
             sizes = _BATCH_SIZES.pack(message.num_sequences, message.num_tokens, message.num_threads, message.scope)
             frames = [header + sizes, message.lengths_bytes, message.token_ids_bytes]
             if message.borders_bytes:
                 return [*frames, message.outputs_bytes, message.borders_bytes]
             return [*frames, message.outputs_bytes] if message.outputs_bytes else frames
         case Done():
-            header = _HEADER.pack(_Kind.DONE, _VERSION, message.slot, message.epoch, message.number)
             tail = (message.num_rows, message.compute_us, message.num_padding_tokens, message.num_threads)
             return [header + _DONE_TAIL.pack(*tail)]
         case Failed():
-            header = _HEADER.pack(_Kind.FAILED, _VERSION, message.slot, message.epoch, message.number)
             return [header + _FAILED_TAIL.pack(message.code)]
-        case Probe():
-            return [_HEADER.pack(_Kind.PROBE, _VERSION, 0, message.epoch, 0)]
-        case Alive():
-            return [_HEADER.pack(_Kind.ALIVE, _VERSION, 0, message.epoch, 0)]
 
 
 def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
     """Raises WireError."""
     kind, slot, epoch, number, tail = _split(frames)
     match kind:
-        case _Kind.BATCH if len(frames) in (3, 4, 5) and len(tail) == _BATCH_SIZES.size:
+        case Batch.kind if len(frames) in (3, 4, 5) and len(tail) == _BATCH_SIZES.size:
             num_sequences, num_tokens, num_threads, scope = _BATCH_SIZES.unpack(tail)
             lengths, token_ids = frames[1:3]
             outputs, borders = (*frames[3:], b"", b"")[:2]
@@ -193,7 +187,7 @@ def decode_to_worker(frames: Sequence[bytes]) -> ToWorker:
             return Batch(
                 epoch, number, slot, num_sequences, num_tokens, lengths, token_ids, outputs, num_threads, borders, scope
             )
-        case _Kind.PROBE if len(frames) == 1 and not tail:
+        case Probe.kind if len(frames) == 1 and not tail:
             return Probe(epoch)
     raise WireError(f"kind {kind} with {len(frames)} frames is not for a worker")
 
@@ -203,15 +197,15 @@ def decode_to_gateway(frames: Sequence[bytes]) -> ToGateway:
     kind, slot, epoch, number, tail = _split(frames)
     if len(frames) == 1:
         match kind:
-            case _Kind.DONE if len(tail) == _DONE_TAIL.size:
+            case Done.kind if len(tail) == _DONE_TAIL.size:
                 return Done(epoch, number, slot, *_DONE_TAIL.unpack(tail))
-            case _Kind.FAILED if len(tail) == _FAILED_TAIL.size:
+            case Failed.kind if len(tail) == _FAILED_TAIL.size:
                 (code,) = _FAILED_TAIL.unpack(tail)
                 try:
                     return Failed(epoch, number, slot, FailureCode(code))
                 except ValueError as error:
                     raise WireError(f"failure code {code}") from error
-            case _Kind.ALIVE if not tail:
+            case Alive.kind if not tail:
                 return Alive(epoch)
     raise WireError(f"kind {kind} with {len(frames)} frames is not for the gateway")
 

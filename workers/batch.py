@@ -111,11 +111,6 @@ class PackedBatch:
         return self.lengths.size if self.outputs is None else int(self.rows_of_each.sum())
 
 
-def largest_within(choices: Sequence[int], num_threads: int) -> int:
-    """The largest of `choices`, ascending, that is at most `num_threads`; if there is none, the first."""
-    return max((choice for choice in choices if choice <= num_threads), default=choices[0])
-
-
 class Finish:
     """Finishes a batch that has been begun. Call it once. Borrows the rows until then. This one has nothing to do."""
 
@@ -136,6 +131,8 @@ class Engine(Protocol):
     facts: dict[str, Any]
     """JSON values about the engine, for `/info`: at least "dtype" and "path"."""
     warnings: list[str]
+    thread_choices: Sequence[int] = (1,)
+    """Ascending."""
 
     @property
     def num_padding_tokens(self) -> int:
@@ -158,7 +155,7 @@ class Engine(Protocol):
     def lease(self, num_threads: int) -> int:
         """Compute the next batches with at most this number of threads; 0: as configured. Returns with how many, which
         is fewer where the engine does not have that number yet. Without `allow_leases`: as configured."""
-        return 1
+        return max((choice for choice in self.thread_choices if choice <= num_threads), default=self.thread_choices[0])
 
     def adopt(self, slots: Sequence[Rows]) -> None:
         """Prepare the memory that most rows will lie in: the slots of one arena. Called once at most, before the worker

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from vecd.shm.output import ModelSizes, Output
 from vecd.shm.views import Rows
-from vecd.workers.batch import COMPLETE, Engine, Finish, Ints, PackedBatch, largest_within, write_outputs
+from vecd.workers.batch import COMPLETE, Engine, Finish, Ints, PackedBatch, write_outputs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -51,14 +51,10 @@ class DummyEngine(Engine):
         self._s_per_text = s_per_text
         self.facts: dict[str, Any] = {"dtype": "float32", "path": "dummy"}
         self.warnings = ["the dummy engine runs no model: its vectors are made up, for tests alone"]
-        self._thread_choices: Sequence[int] = (1,)
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
-        self._thread_choices = range(1, max_threads + 1)
-        return self._thread_choices
-
-    def lease(self, num_threads: int) -> int:
-        return largest_within(self._thread_choices, num_threads)
+        self.thread_choices = range(1, max_threads + 1)
+        return self.thread_choices
 
     def begin(self, batch: PackedBatch, rows: Rows) -> Finish:
         self.embed(batch, rows)

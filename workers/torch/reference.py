@@ -26,11 +26,8 @@ from vecd.workers.torch.transformer import Load, build_engine
 
 def reference_rows(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> Rows:
     """float32 [`probes.num_rows`, row_dim], of the model in `dtype`. Raises what the model raises."""
-    make = _REFERENCES.get(config.card.main_output, _vectors)
-    return make(config, dtype, load, probes)
-
-
-def _vectors(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> Rows:
+    if make := _REFERENCES.get(config.card.main_output):
+        return make(config, dtype, load, probes)
     return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, config.card.row_dim)
 
 
@@ -120,4 +117,4 @@ _REFERENCES: dict[Output, Callable[[WorkerConfig, str, Load, PackedBatch], Rows]
     Output.TOKEN_VECTORS: token_rows,
     Output.HYBRID: token_rows,
 }
-"""By the main output of a model; of any other it is `_vectors`."""
+"""By the main output of a model; of any other it is the padded engine."""

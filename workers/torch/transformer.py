@@ -15,7 +15,7 @@ from torch import Tensor
 from vecd.model.card import ModelCard, ModelError, one_line
 from vecd.shm.views import Rows
 from vecd.workers import prefix
-from vecd.workers.batch import Engine, Finish, Layout, PackedBatch, arrange, begin_or_halve, largest_within
+from vecd.workers.batch import Engine, Finish, Layout, PackedBatch, arrange, begin_or_halve
 from vecd.workers.config import WorkerConfig
 from vecd.workers.description import NotDescribed
 from vecd.workers.heads import Heads
@@ -58,7 +58,6 @@ class TransformerEngine(Engine):
         self._device = open_device(device)
         self.facts: dict[str, Any] = {"dtype": dtype, "path": forward.path, **self._device.facts()}
         self.warnings: list[str] = []
-        self._thread_choices: Sequence[int] = (1,)
         self._num_threads = 1
         self._prefixes: PrefixCache[Sequence[KeysValues]] | None = None
 
@@ -94,15 +93,15 @@ class TransformerEngine(Engine):
     def use_threads(self, num_threads: int) -> None:
         if num_threads:
             torch.set_num_threads(num_threads)
-            self._thread_choices, self._num_threads = (num_threads,), num_threads
+            self.thread_choices, self._num_threads = (num_threads,), num_threads
 
     def allow_leases(self, max_threads: int, *, may_copy_weights: bool) -> Sequence[int]:
         # 1, 2, 4 …: not every number, because oneDNN compiles its kernels for each.
-        self._thread_choices = [*(1 << power for power in range((max_threads - 1).bit_length())), max_threads]
-        return self._thread_choices
+        self.thread_choices = [*(1 << power for power in range((max_threads - 1).bit_length())), max_threads]
+        return self.thread_choices
 
     def lease(self, num_threads: int) -> int:
-        num_threads = largest_within(self._thread_choices, num_threads)
+        num_threads = super().lease(num_threads)
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
             self._num_threads = num_threads
