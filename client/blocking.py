@@ -195,9 +195,19 @@ class Server(Client):
     def start(self) -> "Server":
         """Returns when the server is ready; at once if it runs. Raises ServerNotStarted with the end of its log."""
         with self._starting:
-            if self._server is None:
-                self._start()
-        return self
+            if self._server is not None:
+                return self
+            server = LocalServer(self._serve_arguments, sockets={"--uds": "sock"}, environment=self._environment)
+            try:
+                server.await_ready(self._start_timeout_s)
+            except NotStarted as error:
+                raise ServerNotStarted(str(error)) from None
+            self._point_to(f"unix:{server.path('sock')}")
+            self.limits = self.identity = None
+            self._server = server
+            # Also when this object is no longer used, and when the interpreter ends in good order.
+            self._finalizer = weakref.finalize(self, server.stop)
+            return self
 
     def close(self) -> None:
         """Stop the server. It can be started again."""
@@ -219,18 +229,6 @@ class Server(Client):
         if self._server is None:
             return "the server has not been started: use `with vecd.Server(...)`, or `start`"
         return self._server.why_gone()
-
-    def _start(self) -> None:
-        server = LocalServer(self._serve_arguments, sockets={"--uds": "sock"}, environment=self._environment)
-        try:
-            server.await_ready(self._start_timeout_s)
-        except NotStarted as error:
-            raise ServerNotStarted(str(error)) from None
-        self._point_to(f"unix:{server.path('sock')}")
-        self.limits = self.identity = None
-        self._server = server
-        # Also when this object is no longer used, and when the interpreter ends in good order.
-        self._finalizer = weakref.finalize(self, server.stop)
 
 
 def _written(flags: dict[str, Any]) -> list[str]:

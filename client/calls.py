@@ -250,9 +250,7 @@ def sparse(
         "output": "sparse", "encoding_format": "float", "input_type": input_type, "top_k": top_k,
         "min_weight": min_weight, "overflow": overflow, "model": self.model,
     }  # fmt: skip
-    return [
-        sparse_of(each) for each in (yield from answers(self, _EMBEDDINGS, fields, "input", _listed(texts), "data"))
-    ]
+    return [sparse_of(each) for each in (yield from answers(self, _EMBEDDINGS, fields, "input", texts, "data"))]
 
 
 def sparse_of(answer: Any) -> SparseVector:
@@ -266,7 +264,6 @@ def multi_vector(
     self: ClientBase, /, texts: Texts, *, input_type: str | None = None, overflow: str | None = None
 ) -> "Steps[list[NDArray[np.float32]]]":
     """The vectors of the tokens of each text: arrays float32 [tokens, D]. Raises VecdError."""
-    texts = _listed(texts)
     limits = yield from _limits(self, 2)  # for the dimensions, which the bytes of a matrix do not say
     fields = {
         "output": "multi-vector", "encoding_format": "float" if limits.dim is None else "base64",
@@ -363,7 +360,7 @@ def entities(
 ) -> Steps[list[list[Entity]]]:
     """The labelled parts of each text, by a model that classifies tokens. Raises VecdError."""
     fields = {"aggregation_strategy": aggregation_strategy}
-    return [entities_of(each) for each in (yield from answers(self, "/predict", fields, "inputs", _listed(texts)))]
+    return [entities_of(each) for each in (yield from answers(self, "/predict", fields, "inputs", texts))]
 
 
 def entities_of(answer: Any) -> list[Entity]:
@@ -379,7 +376,7 @@ def entities_of(answer: Any) -> list[Entity]:
 def tokenize(self: ClientBase, /, texts: Texts, *, add_special_tokens: bool = True) -> Steps[list[list[Token]]]:
     """The tokens of each text, as the model gets them. Raises VecdError."""
     fields = {"add_special_tokens": add_special_tokens}
-    found = yield from answers(self, "/tokenize", fields, "inputs", _listed(texts))
+    found = yield from answers(self, "/tokenize", fields, "inputs", texts)
     return [
         [Token(one["id"], one["text"], one["special"], one["start"], one["stop"]) for one in each] for each in found
     ]
@@ -396,9 +393,10 @@ def info(self: ClientBase, /) -> Steps[Info]:
 
 
 def answers(
-    self: ClientBase, path: str, fields: Mapping[str, Any], name: str, inputs: Sequence[Any], items: str | None = None
+    self: ClientBase, path: str, fields: Mapping[str, Any], name: str, inputs: Any, items: str | None = None
 ) -> Steps[list[Any]]:
     """What the answers have for each input, in their order: in a list, or one with the name `items`."""
+    inputs = _listed(inputs)
     limits = yield from _limits(self, len(inputs))
     pieces = list(cut(path, fields, name, inputs, limits))
     yield pieces

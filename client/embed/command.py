@@ -73,10 +73,9 @@ def _embed_one(options: EmbedOptions, line: StatusLine) -> int:
                 return _tell(line, error, f"; {done if num_rows else 'no row is done'}")
         line.say(f"{options.path}: {files.finish()}")
         files.forget()
-        if not (rejected := files.describe_rejected(str(options.path))):
-            return EXIT_OK
-        line.say(rejected)
-        return EXIT_OK if options.on_bad_row else RunEnded.exit_code
+        if rejected := files.describe_rejected(str(options.path)):
+            line.say(rejected)
+        return RunEnded.exit_code if rejected and not options.on_bad_row else EXIT_OK
 
 
 def _embed_many(options: EmbedOptions, line: StatusLine) -> int:
