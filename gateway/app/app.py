@@ -385,7 +385,8 @@ class App:
             if isinstance(own_id, str) and VALID_ID.fullmatch(own_id):
                 http.request_id = own_id  # an error in another field has that name, too
         try:
-            if not info.can(operation.needs):
+            is_checked = choice is None and len(route.claims) == 1  # before the body was parsed
+            if not is_checked and not info.can(operation.needs):
                 raise wrong_model(operation, info, self._paths)
             assert operation.parse is not None
             call = read(operation.fields, body, http.headers, info)
