@@ -395,6 +395,7 @@ def _gateway_config(
             "limits the rows of a text"
         )
     num_workers = _num_workers(settings, devices)
+    unasked_keep_alive_s = _KEEP_ALIVE_ON_DEMAND_S if settings.load == "demand" else None
     max_connections = min(settings.max_connections, settings.gateways * connections_of_gateway())
     decided: dict[str, Any] = {
         "model": settings.served_model_name or model,
@@ -417,16 +418,10 @@ def _gateway_config(
         compute_type=compute_type,
         keys=keys,
         chat_template=chat_template,
-        keep_alive_s=_keep_alive_s(settings),
+        keep_alive_s=parse_keep_alive(settings.keep_alive) if settings.keep_alive else unasked_keep_alive_s,
         has_admin_listener=settings.admin_port is not None or settings.admin_uds is not None,
         metrics_workers=max(num_workers, _MIN_METRICS_WORKERS),
     )
-
-
-def _keep_alive_s(settings: Settings) -> float | None:
-    if settings.keep_alive:
-        return parse_keep_alive(settings.keep_alive)
-    return _KEEP_ALIVE_ON_DEMAND_S if settings.load == "demand" else None
 
 
 def _num_workers(settings: Settings, devices: list[str]) -> int:
