@@ -53,7 +53,8 @@ class Inspection:
         """Fail every call, now or later, each with an error of its own."""
         self._make_end = make_error
         for over in self._over:
-            over.set_exception(make_error())
+            if not over.done():
+                over.set_exception(make_error())
 
     def stop(self) -> None:
         if self.chat is not None:
