@@ -86,7 +86,6 @@ log = logging.getLogger("vecd.supervisor")
 
 _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _DRAIN_MARGIN_S = 2.0
-_REAP_INTERVAL_S = 2.0
 _LOOK_INTERVAL_S = 2.0
 _MIN_METRICS_MODELS = 16
 """Models that a reload may bring the server to: 51 KB of shared metrics each, per gateway."""
@@ -179,8 +178,8 @@ class Supervisor:
         descriptor or no temporary folder."""
         self._system = system or System()
         self._memory = memory or MemoryBook(None, plans[0].settings.cache_folder)
-        self._zygote = ForkServer() if system is None else None
-        """That of several models' fork servers. A test's fork servers start no process."""
+        self._zygote = ForkServer()
+        """The parent of several models' fork servers."""
         self._server_nbytes = self._memory.server_nbytes
         """As for the newest plans."""
         self._gateway_pool: GatewayPool
@@ -234,8 +233,8 @@ class Supervisor:
                 for work in (
                     *(worker_pool.supervise() for worker_pool in self._first if _is_loaded_at_start(worker_pool)),
                     self._residency.run(), self._gateway_pool.watch_heartbeats(), self._announce_when_ready(),
-                    watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._reap_orphans(),
-                    self._keep_notifying(), self._watch_model_files(),
+                    watch_keys(self._system.files, lambda: self.plan.settings, self._on_keys), self._look_around(),
+                    self._keep_notifying(),
                 ):  # fmt: skip
                     self.start_task(work)
                 if self._identities is not None:
@@ -251,8 +250,7 @@ class Supervisor:
         finally:
             for worker_pool in self._worker_pools.values():
                 await worker_pool.stop()
-            if self._zygote is not None:
-                await self._zygote.stop()
+            await self._zygote.stop()
             await self._system.reap_everything()
             self._close()
         return self._exit_code
@@ -288,8 +286,8 @@ class Supervisor:
         system = self._system
         if plan.card.assumption:
             log.warning("%s: %s", plan.gateway.model, plan.card.assumption)
-        if self._zygote is not None and not plan.is_only_model:
-            system = replace(system, fork_server=partial(ForkServer, parent=self._zygote))
+        if not plan.is_only_model:
+            system = replace(system, fork_server=partial(system.fork_server, parent=self._zygote))
         pool = WorkerPool(generation, plan, self._num_gateways, self._lives, self, system)
         if self._identities is not None:
             try:
@@ -401,7 +399,7 @@ class Supervisor:
         if not problems:
             self._memory.server_nbytes = self._server_nbytes
         self._notifier.ready(self._status())
-        if self._zygote is not None and len(self.reloader.active) == 1:
+        if len(self.reloader.active) == 1:
             self.start_task(self._zygote.stop())  # and its imports are not kept for what may never come
 
     def _on_keys(self, keys: tuple[ApiKey, ...]) -> None:
@@ -410,15 +408,11 @@ class Supervisor:
             self._gateway_pool.reconcile()
             log.info("keys read again: %d", len(keys))
 
-    async def _reap_orphans(self) -> None:
-        while True:
-            await asyncio.sleep(_REAP_INTERVAL_S)
-            if not self.reloader.is_running:  # which may wait for children of its own
-                self._system.reap_orphans()
-
-    async def _watch_model_files(self) -> None:
+    async def _look_around(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
+            if not self.reloader.is_running:  # which may wait for children of its own
+                self._system.reap_orphans()
             for worker_pool in list(self._worker_pools.values()):
                 await worker_pool.look_at_files()
             self._gateway_pool.reconcile()
@@ -458,7 +452,7 @@ class Supervisor:
     def _memory_mb(self) -> int:
         pids = [os.getpid(), *(link.process.pid for link in self._gateway_pool.links.values())]
         pids += [pid for worker_pool in self._worker_pools.values() for pid in worker_pool.pids()]
-        pids += self._zygote.pids() if self._zygote is not None else []
+        pids += self._zygote.pids()
         return sum(kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") for pid in pids) // 1024
 
     def _send_status(self) -> None:

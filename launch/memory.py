@@ -12,6 +12,7 @@ import logging
 import math
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from vecd.base.failures import ConfigurationError
 from vecd.base.files import read_json, write_json
 from vecd.launch.config.plan import Plan
-from vecd.model.card import ModelCard, ModelError
+from vecd.model.card import ModelError
 from vecd.model.files import stored_tensors
 from vecd.shm.output import MAX_BATCH_TOKENS
 from vecd.shm.settings import Settings, read_memory_budget
@@ -96,7 +97,10 @@ def predict(plan: Plan) -> Footprint:
 def predict_server(plans: Sequence[Plan]) -> int:
     """Bytes of the processes that belong to no model. `plans`: of all models. Reads the file system."""
     first = plans[0].gateway
-    tokenizers = sum(_TOKENIZER_NBYTES + _PER_TOKENIZER_BYTE * _size_of(plan.gateway.card) for plan in plans)
+    tokenizers = len(plans) * _TOKENIZER_NBYTES
+    for plan in plans:
+        with suppress(OSError):
+            tokenizers += _PER_TOKENIZER_BYTE * Path(plan.gateway.card.tokenizer_file).stat().st_size
     zygote = max(_ZYGOTE_NBYTES[_library(plan.workers[0])] for plan in plans) if len(plans) > 1 else 0
     return _SUPERVISOR_NBYTES + first.gateways * (_GATEWAY_NBYTES + tokenizers) + zygote + first.vector_cache
 
@@ -116,13 +120,6 @@ def _of_process(pid: int, name: str) -> int:
     return kilobytes(Path(f"/proc/{pid}/smaps_rollup"), name) << 10
 
 
-def _size_of(card: ModelCard) -> int:
-    try:
-        return Path(card.tokenizer_file).stat().st_size
-    except OSError:
-        return 0
-
-
 def _library(config: WorkerConfig) -> str:
     card = config.card
     if config.is_dummy or card.is_static or is_lean_wanted(config):
@@ -138,7 +135,9 @@ def _weights_nbytes(config: WorkerConfig) -> int:
         return card.weights_bytes
     if card.export_file:
         return 2 * card.weights_bytes  # ONNX Runtime lays matrices out anew, and keeps what it has read
-    dtype = _expected_dtype(config)
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = formats_of(config)[0] if card.weights_bytes > LARGEST_MEASURED else "float32"
     stored = made = 0
     for path in card.weight_files:
         for name, tensor in stored_tensors(path).items():
@@ -146,12 +145,6 @@ def _weights_nbytes(config: WorkerConfig) -> int:
             stored += tensor.nbytes
             made += math.prod(tensor.shape) * nbytes
     return max(0, card.weights_bytes - stored) + made
-
-
-def _expected_dtype(config: WorkerConfig) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    return formats_of(config)[0] if config.card.weights_bytes > LARGEST_MEASURED else "float32"
 
 
 log = logging.getLogger("vecd.supervisor")

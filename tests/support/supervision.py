@@ -287,7 +287,13 @@ class Fakes:
         self.on_spawn(gateway)
         return gateway
 
-    def _fork_server(self, order: ForkServerStart, timeout_s: float, on_stage: Callable[[str], None]) -> ForkServer:
+    def _fork_server(
+        self,
+        order: ForkServerStart,
+        timeout_s: float,
+        on_stage: Callable[[str], None],
+        parent: ForkServer | None = None,
+    ) -> ForkServer:
         self.fork_servers.append(server := FakeForkServer(self, order))
         return server
 

@@ -41,7 +41,6 @@ from vecd.shm.control import (
     Progress,
     Ready,
 )
-from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine, ReportProgress
 from vecd.workers.config import ENGINES_WITHOUT_TORCH, WorkerConfig
 from vecd.workers.load import check_headers, expected_path, load_engine
@@ -112,9 +111,8 @@ def _obey(channel: Channel) -> int:
                     _freeze()
                     _fork("vecd-forkserver", channel, control, partial(serve, control))
             case ForkWorker(), [_, arena_fd, _, *_]:
-                config, incarnation = load(WorkerConfig, order.config), Incarnation(order.worker, order.life)
                 with closing(Channel.from_fd(fds.pop(0))) as control:
-                    live = partial(worker.run, config, incarnation, control, arena_fd, fds[1:], parents, engine)
+                    live = partial(worker.run, order, control, arena_fd, fds[1:], parents, engine)
                     _fork(f"vecd-worker-{order.worker}", channel, control, live)
             case _:
                 log.error("%s with %d descriptors is not for this process", type(order).__name__, len(fds))

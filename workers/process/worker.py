@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 from vecd.base import logs
+from vecd.base.files import load
 from vecd.base.kernel import (
     die_with_parent,
     leave_signals_to_parent,
@@ -18,7 +19,7 @@ from vecd.base.kernel import (
 )
 from vecd.base.tasks import ZMQ_THREADS, NoTasks, require_threads
 from vecd.model.card import ModelError
-from vecd.shm.control import Channel, ChildFailed, Progress, Ready
+from vecd.shm.control import Channel, ChildFailed, ForkWorker, Progress, Ready
 from vecd.shm.views import map_arena
 from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine
@@ -33,21 +34,21 @@ EXIT_OK, EXIT_COULD_NOT_START, EXIT_INTERNAL_ERROR = 0, 3, 70
 
 
 def run(
-    config: WorkerConfig,
-    incarnation: Incarnation,
+    order: ForkWorker,
     channel: Channel,
     arena_fd: int,
     address_fds: Sequence[int],
     parents: tuple[int, int],
     engine: Engine | None,
 ) -> int:
-    """Run as `incarnation` until the supervisor ends; returns the exit code. Owns `channel`, the worker's end of its
-    control connection, `arena_fd`, and `address_fds`, the O_PATH descriptors of the gateways' ZeroMQ sockets.
-    `parents`: the pids of the supervisor, whose death during the fork would not be noticed otherwise, and of the fork
-    server. `engine`: None if the worker loads its own.
+    """Run until the supervisor ends; returns the exit code. Owns `channel`, the worker's end of its control connection,
+    `arena_fd`, and `address_fds`, the O_PATH descriptors of the gateways' ZeroMQ sockets. `parents`: the pids of the
+    supervisor, whose death during the fork would not be noticed otherwise, and of the fork server. `engine`: None if
+    the worker loads its own.
 
     Side effects on the whole process: signal handling, logging, memory priority, torch's threads.
     """
+    incarnation = Incarnation(order.worker, order.life)
     try:
         if not die_with_parent(parents[0]):
             return EXIT_OK
@@ -55,8 +56,39 @@ def run(
         volunteer_for_oom_kill()
         outlive_sent_faults()
         trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
-        logs.configure(f"worker-{incarnation.worker}", config.log_level, config.log_format)
-        return _live(config, incarnation, channel, arena_fd, address_fds, parents[1], engine)
+        config = load(WorkerConfig, order.config)
+        logs.configure(f"worker-{order.worker}", config.log_level, config.log_format)
+        slots = map_arena(arena_fd, config.arena, writable=True)
+        os.close(arena_fd)
+        try:
+            require_threads(ZMQ_THREADS + config.num_threads - 1)
+            if engine is None:
+                engine = load_engine(config, lambda stage: channel.send(Progress(stage)))
+            engine.use_threads(config.num_threads)
+        except (ModelError, NoTasks) as error:
+            log.error("%s", error)
+            channel.send(ChildFailed(str(error)))
+            return EXIT_COULD_NOT_START
+        engine.adopt([rows for views in slots for rows in views.rows])
+        choices: Sequence[int] = [config.num_threads]
+        if config.max_threads > 1:
+            # At most one worker of a server has weights of its own.
+            choices = engine.allow_leases(config.max_threads, may_copy_weights=order.worker == 0)
+        # Loaded objects stay; the collector need not examine them again between batches.
+        gc.collect()
+        gc.freeze()
+        facts = {
+            **engine.facts,
+            "pid": os.getpid(),
+            "parent_pid": parents[1],
+            "threads": config.num_threads,
+            "thread_choices": list(choices),
+            "private_memory_mb": private_memory_mb(),
+        }
+        with connected(address_fds, incarnation) as sockets:
+            channel.send(Ready(facts, engine.warnings))
+            Loop(sockets, channel, engine, slots, config.arena, config.card).run()
+        return EXIT_OK
     except ConnectionError:
         return EXIT_OK  # the supervisor has closed the control channel
     except EngineLost as error:
@@ -65,45 +97,3 @@ def run(
     except Exception:
         log.exception("%s ends by a bug", incarnation)
         return EXIT_INTERNAL_ERROR
-
-
-def _live(
-    config: WorkerConfig,
-    incarnation: Incarnation,
-    channel: Channel,
-    arena_fd: int,
-    address_fds: Sequence[int],
-    fork_server_pid: int,
-    engine: Engine | None,
-) -> int:
-    slots = map_arena(arena_fd, config.arena, writable=True)
-    os.close(arena_fd)
-    try:
-        require_threads(ZMQ_THREADS + config.num_threads - 1)
-        if engine is None:
-            engine = load_engine(config, lambda stage: channel.send(Progress(stage)))
-        engine.use_threads(config.num_threads)
-    except (ModelError, NoTasks) as error:
-        log.error("%s", error)
-        channel.send(ChildFailed(str(error)))
-        return EXIT_COULD_NOT_START
-    engine.adopt([rows for views in slots for rows in views.rows])
-    choices: Sequence[int] = [config.num_threads]
-    if config.max_threads > 1:
-        # At most one worker of a server has weights of its own.
-        choices = engine.allow_leases(config.max_threads, may_copy_weights=incarnation.worker == 0)
-    # Loaded objects stay; the collector need not examine them again between batches.
-    gc.collect()
-    gc.freeze()
-    facts = {
-        **engine.facts,
-        "pid": os.getpid(),
-        "parent_pid": fork_server_pid,
-        "threads": config.num_threads,
-        "thread_choices": list(choices),
-        "private_memory_mb": private_memory_mb(),
-    }
-    with connected(address_fds, incarnation) as sockets:
-        channel.send(Ready(facts, engine.warnings))
-        Loop(sockets, channel, engine, slots, config.arena, config.card).run()
-    return EXIT_OK
