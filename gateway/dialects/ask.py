@@ -571,7 +571,7 @@ def render_conversations(
     """The call for the texts of conversations. `proceed` parses the same call with their texts in place of
     inputs. `instead_of`: the field of texts. `max_conversations`: None: the limit on inputs. `add_generation_prompt`:
     the default of the field. Raises BadRequest, also what `proceed` raises for any texts."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     if model_info.config.chat_template is None:
         raise BadRequest(
             f"'{MESSAGES.name}' is not supported: the model has no chat template, or --literal-special-tokens is set. "

@@ -201,7 +201,7 @@ _COMMON: tuple[Field[Any], ...] = (
 
 
 def parse_classify(call: Call) -> ParsedEmbed | ParsedMessages:
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     head = head_of(model_info)
     if isinstance(value := wanted.get(INPUT), ask.Conversations):
         return ask.render_conversations(call, value, parse_classify)
@@ -247,7 +247,7 @@ _MAX_LABEL_CHARS = 4 * 2**20
 
 
 def parse_zero_shot(call: Call) -> ParsedEmbed:
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     names = wanted.require(LABELS)
     if not names:
         raise BadRequest(f"'{LABELS.name}' is an empty list, at least 1 label is needed", param=LABELS.name)

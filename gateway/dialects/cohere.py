@@ -109,7 +109,7 @@ FIELDS = Fields(
 
 def parse_embed(call: Call, *, version: int) -> ParsedEmbed:
     """`version`: 1 responds with a bare list of floats to a request without `embedding_types`."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     if wanted.get(IMAGES):
         raise BadRequest("'images' cannot be embedded: this server embeds texts", param=IMAGES.name)
     read_texts = _texts_of if wanted.has(INPUTS.name) else parse_texts

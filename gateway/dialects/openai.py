@@ -60,7 +60,7 @@ _OF_OUTPUTS = frozenset((OUTPUT.key, LATE_CHUNKING.key))
 
 
 def parse_embeddings(call: Call) -> ParsedEmbed | ParsedMessages:
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     if isinstance(value := wanted.get(INPUT), Conversations):
         return render_conversations(call, value, parse_embeddings)
     inputs = parse_inputs(value, INPUT.name, model_info.config.max_inputs)

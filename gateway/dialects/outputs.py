@@ -143,7 +143,7 @@ def requested_kinds(wanted: Wanted, model_info: ModelInfo) -> Kinds:
 
 def parse_outputs(call: Call, inputs: TextsOrIds, kinds: Kinds) -> ParsedEmbed:
     """The call for vectors of those kinds, which the model has, and which are not the dense alone."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     if len(kinds) > 1:
         output = Output.HYBRID
     else:
@@ -336,7 +336,7 @@ LATE_CHUNKING = Field(
 
 def parse_late(call: Call, inputs: TextsOrIds, kinds: Kinds, *, is_one: bool) -> ParsedEmbed:
     """The call for vectors of chunks. `is_one`: the field `input` is one text, and not a list."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     if wanted.has(MESSAGES.name):  # the client knows no characters of the text
         raise BadRequest(f"'{_NAME}' is for texts in 'input', not for 'messages'", param=_NAME)
     if kinds != DENSE_ALONE:

@@ -248,7 +248,7 @@ def parse(
     """The call for the scores of `documents`, each for the query of its index, or all for the only one. `activation`:
     of scores, unless the client wants what the model computes. `repeated`: the texts that the response has, too.
     `field`: with the documents; "": that of the attribute. Raises WrongModel and BadRequest."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     is_scored = _check(model_info)
     if wanted.get(ACTIVATION) == RAW:
         activation = "identity"

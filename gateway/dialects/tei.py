@@ -461,7 +461,7 @@ def render_ranks(embedded: Embedded, relevance: Relevance, *, texts: tuple[str, 
 
 
 def parse_tokenize(call: Call) -> ParsedTokenize:
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     texts = wanted.get(TEXTS)
     _check_not_empty(texts, TEXTS.name)
     texts = parse_texts(texts, TEXTS.name, model_info.config.max_inputs)

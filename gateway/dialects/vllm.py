@@ -85,7 +85,7 @@ _POOLING = Item(b"pooling", b"data")
 
 
 def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     if isinstance(value := wanted.get(INPUT), ask.Conversations):
         return ask.render_conversations(call, value, parse_pooling)
     task = _task_of(wanted, model_info)
@@ -190,7 +190,7 @@ RETURN_TOKEN_STRS = fields.flag(
 def parse_tokenize(call: Call) -> ParsedTokenize | ParsedMessages:
     """The tokens include those of the prompt that an embedding of the text under the same model's name would have. A
     conversation has none, and by default the beginning of a reply, as with vLLM."""
-    wanted, model_info = call.wanted, call.model_info
+    wanted, _, model_info = call
     prompt = model_info.prompt_of_model_name(wanted.get(MODEL))
     if isinstance(value := wanted.get(INPUT), ask.Conversations):
         tokenize = partial(_tokenize, prompt="")

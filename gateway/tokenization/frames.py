@@ -203,7 +203,7 @@ NO_ROLE = RoleTemplate()
 
 
 def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTemplate]:
-    """The templates of roles whose texts get something of their own, or have a limit. `max_tokens`: the model's."""
+    """Those of a multi-vector model. `max_tokens`: the model's."""
     if head is None:
         return {}
     limit, expansion_id = head.query_tokens, head.expansion_id
@@ -217,8 +217,7 @@ def role_templates(head: TokenHead | None, max_tokens: int) -> dict[Role, RoleTe
             is_expansion_attended=head.attends_to_expansion,
         )
     document = RoleTemplate(head.document_prompt or None, _marker(head.document_marker), head.document_tokens or ALL)
-    templates = {Role.QUERY: query, Role.DOCUMENT: document}
-    return {role: template for role, template in templates.items() if template != NO_ROLE}
+    return {Role.QUERY: query, Role.DOCUMENT: document}
 
 
 def _marker(token_id: int | None) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ class Tokenizer:
         self.max_ids = self.max_chars
         """Of a longer list a caller keeps the first `max_ids`, at least one more, and the last few."""
         self._prompt = card.prompt
-        self.roles = role_templates(card.tokens, max_tokens)
+        self._roles = role_templates(card.tokens, max_tokens)
         self._no_tokens = [card.vocab_size - 1] if card.is_static else []
         """The sequence of a text without tokens, if the model has a vector for it."""
         self._max_embed_len = max_embed_len
@@ -305,7 +305,7 @@ class Tokenizer:
         return replace(truncation, prompt=prompt, prompt_ids=prompt_ids)
 
     def _role_of(self, how: Tokenizing) -> RoleTemplate:
-        return self.roles.get(how.role or Role.DOCUMENT, NO_ROLE)
+        return self._roles.get(how.role or Role.DOCUMENT, NO_ROLE)
 
     def _prompt_of(self, how: Tokenizing) -> str:
         if how.prompt is not None:
@@ -435,7 +435,7 @@ class Tokenizer:
     def _in_role(self, how: Tokenizing, role: Role, most_own: int) -> Tokenizing:
         """`how` for texts of one role, which are cut to `most_own` tokens, without special tokens, even with
         Overflow.ERROR, which is about longer limits."""
-        limits = self._limits(how, how.add_special_tokens, self.roles.get(role, NO_ROLE))
+        limits = self._limits(how, how.add_special_tokens, self._roles.get(role, NO_ROLE))
         template = limits.template
         if self._is_templated:
             template = self._frames[True].whole(self._prompt_of(how._replace(role=role)))

@@ -113,7 +113,6 @@ def test_limits_of_the_role_are_those_of_errors_and_chunks(make):
 def test_a_model_without_forms_of_its_own_has_no_roles(make):
     ours = make(TokenHead(()))
     assert tokenize(ours, "a b", QUERY) == tokenize(make(None), "a b", QUERY)
-    assert not ours.roles
 
 
 def test_the_model_s_own_ids_are_taken_as_they_are(make):
