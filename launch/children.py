@@ -212,8 +212,9 @@ class ForkServer:
             try:
                 forked = await self._forked(process, name, order, fds, timeout_s)
             except OSError as error:
-                why = f"has not forked it after {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-                log.error("the %s is killed: %s", self._name, why)
+                is_late = isinstance(error, TimeoutError)
+                why = f"has not forked it after {timeout_s:g} s" if is_late else f"cannot be told to fork: {error}"
+                log.error("the %s %s, and is killed", self._name, why)
                 await self._end()
                 raise ChildDied(f"the {self._name} {why}, and is killed") from error
         if self._start_order is not None:
@@ -278,7 +279,7 @@ class ForkServer:
 
     def _spawn(self) -> Process:
         try:
-            return spawn(self._name, self._name.replace(" ", ""))
+            return spawn(self._name, "zygote" if self._start_order is None else "forkserver")
         except OSError as error:
             raise ChildDied(f"the {self._name} cannot be started: {error}") from error
 
