@@ -27,6 +27,8 @@ from vecd.shm.job import run_job
 from vecd.workers.config import REFERENCE_FILE
 
 _VERSION = "1"
+_TIMEOUT_S = 3600.0
+"""Of the conversion of one model: 14 GB from a disk of 10 MB/s take 25 minutes."""
 
 
 def without_pickles(folder: Path, model: str, cache_folder: Path, report: Callable[[str], None]) -> Path:
@@ -72,7 +74,7 @@ def _name_of(pickles: list[Path], cache_folder: Path) -> str:
 
 def convert(pickles: Mapping[str, list[str]]) -> None:
     title = f"{next(iter(pickles.values()))[0]}: the process that converts it to safetensors"
-    dict(run_job("unpickle", title, pickles=pickles))
+    dict(run_job("unpickle", title, timeout_s=_TIMEOUT_S, pickles=pickles))
 
 
 def _folder_of_links(
