@@ -4,6 +4,7 @@ Renders nothing: `vecd.gateway.tokenization.chat_template` does, in a process of
 transformers' `save_pretrained` of tokenizers.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,9 +44,9 @@ def read_chat_template(folder: ModelFolder) -> ChatTemplateSpec | None:
 
 
 def _read(folder: ModelFolder, name: str) -> JsonMapping:
-    with suppress(ModelError, TypeError):
+    with suppress(ModelError, ValueError):
         content = folder.optional(folder.place, name)
-        orjson.dumps(content)  # raises for lone surrogates, which no child could be told
+        json.dumps(content, ensure_ascii=False).encode()  # raises for lone surrogates, which no child could be told
         return content
     return {}
 

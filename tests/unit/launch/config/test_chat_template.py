@@ -22,7 +22,9 @@ def read(folder: Path) -> tuple[str, dict[str, str]] | None:
 def test_the_file_comes_before_the_configuration(tmp_path):
     assert read(tmp_path) is None
     eos = {"content": "</s>", "lstrip": False}
-    write(tmp_path, "tokenizer_config.json", chat_template="old", eos_token=eos, pad_token=None, unk_token="<u>")
+    unlimited = int(1e30)  # as transformers writes it
+    config = {"chat_template": "old", "eos_token": eos, "pad_token": None, "unk_token": "<u>"}
+    write(tmp_path, "tokenizer_config.json", **config, model_max_length=unlimited)
     assert read(tmp_path) == ("old", {"eos_token": "</s>", "unk_token": "<u>"})
     write(tmp_path, "special_tokens_map.json", bos_token="<s>", eos_token="<other>")
     (tmp_path / "chat_template.jinja").write_text("new ü", encoding="utf-8")
