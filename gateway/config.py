@@ -3,6 +3,7 @@
 Reads no environment and no file. Imports neither numpy nor uvloop: the supervisor imports it.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -19,24 +20,32 @@ MAX_PROMPT_CHARACTERS = 4096
 SCOPES = ("embed", "metrics", "admin")
 
 
+def _in_order(scopes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(scope for scope in SCOPES if scope in scopes)
+
+
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What a client with a certain key may do. Has the key's digest, never the key."""
+    """What a client with a certain key may do. Has the key's digest, never the key. The flags are fields of the file of
+    keys."""
 
     name: str
     """The tenant's name in fair queueing; shown to no other client."""
     digest: str
     """SHA-256 of the key, in hexadecimal."""
-    scopes: tuple[str, ...] = SCOPES
-    """Of SCOPES: "embed" for embeddings and models, "metrics" for /metrics and /info, "admin" for /admin."""
-    max_priority: str = "interactive"
-    """The highest of a request: as --max-priority."""
-    tokens_per_s: float | None = None
+    scopes: tuple[Literal["embed", "metrics", "admin"], ...] = flag(
+        SCOPES, "what it may do", read=_in_order, must=f"must be a list of one or more of {', '.join(SCOPES)}"
+    )
+    """They open: "embed" embeddings and models, "metrics" /metrics and /info, "admin" /admin."""
+    max_priority: Literal["interactive", "normal", "bulk"] = flag("interactive", "the highest of its requests")
+    tokens_per_s: float | None = flag(None, "at most", at_least=1e-3, at_most=1e12)
     """Averaged over seconds, over all gateways; None: no limit."""
-    max_requests: int | None = None
-    """Embedding requests at a time, at all gateways."""
-    models: tuple[str, ...] | None = None
-    """The configured names of the models that it reaches; None: all."""
+    max_requests: int | None = flag(None, "at a time", at_least=1, at_most=10**9)
+    """Embedding requests, at all gateways."""
+    models: tuple[str, ...] | None = flag(
+        None, "that it reaches", must='must be a list of one or more names of models, ["NAME"]'
+    )
+    """Their configured names; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

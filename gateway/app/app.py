@@ -218,11 +218,10 @@ class App:
         """The service of the model that a request's path or header names, or else the first one, of those that its API
         key reaches. Raises ApiError for an unknown name in the path. Side effects: where several are served, the
         request has a `choice`, and the prefix that names a model is taken from the path."""
-        models, choice = self.models, http.choice
-        if choice is None and not models.are_several:
+        choice = http.choice
+        if choice is None and not self.models.are_several:
             return self.active
-        names = self.principals.models_of(http.headers, is_admin=http.is_admin)
-        models = models if names is None else models.only(names)
+        models = self.models_for(self.principals.identify(http.headers, http.client, None, is_admin=http.is_admin))
         # A key that reaches some models alone learns nothing of others.
         first = self.all[models.all[0].generation] if models.all else self.active
         if choice is None:

@@ -10,16 +10,14 @@ import secrets
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
 
 from vecd.base.failures import EXIT_BAD_CONFIGURATION, EXIT_OK, ConfigurationError
 from vecd.base.files import JsonObject, open_regular
-from vecd.base.flags import FieldValues, did_you_mean, flag, flags_in
-from vecd.gateway.config import SCOPES, ApiKey
+from vecd.base.flags import FieldValues, Rules, did_you_mean, flags_in
+from vecd.gateway.config import ApiKey
 from vecd.launch.config.models import names_configured
 from vecd.shm.settings import Settings
 
@@ -27,9 +25,6 @@ MIN_KEY_CHARACTERS = 16
 """For keys in lists and files. A key of `vecd key` has 43: 256 bits."""
 
 MAX_KEYS = 10_000
-MAX_TOKENS_PER_S = 1e12
-MIN_TOKENS_PER_S = 1e-3
-MAX_REQUESTS = 10**9
 _MAX_FILE_BYTES = 8 * 1024 * 1024
 
 _NEW_KEY_BYTES = 32
@@ -50,10 +45,6 @@ def _key(key: str) -> str:
     return key
 
 
-def _in_order(scopes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(scope for scope in SCOPES if scope in scopes)
-
-
 _USAGE = """\
 usage: vecd key NAME
 
@@ -61,27 +52,19 @@ Make an API key. It is printed once, with its entry for the file of --keys-file,
 NAME has 1 to 64 of the characters A-Z a-z 0-9 . _ -"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """Of the file of keys. One of --api-keys has a name and a key."""
-
-    name: str = flag("", "the tenant's", pattern=_NAME, must="must have 1 to 64 of the characters A-Z a-z 0-9 . _ -")
-    key: str = flag("", "itself", read=_key, must=_MUST_BE_A_KEY)
-    sha256: str = flag(
-        "", "or its digest", pattern=_DIGEST, must="must be the 64 hexadecimal digits of the key's SHA-256"
-    )
-    scopes: tuple[Literal["embed", "metrics", "admin"], ...] = flag(
-        SCOPES, "what it may do", read=_in_order, must=f"must be a list of one or more of {', '.join(SCOPES)}"
-    )
-    max_priority: Literal["interactive", "normal", "bulk"] = flag("interactive", "the highest of its requests")
-    tokens_per_s: float | None = flag(None, "at most", at_least=MIN_TOKENS_PER_S, at_most=MAX_TOKENS_PER_S)
-    max_requests: int | None = flag(None, "at a time", at_least=1, at_most=MAX_REQUESTS)
-    models: tuple[str, ...] | None = flag(
-        None, "that it reaches", must='must be a list of one or more names of models, ["NAME"]'
-    )
-
-
-_FIELDS = flags_in(_Entry)
+_FIELDS = {
+    "name": (
+        str,
+        Rules(help="the tenant's", pattern=_NAME, must="must have 1 to 64 of the characters A-Z a-z 0-9 . _ -"),
+    ),
+    "key": (str, Rules(help="itself", read=_key, must=_MUST_BE_A_KEY)),
+    "sha256": (
+        str,
+        Rules(help="or its digest", pattern=_DIGEST, must="must be the 64 hexadecimal digits of the key's SHA-256"),
+    ),
+    **flags_in(ApiKey),
+}
+"""Of an entry in the file of keys. One of --api-keys has a name and a key."""
 
 
 def load_keys(settings: Settings) -> tuple[ApiKey, ...]:
@@ -201,14 +184,16 @@ def _read_entry(place: str, entry: JsonObject, configured: Mapping[str, str], pr
         found.problems.append(f"{place}: name: is missing")
     if ("key" in entry) == ("sha256" in entry):
         found.problems.append(f"{place}: key, sha256: one of the two is needed")
-    read = _Entry(**found.read())
-    if not found.problems and read.models is not None:
-        found.problems += [f"{place}: models: {problem}" for problem in _check_configured(read.models, configured)]
+    read = found.read()
+    names = read.get("models", ())
+    if not found.problems:
+        found.problems += [f"{place}: models: {problem}" for problem in _check_configured(names, configured)]
     problems += found.problems
     if not found.problems:
-        limits = read.max_priority, read.tokens_per_s, read.max_requests
-        models = None if read.models is None else tuple(dict.fromkeys(configured[name] for name in read.models))
-        yield ApiKey(read.name, read.sha256.lower() or _digest(read.key), read.scopes, *limits, models)
+        if names:
+            read["models"] = tuple(dict.fromkeys(configured[name] for name in names))
+        digest = read.pop("sha256").lower() if "sha256" in read else _digest(read.pop("key"))
+        yield ApiKey(digest=digest, **read)
 
 
 def _check_configured(names: Sequence[str], configured: Mapping[str, str]) -> Iterator[str]:
