@@ -90,7 +90,7 @@ class ModelCard:
     """Longest sequence, special tokens included. Longer input is cut on the right."""
     vocab_size: int
     pooling: tuple[str, ...]
-    """One or more of `vecd.model.steps.POOLING_MODES`, concatenated in that order. Empty without dense vectors."""
+    """One or more of `vecd.model.steps.POOLINGS`, concatenated in that order. Empty without dense vectors."""
     steps: tuple[Step, ...]
     """Of dense vectors; other heads have their own."""
     lowercase: bool

@@ -43,7 +43,9 @@ from vecd.base.files import JsonObject
 
 _MAX_PACKET_BYTES = 128 * 1024
 """A longer message is a file, and the packet its descriptor. Linux's default send buffer takes 208 KiB."""
-MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_MESSAGE_BYTES = 128 * 2**20
+"""The longest are the reference rows of a sparse model with a large vocabulary, 20 MB, and the texts of `vecd check`,
+with their tokens."""
 _BY_FILE = b"file"
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 MAX_DESCRIPTORS = 80
