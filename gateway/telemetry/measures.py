@@ -266,8 +266,8 @@ class SharedMetrics:
         return [section.gauges[gauge] for index, section in enumerate(self.sections) if index != self.gateway]
 
     def histogram(self, histogram: Histogram, model: str | None = None) -> tuple[list[int], float]:
-        """The count of each bucket, and the sum of all values in the metric's unit."""
-        self._count_durations()
+        """The count of each bucket, and the sum of all values in the metric's unit, as they were published: a thread
+        may call this."""
         parts = self._parts(model)
         no_values = [0] * histogram.num_cells
         *counts, total = map(sum, zip(no_values, *(part.histograms[histogram] for part in parts), strict=True))

@@ -200,6 +200,7 @@ def test_an_answered_embedding_request_is_counted_with_its_stages(shared_metrics
         finished_requests(ours).on_finished(200, request(**{**EMBEDDED, "done_at": done_at}))
     assert other.answers() == {(3, 200): 2}
     assert (other.total(Counter.INPUTS), other.total(Counter.INPUT_TOKENS)) == (4, 14)
+    assert not any(ours.histogram(Histogram.COMPUTE)[0]), "only the event loop counts: a thread renders /metrics"
     ours.publish()
     counts, sum_s = other.histogram(Histogram.COMPUTE)
     assert {Histogram.COMPUTE.bounds[place]: num for place, num in enumerate(counts) if num} == {0.001: 1, 0.02: 1}
