@@ -67,6 +67,7 @@ class Bodies:
         decompressed, TooManyRequests when too many bytes wait to be parsed, of all bodies or of this tenant's, and
         what `parse_fields` raises.
         """
+        bounds = self.bounds  # a reload may change them while this body waits
         most = min(self.max_bytes, max(_MIN_INFLATED_BYTES, MAX_INFLATED_RATIO * len(body)))
         inflating = None if coding is None else Decompression(body, coding, most)
         if inflating is not None and len(body) <= INLINE_BYTES:
@@ -84,7 +85,7 @@ class Bodies:
                     await threads.call(advance, tenant)
                 share.take(num_sent_bytes + inflating.num_bytes)
                 body = inflating.take()
-            reader = PieceReader(body, names, self.bounds)
+            reader = PieceReader(body, names, bounds)
             return await threads.run(_parse_steps(reader, parse_fields), tenant)
 
 

@@ -85,6 +85,15 @@ def test_a_fault_of_a_bare_list_is_told_at_its_place(padding, body, says, at):
         parse(padding + body, bare_list="input")
 
 
+async def test_a_body_that_came_before_a_reload_is_read_as_far_as_the_models_of_then_need_it():
+    body = gzip.compress(b'{"input":"%b"}' % (b"x" * 200_000))
+    async with parsing() as (bodies, threads):
+        parsing_of_before = asyncio.ensure_future(bodies.parse(body, LARGE, dict, threads, coding=Coding.GZIP))
+        await asyncio.sleep(0)
+        bodies.bounds = Bounds(max_items=1, max_chars=10, max_ids=1)
+        assert len((await parsing_of_before)["input"]) == 200_000
+
+
 async def test_bodies_that_wait_to_be_parsed_are_bounded_and_those_of_one_tenant_take_half(monkeypatch):
     monkeypatch.setattr("vecd.gateway.api.body.MAX_WAITING_BYTES", 300_000)
     body = b'{"input":"%b"}' % (b"x" * 100_000)
