@@ -34,7 +34,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
@@ -43,9 +43,6 @@ from vecd.base.files import JsonObject
 
 _MAX_PACKET_BYTES = 128 * 1024
 """A longer message is a file, and the packet its descriptor. Linux's default send buffer takes 208 KiB."""
-MAX_MESSAGE_BYTES = 128 * 2**20
-"""The longest are the reference rows of a sparse model with a large vocabulary, 20 MB, and the texts of `vecd check`,
-with their tokens."""
 _BY_FILE = b"file"
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 MAX_DESCRIPTORS = 80
@@ -442,16 +439,15 @@ class Channel:
         """Send one message. The caller keeps its own copies of `fds`, MAX_DESCRIPTORS at most.
 
         Raises OSError when the other side is dead, BlockingIOError when it has not read for SEND_TIMEOUT_MS
-        (_CHILD_SEND_TIMEOUT_MS where a child sends), or at all if this does not wait, and ValueError when the message
-        is longer than MAX_MESSAGE_BYTES.
+        (_CHILD_SEND_TIMEOUT_MS where a child sends), or at all if this does not wait.
         """
-        packet = json.dumps([type(message).__name__, asdict(message)]).encode()
+        # Without escapes, which take `json.loads` thrice as long: gateways read texts of a million characters.
+        told = json.dumps([type(message).__name__, vars(message)], ensure_ascii=False)
+        packet = told.encode(errors="surrogatepass")
         flags = 0 if waits else socket.MSG_DONTWAIT
         if len(packet) <= _MAX_PACKET_BYTES:
             socket.send_fds(self._sock, [packet], fds, flags)
             return
-        if len(packet) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"control message of {len(packet)} bytes, at most {MAX_MESSAGE_BYTES}")
         fd = os.memfd_create("vecd-message", os.MFD_CLOEXEC)
         try:
             os.pwrite(fd, packet, 0)

@@ -1,7 +1,6 @@
 """The choice of an engine and its reference vectors are remembered for as long as they hold, and no longer."""
 
 import hashlib
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -13,16 +12,14 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support import cards
 from tests.support.checkpoints import Checkpoints, worker_config
 from vecd.base.files import dump
 from vecd.model.card import read_card
-from vecd.shm.control import MAX_MESSAGE_BYTES
 from vecd.workers import select as choices
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.load import expected_path, load_engine
 from vecd.workers.machine import cpuinfo
-from vecd.workers.parity import Reference, all_probes, digest_of, recall_reference, write_reference
+from vecd.workers.parity import Reference, digest_of, recall_reference, write_reference
 from vecd.workers.select import Selection, forget, recall, remember
 
 CHOICE = Selection("fused", "float32", {"min_cosine": 1.0}, np.arange(6, dtype=np.float32).reshape(3, 2), ["a warning"])
@@ -236,9 +233,3 @@ def test_vectors_that_the_lean_engine_does_not_give_are_not_taken(compared: Work
     write_reference(Reference(reference.lengths, -reference.vectors), digest_of(compared.card), folder / REFERENCE_FILE)
     with pytest.raises(Exception, match="not the reference model's"):
         load_engine(replace(compared, cache_dir=None, engine="lean"), lambda stage: None)
-
-
-def test_that_of_a_sparse_model_with_many_words_is_no_too_long_message() -> None:
-    card = replace(cards.SPARSE, dim=256_000, vocab_size=256_000)
-    rows = np.zeros((all_probes(card, 1).num_rows, card.row_dim), dtype=np.float32)
-    assert len(json.dumps(dump(replace(CHOICE, reference=rows)))) < MAX_MESSAGE_BYTES
