@@ -98,6 +98,8 @@ class Delivery:
             copied = rows[[ends[position] - 1 for _, position in copies]]
             self._deliver_vectors([follower for follower, _ in copies], copied)
             end = batch.num_rows
+            if start >= end:
+                return
         if isinstance(ends, range):
             vectors = np.ascontiguousarray(rows[start:end, : self._widths.get(_VECTORS)])
             deliver_vectors(batch.sequences[start:end], vectors, self._keep)

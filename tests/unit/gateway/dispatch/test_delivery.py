@@ -151,7 +151,7 @@ async def test_a_copy_of_a_row_that_cannot_be_encoded_fails_alone(turns, sick_is
     refused = [None, 1.0] if sick_is_copied else [1.0, None]
     (leader, seen, queue), (follower, copied, other_queue) = (case.request(2, each) for each in refused)
     batch = case.answered(0, sequences(queue, 2))
-    batch.copies = [(sequence, position) for position, sequence in enumerate(sequences(other_queue, 2))]
+    batch.copies = [*zip(sequences(other_queue, 2), range(2), strict=True)]
     case.delivery.add(case.link, batch)
     well, sick = (leader, follower) if sick_is_copied else (follower, leader)
     await well.finished
@@ -175,14 +175,17 @@ async def test_a_chunk_whose_row_cannot_be_added_fails_its_request_alone(turns, 
 
 
 async def test_rows_that_cannot_be_kept_are_delivered_all_the_same(turns, caplog):
-    case = Case(turns, num_slots=1, rows_per_slot=4)
+    """They are to be kept once, though copies of them come in a later turn."""
+    case = Case(turns, num_slots=1, rows_per_slot=80)
 
     def keep(*_: object) -> None:
         raise MemoryError
 
     case.delivery = Delivery(widths={}, on_delivered=lambda *_: None, keep=keep)
-    result, rows, queue = case.request(2)
-    case.delivery.add(case.link, case.answered(0, sequences(queue, 2)))
-    await result.finished
-    assert [number for _, number in rows.seen] == [0, 1]
+    (_, _, queue), (follower, rows, other_queue) = case.request(80), case.request(80)
+    batch = case.answered(0, sequences(queue, 80))
+    batch.copies = [*zip(sequences(other_queue, 80), range(80), strict=True)]
+    case.delivery.add(case.link, batch)
+    await follower.finished
+    assert [number for _, number in rows.seen] == [*range(80)]
     assert caplog.messages == ["rows cannot be kept"]
