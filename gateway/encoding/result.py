@@ -83,7 +83,7 @@ class Result(Embedded):
         self.are_normalized = False
         self._makes = makes
         self._means: dict[int, _Mean] = {}
-        """By input, of those that have chunks."""
+        """By input, of those whose chunks' rows have not all come."""
 
     @property
     def is_over(self) -> bool:
@@ -128,12 +128,15 @@ class Result(Embedded):
 
     def put_chunk(self, index: int, row: FloatRows, weight: int) -> None:
         """Take the row (float32 [D], borrowed) of a chunk of input `index`."""
+        if self.finished.done():
+            return
         try:
             mean = self._means[index].with_row(row, weight)
         except Exception as error:
             self._fail_alone(error)
         else:
             if mean is not None:
+                del self._means[index]  # the sum is twice as large as the row
                 self.put_each(index, mean)
 
     def _fail_alone(self, error: Exception) -> None:
@@ -323,7 +326,7 @@ class Encoder:
     def response_bytes(self, request: EmbedRequest, num_tokens: int) -> int:
         """The most bytes that a response of vectors has; 0 for one of anything else, which is counted when it is made.
         `num_tokens`: of all inputs."""
-        if request.output.is_plain:
+        if request.output.is_plain and request.late is None:
             num_rows = len(request.inputs)
         elif request.output is Output.TOKEN_VECTORS and not request.is_max_sim:
             num_rows = num_tokens

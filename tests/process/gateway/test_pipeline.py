@@ -352,7 +352,10 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
 
     monkeypatch.setattr(streams, "find_chunks", find)
     service.pipeline.tokenizer = service.pipeline.encoder.tokenizer = OneRun()
-    running = service.embed(*["ab"] * 100, late=LateChunking(max_tokens=1))
+    rooms: list[int] = []
+    timeline = RequestTimeline()
+    timeline.take_room = lambda num_bytes, num_input_bytes: rooms.append(num_bytes)  # type: ignore[assignment]
+    running = service.embed(*["ab"] * 100, late=LateChunking(max_tokens=1), timeline=timeline)
     while len(turns) < 100:
         await asyncio.sleep(0)
         turn += 1
@@ -362,6 +365,7 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
     assert [index for index, _ in turns] == list(range(100))
     in_each = Counter(turn for _, turn in turns)
     assert max(in_each.values()) <= streams.LateChunkRows.inputs_per_turn
+    assert rooms == [0], "how many chunks there are is known when the response is made"
 
 
 # --- what is asked of the tokenizer itself ---------------------------------------------------------------------
