@@ -33,7 +33,8 @@ class ParsedEmbed(NamedTuple):
     """Leaves out the headers that all responses have, and the dialect's own. Keeps no reference to the call, which has
     all inputs."""
     is_large: bool = False
-    """Rendering takes more than a few milliseconds, and is done in a thread, however few inputs there are."""
+    """Rendering takes more than a few milliseconds, and is done in a thread, however few inputs there are. Many rows of
+    tokens are written there in any case."""
     field: str = ""
     """The client's word for the inputs, where they are the attribute of a dialect, and not of all."""
 

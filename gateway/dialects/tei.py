@@ -253,7 +253,6 @@ def parse_embed_all(call: Call) -> ParsedEmbed:
     return ParsedEmbed(
         request,
         lambda embedded: Response(200, list_of_pieces(matrix_pieces(matrix, form) for matrix in embedded.made[0])),
-        is_large=True,
     )
 
 

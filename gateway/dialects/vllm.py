@@ -98,7 +98,7 @@ def parse_pooling(call: Call) -> ParsedEmbed | ParsedMessages:
         has_metadata = wanted.get(ask.ENCODING) == ask.METADATA
         return ParsedEmbed(request, renderer_of(forms[0], _POOLING, has_metadata=has_metadata))
     arrays = partial(render_arrays, ask.activation_of(wanted), request, model_info)
-    return ParsedEmbed(request, arrays, is_large=True)
+    return ParsedEmbed(request, arrays, is_large=task is not Output.TOKENS)
 
 
 _AS_ARRAYS = (Output.SCORES, Output.TOKEN_SCORES, Output.TOKEN_VECTORS, Output.TOKENS)

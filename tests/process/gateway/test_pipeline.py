@@ -9,15 +9,17 @@ from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 from tests.support.described import Collected
 from tests.support.dispatching import EPOCH, SPEC, Bench, Worker
-from tests.support.pipelines import SPLIT, Ids, Piped, planned_config
+from tests.support.pipelines import SPLIT, Ids, Piped, app_of, planned_config
 from vecd.gateway.api.operation import ParsedDecode, ParsedTokenize
 from vecd.gateway.config import ApiKey
+from vecd.gateway.dialects import tei
 from vecd.gateway.encoding import streams
 from vecd.gateway.errors import (
     ApiError,
@@ -29,7 +31,7 @@ from vecd.gateway.errors import (
     TooManyRequests,
     Unavailable,
 )
-from vecd.gateway.request import Embedded, LateChunking, RequestTimeline, Response, TokenizedInput
+from vecd.gateway.request import Embedded, HttpRequest, LateChunking, RequestTimeline, Response, TokenizedInput
 from vecd.gateway.scheduling.keys import BURST_S, Principal, Principals
 from vecd.gateway.tokenization.fair_pool import Threads
 from vecd.gateway.tokenization.late_chunks import find_chunks
@@ -354,7 +356,7 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
     service.pipeline.tokenizer = service.pipeline.encoder.tokenizer = OneRun()
     rooms: list[int] = []
     timeline = RequestTimeline()
-    timeline.take_room = lambda num_bytes, num_input_bytes: rooms.append(num_bytes)  # type: ignore[assignment]
+    timeline.take_room = lambda num_bytes, num_input_bytes: rooms.append(num_bytes)
     running = service.embed(*["ab"] * 100, late=LateChunking(max_tokens=1), timeline=timeline)
     while len(turns) < 100:
         await asyncio.sleep(0)
@@ -366,6 +368,23 @@ async def test_late_chunks_of_many_inputs_are_found_in_turns_of_the_event_loop(m
     in_each = Counter(turn for _, turn in turns)
     assert max(in_each.values()) <= streams.LateChunkRows.inputs_per_turn
     assert rooms == [0], "how many chunks there are is known when the response is made"
+
+
+async def test_many_rows_of_tokens_are_written_in_a_thread_and_few_are_not(monkeypatch):
+    threads: list[int] = []
+
+    def pieces(*_: Any) -> list[bytes]:
+        threads.append(threading.get_ident())
+        return []
+
+    monkeypatch.setattr(tei, "matrix_pieces", pieces)
+    app = app_of(planned_config())
+    for num_tokens in (85, 86):
+        app.active.pipeline.run = AsyncMock(return_value=Embedded(([None],), num_tokens))  # type: ignore[method-assign]
+        request = HttpRequest("POST", "/embed_all", b"", {}, 1, True, "id", body=b'{"inputs": "a"}')
+        await app.handle(request)
+    few, many = threads
+    assert few == threading.get_ident() != many
 
 
 # --- what is asked of the tokenizer itself ---------------------------------------------------------------------
