@@ -328,7 +328,7 @@ class App:
                 error.dialect = route.claim_of({error.param: True}, info).dialect.name
             raise
         timeline.parsed_at = time.monotonic()
-        http.body = b""  # frees up to tens of megabytes
+        http.body, body = b"", None  # frees up to tens of megabytes
         if choice is not None:
             service = self.all[info.generation]
             for each in [each for each in held if each.config.model != info.model]:

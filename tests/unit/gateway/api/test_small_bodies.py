@@ -4,6 +4,7 @@ memory than 64 times its length or 16 MB."""
 
 import asyncio
 import gzip
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -263,8 +264,10 @@ def apps() -> Iterator[dict[str, App]]:
     tokenizer.threads.close()
 
 
-async def ask(app: App, path: str, body: bytes, coding: Coding | None = None) -> tuple[Exception | None, Gate]:
-    gate = Gate()
+async def ask(
+    app: App, path: str, body: bytes, coding: Coding | None = None, gate: Gate | None = None
+) -> tuple[Exception | None, Gate]:
+    gate = gate or Gate()
     app.active.pipeline = cast(Any, gate)
     http = HttpRequest(
         "POST", path.replace("*", "m"), b"", {}, 1, keep_alive=True, request_id="id", body=body, coding=coding
@@ -274,6 +277,17 @@ async def ask(app: App, path: str, body: bytes, coding: Coding | None = None) ->
     except ApiError as error:
         return error, gate
     return None, gate
+
+
+async def test_nothing_keeps_the_inputs_of_an_admitted_request(apps):
+    class Removed(Gate):
+        async def run(self, request: EmbedRequest, *_: object) -> None:
+            ids = request.inputs.pop()
+            assert sys.getrefcount(ids) == 2, "the call and `ids`"
+            await super().run(request)
+
+    error, _ = await ask(apps["dense"], "/v1/embeddings", b'{"input":[[1,2]]}', gate=Removed())
+    assert isinstance(error, Admitted)
 
 
 def test_every_route_that_reads_a_body_has_a_base():
