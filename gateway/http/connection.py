@@ -259,7 +259,7 @@ class Connection(asyncio.Protocol):
 
     def _count_held(self) -> None:
         """Count what is held, and drop it where it is too much: here, or on a connection that holds more."""
-        num_waiting_bytes = num_held_bytes = self.reader.num_waiting_bytes
+        num_held_bytes = self.reader.num_waiting_bytes
         if self.task is None:
             num_held_bytes += self.reader.num_body_bytes
         elif self._room is not None and not self._room.done():
@@ -269,7 +269,7 @@ class Connection(asyncio.Protocol):
             arriving.count(self, num_held_bytes)
             while (largest := arriving.next_to_drop(self)) is not None:
                 largest.drop_held()
-        is_full = num_waiting_bytes > _MAX_WAITING_BYTES
+        is_full = self.reader.num_waiting_bytes > _MAX_WAITING_BYTES  # nothing waits where it was just dropped
         if is_full == self._is_reading_paused:
             return
         self._is_reading_paused = is_full

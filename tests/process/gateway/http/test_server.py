@@ -1073,6 +1073,19 @@ async def test_what_waits_behind_a_request_is_bounded():
         assert not recorded.transport.is_reading_paused
 
 
+async def test_a_connection_whose_waiting_requests_were_dropped_is_read_on():
+    """So that a disconnect is noticed, and the client is not held back."""
+    async with recording(max_arriving_bytes=1000) as recorded:
+        recorded.connection.data_received(get("/wait"))
+        await recorded.app.started.wait()
+        recorded.connection.data_received(get("/2") * 3000)
+        assert recorded.server.arriving.num_bytes == 0
+        assert not recorded.transport.is_reading_paused
+        recorded.app.release.set()
+        await until(lambda: recorded.transport.is_shut_down)
+        assert b"connection: close" in recorded.transport.sent
+
+
 async def test_small_chunks_are_read_a_few_in_each_turn_of_the_loop():
     """In order, with the client held back meanwhile, and although it has shut down its half."""
     chunk, num_chunks = b"1;a\r\nx\r\n", 20_000
