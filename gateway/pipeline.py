@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -50,8 +49,6 @@ from vecd.gateway.telemetry.measures import SharedMetrics
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.shm.output import Output, span_of
 from vecd.shm.shared_metrics import Counter
-
-T = TypeVar("T")
 
 _FLOATS_OF_A_QUERY = 1024
 """What a query that needs no worker counts as: to make its sparse vector of static weights takes 0.06 ms."""
@@ -105,15 +102,15 @@ class Pipeline:
 
     def fail_all(self, make_error: Callable[[], ApiError]) -> None:
         """Fail every request that waits for rows, each with an error of its own."""
-        for pending in list(self.pending):
-            pending.fail(make_error())
+        for result in list(self.pending):
+            result.fail(make_error())
 
-    def _expire(self, pending: Result) -> None:
-        if not pending.is_over:
+    def _expire(self, result: Result) -> None:
+        if not result.is_over:
             self.shared_metrics.add(Counter.EXPIRED)
             residence = self.residence
             late = residence.late_error() if residence.is_awaited else DeadlinePassed(self.dispatcher.why_unavailable())
-            pending.fail(late)
+            result.fail(late)
 
     # --- embeddings -----------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Delivery:
             except Exception:  # a fault of this module; it must not hold up the batches behind this one
                 log.exception("batch %d cannot be delivered", batch.number)
                 for sequence in (*batch.sequences, *(follower for follower, _ in batch.copies)):
-                    sequence.pending.fail(ServerError("The server failed on this request"))
+                    sequence.result.fail(ServerError("The server failed on this request"))
             self._floats_left -= (end - start) * width
             batch.num_encoded = end
             if end == end_of_all:
@@ -112,7 +112,7 @@ class Delivery:
                 of_tokens = np.ascontiguousarray(rows[start:stop, : self._widths.get(sequence.output)])
                 if not _are_finite(of_tokens):
                     _fail_not_finite(sequence)
-                sequence.pending.put(sequence.index, of_tokens, ends[at] - stop)
+                sequence.result.put(sequence.index, of_tokens, ends[at] - stop)
             else:
                 behind = _end_of_output(batch.sequences, at, bisect_right(ends, end))
                 stop = ends[behind - 1]
@@ -162,9 +162,9 @@ def deliver_vectors(sequences: list[QueuedSequence], rows: Rows, keep: Keep | No
         if end == len(sequences) or not _follows(sequences[end], sequences[end - 1]):
             first = sequences[start]
             if first.weight is None:
-                first.request_queue.pending.put_each(first.index, rows[start:end])
+                first.request_queue.result.put_each(first.index, rows[start:end])
             else:
-                first.request_queue.pending.put_chunk(first.index, rows[start], first.weight)
+                first.request_queue.result.put_chunk(first.index, rows[start], first.weight)
             start = end
 
 
@@ -180,6 +180,6 @@ def _are_finite(rows: Rows) -> bool:
 
 def _fail_not_finite(sequence: QueuedSequence) -> None:
     log.error("the model gave a vector that is not finite for a sequence of %d tokens", sequence.num_tokens)
-    sequence.pending.fail(
+    sequence.result.fail(
         EngineFailed(f"The model gave a vector that is not finite for '{INPUT}[{sequence.index}]'", code="not_finite")
     )

@@ -474,7 +474,7 @@ class Dispatcher:
             batch = self._policy.next_batch(now, cost_model, num_idle_workers, is_short)
             for request_queue in batch.too_late:
                 self._shared_metrics.add(Counter.EXPIRED)
-                request_queue.pending.fail(DeadlinePassed(None))
+                request_queue.result.fail(DeadlinePassed(None))
             rejected = self.known.rejected(batch.sequences)
             if not rejected:
                 return batch
@@ -664,7 +664,7 @@ class Dispatcher:
     def _fail_identical(self, sequence: QueuedSequence, make_error: Callable[[int], ApiError]) -> None:
         """Fail the requests of all identical sequences, each with an error for the index of its input."""
         for each in self._flights.end(sequence):
-            each.pending.fail(make_error(each.index))
+            each.result.fail(make_error(each.index))
 
     def _seat(self, sequences: list[QueuedSequence]) -> list[QueuedSequence]:
         """The sequences that are to be queued again for lost ones, whose rows are still wanted."""

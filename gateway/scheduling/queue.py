@@ -125,12 +125,12 @@ class QueuedSequence:
         return self.deaths is not None and self.deaths.must_run_alone
 
     @property
-    def pending(self) -> Result:
-        return self.request_queue.pending
+    def result(self) -> Result:
+        return self.request_queue.result
 
     @property
     def is_abandoned(self) -> bool:
-        return self.request_queue.pending.is_over
+        return self.request_queue.result.is_over
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +138,7 @@ class RequestQueue:
     """The sequences of one request that wait for a batch, in the order of its inputs. Given to `BatchingPolicy.close`
     when the request is over."""
 
-    pending: Result
+    result: Result
     priority: Priority
     deadline: float = math.inf
     """By the clock that the policy is given."""
@@ -167,7 +167,7 @@ class RequestQueue:
     @property
     def is_complete(self) -> bool:
         """Whether all inputs that have no rows yet wait here. Those that the vector cache knew have theirs."""
-        num_missing = self.pending.num_missing
+        num_missing = self.result.num_missing
         if len(self.sequences) <= 1:
             return len(self.sequences) == num_missing == 1
         return (

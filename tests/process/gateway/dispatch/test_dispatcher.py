@@ -96,7 +96,7 @@ async def test_a_death_counts_for_what_the_worker_had_begun_alone(begun, bench):
         worker.begun[batches[index].slot] = batches[index].number
     bench.dispatcher.worker_down(worker.incarnation, "was killed")
     lost = [bench.policy.take(time.monotonic(), 16).sequences[0] for _ in range(2)]
-    assert {requests.index(s.pending): s.deaths is not None for s in lost} == {n: n in begun for n in (0, 1)}
+    assert {requests.index(s.result): s.deaths is not None for s in lost} == {n: n in begun for n in (0, 1)}
 
 
 async def test_a_row_that_is_not_finite_fails_its_own_request_only(bench):

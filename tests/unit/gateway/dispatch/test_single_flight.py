@@ -63,7 +63,7 @@ class Flights(Dispatched):
         self.dispatcher._on_message(incarnation.identity, Alive(EPOCH))
 
     def queue(self, request_queue: RequestQueue, sequences: list[QueuedSequence]) -> None:
-        request = cast(Request, request_queue.pending)
+        request = cast(Request, request_queue.result)
         self.requests.append(request)
         try:
             super().queue(request_queue, sequences)

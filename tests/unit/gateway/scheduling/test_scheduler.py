@@ -38,7 +38,7 @@ class Queue:
         return self.policy.take(self.now, self.policy.share(max_tokens, idle), is_short=is_short).sequences
 
     def close(self, request_queue: RequestQueue) -> None:
-        request_queue.pending.abandon()
+        request_queue.result.abandon()
         self.policy.close(request_queue)
 
 
