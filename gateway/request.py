@@ -198,7 +198,7 @@ class TokenizedInput(NamedTuple):
     """At least 1. For an input in chunks: of all of them."""
     is_truncated: bool
     source: Source = Source.TEXT
-    chunks: "tuple[Chunk, ...]" = ()
+    chunks: "tuple[TokenizedInput, ...]" = ()
     """At least two; empty where the input is one sequence."""
     border: int = 0
     """Where the second part of the sequence begins, as in `vecd.shm.wire.Batch.borders_bytes`; 0: it has none."""
@@ -206,14 +206,8 @@ class TokenizedInput(NamedTuple):
     """Of a text, where they are wanted: [num_tokens, 2], where each token begins and ends, in characters of the text as
     sent; -1 for special tokens, and for those of a prompt. A token that joins the prompt's end with the text begins at
     0. For an input in chunks: of all of them, one after the other."""
-
-
-class Chunk(NamedTuple):
-    token_ids: bytes
-    """As in `TokenizedInput`."""
-    num_tokens: int
-    weight: int
-    """Tokens of the text itself."""
+    weight: int = 0
+    """Of a chunk: tokens of the text itself, by which its row counts in the mean; 0: it is a whole input."""
 
 
 class Token(NamedTuple):

@@ -161,7 +161,7 @@ def deliver_vectors(sequences: list[QueuedSequence], rows: Rows, keep: Keep | No
         # Neighbours in a batch are most often neighbours in their request; these are handed over together.
         if end == len(sequences) or not _follows(sequences[end], sequences[end - 1]):
             first = sequences[start]
-            if first.weight is None:
+            if not first.weight:
                 first.request_queue.result.put_each(first.index, rows[start:end])
             else:
                 first.request_queue.result.put_chunk(first.index, rows[start], first.weight)
@@ -170,7 +170,7 @@ def deliver_vectors(sequences: list[QueuedSequence], rows: Rows, keep: Keep | No
 
 def _follows(sequence: QueuedSequence, other: QueuedSequence) -> bool:
     is_next = sequence.request_queue is other.request_queue and sequence.index == other.index + 1
-    return is_next and sequence.weight is None and other.weight is None
+    return is_next and not sequence.weight and not other.weight
 
 
 def _are_finite(rows: Rows) -> bool:

@@ -114,7 +114,7 @@ class Result(Embedded):
     def count(self, start: int, tokenized: list[TokenizedInput], *, wants_report: bool) -> None:
         """Count the inputs from `start` on, before their rows come. One that is in chunks has a row once those of all
         of its chunks have come: their mean, brought to length 1 where the request's vectors are."""
-        for index, (_, num, is_truncated, source, chunks, _, offsets) in enumerate(tokenized, start):
+        for index, (_, num, is_truncated, source, chunks, _, offsets, _) in enumerate(tokenized, start):
             self.num_tokens += num
             if offsets is not None:
                 self.offsets.append(offsets)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from vecd.gateway.encoding.result import Result
-from vecd.gateway.request import BatchShare, Chunk, Priority, TokenizedInput
+from vecd.gateway.request import BatchShare, Priority, TokenizedInput
 from vecd.shm.output import Output
 
 _KEPT_PART = 4
@@ -93,7 +93,7 @@ class QueuedSequence:
         self,
         request_queue: "RequestQueue",
         index: int,
-        tokenized: TokenizedInput | Chunk,
+        tokenized: TokenizedInput,
         output: Output = Output.VECTORS,
         span: int = 1,
     ) -> None:
@@ -104,14 +104,7 @@ class QueuedSequence:
         self.token_ids = tokenized.token_ids
         self.num_tokens = tokenized.num_tokens
         self.output = output
-        self.weight: int | None = None
-        """Of a chunk's row in the mean; None: it is a whole input."""
-        self.border = 0
-        """Where its second part begins; 0: it has none."""
-        if isinstance(tokenized, Chunk):
-            self.weight = tokenized.weight
-        else:
-            self.border = tokenized.border
+        self.weight, self.border = tokenized.weight, tokenized.border
         self.num_rows = output.num_rows(tokenized.num_tokens, span)
         self.deaths: Deaths | None = None
         self.flight: Flight | None = None

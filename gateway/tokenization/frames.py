@@ -15,7 +15,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
-from vecd.gateway.request import ALL, Chunk, Overflow, Role, Source, TokenIds, TokenizedInput
+from vecd.gateway.request import ALL, Overflow, Role, Source, TokenIds, TokenizedInput
 from vecd.gateway.tokenization.id_policy import NO_SPECIAL_TOKENS, SequenceTemplate
 from vecd.model.card import ModelError
 from vecd.model.steps import TextTemplate, TokenHead
@@ -117,11 +117,11 @@ class TruncationPolicy:
         num_own = len(own) - len(prompt)
         check_num_chunks(-(-num_own // size))
         prefix, suffix = [*self.template.prefix, *prompt], self.template.suffix
-        chunks: list[Chunk] = []
+        chunks: list[TokenizedInput] = []
         for start in range(len(prompt), len(own), size):
             part = own[start : start + size]
             ids = [*prefix, *part, *suffix]
-            chunks.append(Chunk(array("i", ids).tobytes(), len(ids), len(part)))
+            chunks.append(TokenizedInput(array("i", ids).tobytes(), len(ids), False, weight=len(part)))
             if len(chunks) % _CHUNKS_PER_STEP == 0:
                 yield
         num_tokens = sum(chunk.num_tokens for chunk in chunks)

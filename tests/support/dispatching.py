@@ -21,7 +21,7 @@ from vecd.gateway.app.routes import ENDPOINTS
 from vecd.gateway.dispatch.dispatcher import Dispatcher
 from vecd.gateway.dispatch.residence import Residence
 from vecd.gateway.encoding.result import Result
-from vecd.gateway.request import Chunk, Make, Priority, TokenizedInput
+from vecd.gateway.request import Make, Priority, TokenizedInput
 from vecd.gateway.scheduling.admission import Admission
 from vecd.gateway.scheduling.cores import Cores
 from vecd.gateway.scheduling.policy import BatchingPolicy
@@ -246,7 +246,7 @@ class Dispatched:
         request = self._open(len(inputs))
         sequences: list[QueuedSequence] = []
         for index, ids in enumerate(inputs):
-            chunks = [Chunk(tokenized([n, n]).token_ids, 2, 1) for n in ids]
+            chunks = [tokenized([n, n])._replace(weight=1) for n in ids]
             parts = chunks if len(ids) > 1 else [tokenized(ids * 2)]
             if len(ids) > 1:
                 chunked = TokenizedInput(b"", len(ids), False, chunks=tuple(chunks))

@@ -10,7 +10,7 @@ from vecd.gateway.app.app import App
 from vecd.gateway.app.table import ROUTES
 from vecd.gateway.config import GatewayConfig
 from vecd.gateway.pipeline import Pipeline
-from vecd.gateway.request import Chunk, Embedded, EmbedRequest, RequestTimeline, TokenizedInput
+from vecd.gateway.request import Embedded, EmbedRequest, RequestTimeline, TokenizedInput
 from vecd.gateway.scheduling.keys import Principal
 from vecd.gateway.service import GatewayProcess
 from vecd.gateway.telemetry.measures import SharedMetrics
@@ -58,7 +58,7 @@ class Ids:
     def tokenized(self, ids: list[int]) -> TokenizedInput:
         if ids[0] != SPLIT:
             return tokenized(ids)
-        chunks = tuple(Chunk(tokenized([n]).token_ids, 1, 1) for n in ids[1:])
+        chunks = tuple(tokenized([n])._replace(weight=1) for n in ids[1:])
         return TokenizedInput(chunks[0].token_ids, len(chunks), False, chunks=chunks)
 
 

@@ -28,7 +28,7 @@ from vecd.gateway.encoding.result import Result
 from vecd.gateway.encoding.sparse import read_query_weights
 from vecd.gateway.encoding.streams import MaxSimRows
 from vecd.gateway.errors import BadRequest, ServerError, TooManyRequests
-from vecd.gateway.request import Chunk, Embedded, Encoding, Form, Role, TokenizedInput, Tokenizing
+from vecd.gateway.request import Embedded, Encoding, Form, Role, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.model.card import ModelCard
 from vecd.model.steps import SparseHead
@@ -62,7 +62,7 @@ class IdsWithBorder:
 
     def _tokenized(self, border: int, ids: list[int]) -> TokenizedInput:
         token_ids = array("i", ids).tobytes()
-        chunks = (Chunk(token_ids, len(ids), 1),) * 2 if border < 0 else ()
+        chunks = (TokenizedInput(token_ids, len(ids), False, weight=1),) * 2 if border < 0 else ()
         return TokenizedInput(token_ids, len(ids), False, border=max(0, border), chunks=chunks)
 
 

@@ -13,7 +13,7 @@ from vecd.gateway.dispatch.delivery import Delivery
 from vecd.gateway.dispatch.workers import InFlight, WorkerLink
 from vecd.gateway.encoding.result import Result
 from vecd.gateway.errors import ServerError
-from vecd.gateway.request import Chunk, Make, Priority, TokenizedInput
+from vecd.gateway.request import Make, Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.shm.output import Output
@@ -166,7 +166,7 @@ async def test_a_chunk_whose_row_cannot_be_added_fails_its_request_alone(turns, 
     """As an input whose chunks nobody has announced."""
     case = Case(turns, num_slots=1, rows_per_slot=4)
     (sick, _, queue), (well, _, other_queue) = case.request(1), case.request(1)
-    chunk = QueuedSequence(queue, 0, Chunk(b"", 1, 1))
+    chunk = QueuedSequence(queue, 0, TokenizedInput(b"", 1, False, weight=1))
     case.delivery.add(case.link, case.answered(0, [chunk, *sequences(other_queue, 1)]))
     await well.finished
     with pytest.raises(ServerError, match="The server failed on this request"):

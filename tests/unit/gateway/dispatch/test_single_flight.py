@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.dispatching import EPOCH, SPEC, Dispatched, Request, sequences_of, tokenized
 from vecd.gateway.errors import EngineFailed, PoisonInput, Unavailable
-from vecd.gateway.request import Chunk, Priority
+from vecd.gateway.request import Priority
 from vecd.gateway.scheduling.queue import QueuedSequence, RequestQueue
 from vecd.shm.control import InputDeaths, Quarantined
 from vecd.shm.output import Output
@@ -208,7 +208,7 @@ async def test_other_outputs_and_other_tokens_are_other_sequences(flights):
 async def test_a_chunk_follows_and_keeps_its_weight(flights):
     request = Request(1)
     request.request_queue = request_queue = RequestQueue(request, NORMAL)
-    chunks = [Chunk(tokenized([n, n]).token_ids, 2, weight) for n, weight in ((4, 1), (8, 3))]
+    chunks = [tokenized([n, n])._replace(weight=weight) for n, weight in ((4, 1), (8, 3))]
     request.count(0, [tokenized([4])._replace(chunks=tuple(chunks))], wants_report=False)
     flights.request(8)
     flights.queue(request_queue, [QueuedSequence(request_queue, 0, chunk) for chunk in chunks])

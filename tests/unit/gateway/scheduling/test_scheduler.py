@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.support.dispatching import batching
 from vecd.gateway.encoding.result import Result
-from vecd.gateway.request import Chunk, Priority, TokenizedInput
+from vecd.gateway.request import Priority, TokenizedInput
 from vecd.gateway.scheduling.cost import CostModel
 from vecd.gateway.scheduling.policy import AGING_S, BatchingPolicy
 from vecd.gateway.scheduling.queue import Deaths, QueuedSequence, RequestQueue, TenantQueue
@@ -150,7 +150,7 @@ def test_a_short_input_in_chunks_is_a_short_request():
     queue.request(*[100] * 100)
     queue.take(max_tokens=512)
     request_queue = RequestQueue(Result(1, (), _loop), Priority.NORMAL)
-    chunks = [Chunk(array("i", [1] * 10).tobytes(), 10, 8)] * 2
+    chunks = [TokenizedInput(array("i", [1] * 10).tobytes(), 10, False, weight=8)] * 2
     assert not queue.policy.wants_short_batches(queue.now)
     queue.policy.add(request_queue, [QueuedSequence(request_queue, 0, chunk) for chunk in chunks], queue.now)
     assert queue.policy.wants_short_batches(queue.now)
