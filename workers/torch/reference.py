@@ -1,6 +1,8 @@
 """The rows of the reference model: transformers' own class, in its plain way, on one sequence at a time.
 
-Owns the table of what every engine of a model is compared with, by main output, and the logits of classifiers.
+Owns the table of what every engine of a model is compared with, by main output, and the logits of classifiers. What
+makes dense vectors and those of tokens of hidden states is `vecd.workers.heads`, as in every engine: of that, a
+comparison shows no fault that numpy and torch have alike. The tests do, beside sentence-transformers.
 """
 
 from collections.abc import Callable, Sequence
