@@ -79,7 +79,6 @@ from vecd.shm.control import (
 from vecd.shm.settings import Settings
 from vecd.shm.shared_metrics import create_shared_metrics
 from vecd.shm.vector_cache import create_vector_cache
-from vecd.shm.wire import Incarnation
 from vecd.workers.machine import available_mb, kilobytes, usable_cores
 
 log = logging.getLogger("vecd.supervisor")
@@ -336,7 +335,7 @@ class Supervisor:
                 pass
             case WorkerStuck():
                 for worker_pool in self._worker_pools.values():
-                    worker_pool.kill_stuck(Incarnation(message.worker, message.life))
+                    worker_pool.kill_stuck(message.incarnation)
             case Quarantined() | InputDeaths() | InputsCleared():
                 self._gateway_pool.broadcast(message, but=link)
             case ReloadAsked():

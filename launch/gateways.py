@@ -404,7 +404,7 @@ class GatewayPool:
         link.heartbeat_at = loop_time()
         match message:
             case WorkerConnected():
-                link.connected.add(Incarnation(message.worker, message.life))
+                link.connected.add(message.incarnation)
             case Prepared(error="") | ModelDrained() | Retired():
                 if (known := link.known.get(message.generation)) is not None:  # else it has been discarded meanwhile
                     known.is_prepared |= isinstance(message, Prepared)
@@ -469,8 +469,7 @@ class GatewayPool:
             if incarnation not in link.sent_up:
                 link.sent_up[incarnation] = generation
                 known.sent.pop(ModelBroken, None)
-                up = WorkerUp(generation, incarnation.worker, incarnation.life, worker.facts)
-                link.send(up, [worker.arena_fd])
+                link.send(WorkerUp(generation, incarnation, worker.facts), [worker.arena_fd])
         if worker_pool.broken is not None:
             link.tell(generation, ModelBroken(generation, worker_pool.broken))
         state, before = worker_pool.state, known.sent.get(ModelIs)
@@ -505,7 +504,7 @@ class GatewayPool:
     def send_down(
         self, incarnation: Incarnation, reason: str, has_crashed: bool | None = False, is_planned: bool = False
     ) -> None:
-        down = WorkerDown(incarnation.worker, incarnation.life, reason, has_crashed, is_planned)
+        down = WorkerDown(incarnation, reason, has_crashed, is_planned)
         for link in self.ready_links:
             if link.sent_up.pop(incarnation, None) is not None:
                 link.connected.discard(incarnation)

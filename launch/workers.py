@@ -319,7 +319,7 @@ class WorkerPool:
         try:
             try:
                 config = dump(self.plan.workers[incarnation.worker - self._first_worker])
-                order = ForkWorker(incarnation.worker, incarnation.life, config)
+                order = ForkWorker(incarnation, config)
                 fds = [arena_fd, *(address for _, address in self._endpoints)]
                 reads_model = self.reads_model
                 process = await self._fork_server.fork(str(incarnation), order, fds)

@@ -34,12 +34,13 @@ import struct
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
-from vecd.base.files import JsonObject
+from vecd.base.files import JsonObject, load
+from vecd.shm.wire import Incarnation
 
 _MAX_PACKET_BYTES = 128 * 1024
 """A longer message is a file, and the packet its descriptor. Linux's default send buffer takes 208 KiB."""
@@ -104,8 +105,7 @@ class WorkerUp(Message):
     """To every gateway: an incarnation is ready. Descriptor: its arena."""
 
     generation: int
-    worker: int
-    life: int
+    incarnation: Incarnation
     facts: JsonObject
     """For `/info`."""
 
@@ -113,8 +113,7 @@ class WorkerUp(Message):
 class WorkerDown(Message):
     """To every gateway: an incarnation is dead; its batches are to be sent again and its arena dropped."""
 
-    worker: int
-    life: int
+    incarnation: Incarnation
     reason: str
     has_crashed: bool | None = False
     """By a signal of the kernel for a fault of its own, and that no process has sent it. None: it had been stopped, and
@@ -312,8 +311,7 @@ class Heartbeat(Message):
 class WorkerConnected(Message):
     """From a gateway: an incarnation has answered its first probe."""
 
-    worker: int
-    life: int
+    incarnation: Incarnation
 
 
 class Prepared(Message):
@@ -336,8 +334,7 @@ class ReloadAsked(Message):
 class WorkerStuck(Message):
     """From a gateway: an incarnation has let a batch's deadline pass. The supervisor kills it."""
 
-    worker: int
-    life: int
+    incarnation: Incarnation
 
 
 class ForkServerStart(Message):
@@ -366,8 +363,7 @@ class ForkWorker(Message):
     """To the fork server. Descriptors: the worker's control socket, its arena, the ZeroMQ address (O_PATH) of
     each gateway."""
 
-    worker: int
-    life: int
+    incarnation: Incarnation
     config: JsonObject
 
 
@@ -442,7 +438,7 @@ class Channel:
         (_CHILD_SEND_TIMEOUT_MS where a child sends), or at all if this does not wait.
         """
         # Without escapes, which take `json.loads` thrice as long: gateways read texts of a million characters.
-        told = json.dumps([type(message).__name__, vars(message)], ensure_ascii=False)
+        told = json.dumps([type(message).__name__, vars(message)], ensure_ascii=False, default=asdict)
         packet = told.encode(errors="surrogatepass")
         flags = 0 if waits else socket.MSG_DONTWAIT
         if len(packet) <= _MAX_PACKET_BYTES:
@@ -479,7 +475,7 @@ class Channel:
                 file.seek(0)
                 packet = file.read()
         kind, fields = json.loads(packet)
-        return _KINDS[kind](**fields), fds
+        return load(_KINDS[kind], fields), fds
 
     def _wait(self, timeout_s: float | None) -> None:
         poll = select.poll()

@@ -67,7 +67,6 @@ from vecd.shm import control
 from vecd.shm.settings import names_of
 from vecd.shm.shared_metrics import Gauge
 from vecd.shm.views import map_arena
-from vecd.shm.wire import Incarnation
 
 log = logging.getLogger("vecd.gateway")
 
@@ -455,7 +454,7 @@ class App:
             case control.WorkerUp():
                 service = self.all[message.generation]
                 slots = map_arena(fds[0], service.config.arena, writable=False)[self.process.shared_metrics.gateway]
-                service.dispatcher.worker_up(Incarnation(message.worker, message.life), slots, message.facts)
+                service.dispatcher.worker_up(message.incarnation, slots, message.facts)
                 if (number_format := message.facts.get("dtype")) is not None:
                     service.info.identity.add_format(number_format)
             case control.ModelIdentity():
@@ -464,10 +463,12 @@ class App:
             case control.ModelFiles():
                 self.all[message.generation].known.changed_files = message.changed
             case control.WorkerDown():
-                who = Incarnation(message.worker, message.life)
                 for service in self.all.values():
                     service.dispatcher.worker_down(
-                        who, message.reason, has_crashed=message.has_crashed, is_planned=message.is_planned
+                        message.incarnation,
+                        message.reason,
+                        has_crashed=message.has_crashed,
+                        is_planned=message.is_planned,
                     )
             case control.ModelIs():
                 self.all[message.generation].change_state(message)

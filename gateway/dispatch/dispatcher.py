@@ -560,7 +560,7 @@ class Dispatcher:
         if is_first:
             self.start_stage = None
             self._sum_speeds()
-            self._report(WorkerConnected(link.incarnation.worker, link.incarnation.life))
+            self._report(WorkerConnected(link.incarnation))
         if self._flow is _Flow.HELD:
             self._resume()
         self._report_if_drained()
@@ -696,7 +696,7 @@ class Dispatcher:
         if not link.is_stuck:
             link.is_stuck = True
             self._shared_metrics.add(Counter.STUCK)
-            self._report(WorkerStuck(link.incarnation.worker, link.incarnation.life))
+            self._report(WorkerStuck(link.incarnation))
 
     # --- deadlines ------------------------------------------------------------------------------------------
 

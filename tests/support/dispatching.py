@@ -292,7 +292,7 @@ class Bench(Dispatched):
     @property
     def stuck(self) -> list[Incarnation]:
         """The workers that were reported so."""
-        return [Incarnation(each.worker, each.life) for each in self.reported if isinstance(each, WorkerStuck)]
+        return [each.incarnation for each in self.reported if isinstance(each, WorkerStuck)]
 
     @property
     def quarantined(self) -> list[str]:

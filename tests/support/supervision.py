@@ -169,7 +169,7 @@ class FakeGateway(FakeProcess):
                 if self.starts:
                     self.inbox.put_nowait(Ready())
             case WorkerUp() if self.connects:
-                self.inbox.put_nowait(WorkerConnected(message.worker, message.life))
+                self.inbox.put_nowait(WorkerConnected(message.incarnation))
             case Prepare():
                 self._models[message.generation] = message.config["model"]
                 if message.generation not in self.slow_generations:

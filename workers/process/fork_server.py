@@ -113,7 +113,7 @@ def _obey(channel: Channel) -> int:
             case ForkWorker(), [_, arena_fd, _, *_]:
                 with closing(Channel.from_fd(fds.pop(0))) as control:
                     live = partial(worker.run, order, control, arena_fd, fds[1:], parents, engine)
-                    _fork(f"vecd-worker-{order.worker}", channel, control, live)
+                    _fork(f"vecd-worker-{order.incarnation.worker}", channel, control, live)
             case _:
                 log.error("%s with %d descriptors is not for this process", type(order).__name__, len(fds))
     return worker.EXIT_OK

@@ -21,7 +21,6 @@ from vecd.base.tasks import ZMQ_THREADS, NoTasks, require_threads
 from vecd.model.card import ModelError
 from vecd.shm.control import Channel, ChildFailed, ForkWorker, Progress, Ready
 from vecd.shm.views import map_arena
-from vecd.shm.wire import Incarnation
 from vecd.workers.batch import Engine
 from vecd.workers.config import WorkerConfig
 from vecd.workers.load import load_engine
@@ -48,7 +47,6 @@ def run(
 
     Side effects on the whole process: signal handling, logging, memory priority, torch's threads.
     """
-    incarnation = Incarnation(order.worker, order.life)
     try:
         if not die_with_parent(parents[0]):
             return EXIT_OK
@@ -57,7 +55,7 @@ def run(
         outlive_sent_faults()
         trace_crashes()  # the supervisor sends SIGABRT to a worker that is stuck
         config = load(WorkerConfig, order.config)
-        logs.configure(f"worker-{order.worker}", config.log_level, config.log_format)
+        logs.configure(f"worker-{order.incarnation.worker}", config.log_level, config.log_format)
         slots = map_arena(arena_fd, config.arena, writable=True)
         os.close(arena_fd)
         try:
@@ -73,7 +71,7 @@ def run(
         choices: Sequence[int] = [config.num_threads]
         if config.max_threads > 1:
             # At most one worker of a server has weights of its own.
-            choices = engine.allow_leases(config.max_threads, may_copy_weights=order.worker == 0)
+            choices = engine.allow_leases(config.max_threads, may_copy_weights=order.incarnation.worker == 0)
         # Loaded objects stay; the collector need not examine them again between batches.
         gc.collect()
         gc.freeze()
@@ -85,15 +83,15 @@ def run(
             "thread_choices": list(choices),
             "private_memory_mb": private_memory_mb(),
         }
-        with connected(address_fds, incarnation) as sockets:
+        with connected(address_fds, order.incarnation) as sockets:
             channel.send(Ready(facts, engine.warnings))
             Loop(sockets, channel, engine, slots, config.arena, config.card).run()
         return EXIT_OK
     except ConnectionError:
         return EXIT_OK  # the supervisor has closed the control channel
     except EngineLost as error:
-        log.error("%s ends: %s", incarnation, error)
+        log.error("%s ends: %s", order.incarnation, error)
         return EXIT_INTERNAL_ERROR
     except Exception:
-        log.exception("%s ends by a bug", incarnation)
+        log.exception("%s ends by a bug", order.incarnation)
         return EXIT_INTERNAL_ERROR

@@ -84,11 +84,11 @@ class Bench:
     def start_worker(self) -> Worker:
         self._num_lives += 1
         self._worker = Worker(self._address_fd, 0, self._num_lives)
-        self.tell(WorkerUp(GENERATION, 0, self._num_lives, {}), [self.worker.fd])
+        self.tell(WorkerUp(GENERATION, self.worker.incarnation, {}), [self.worker.fd])
         return self.worker
 
     def end_worker(self, *, is_planned: bool = True) -> None:
-        self.tell(WorkerDown(0, self._num_lives, "was ended", is_planned=is_planned))
+        self.tell(WorkerDown(self.worker.incarnation, "was ended", is_planned=is_planned))
         self.worker.close()
         self._worker = None
 

@@ -144,7 +144,7 @@ async def trace() -> list[Holder]:
     address = public.getsockname()
     await server.start(public)
     try:
-        app.on_message(WorkerUp(1, 0, 1, {}), [worker.fd])
+        app.on_message(WorkerUp(1, worker.incarnation, {}), [worker.fd])
         reader, writer = await asyncio.open_connection(*address)
 
         async def exchange() -> bytes:

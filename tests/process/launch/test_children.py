@@ -16,8 +16,9 @@ from vecd.base.failures import ChildDied, StartFailure
 from vecd.base.files import dump
 from vecd.launch.children import ForkServer, spawn
 from vecd.shm.control import ForkServerStart, ForkWorker
+from vecd.shm.wire import Incarnation
 
-ORDER = ForkWorker(0, 1, dump(DUMMY))
+ORDER = ForkWorker(Incarnation(0, 1), dump(DUMMY))
 NUM_WORKERS = 4
 
 
@@ -93,7 +94,7 @@ async def test_a_worker_that_is_killed_before_it_begins_is_no_death_of_its_fork_
         "channel.send(Ready())\n"
         "while (received := channel.receive()) is not None:\n"
         "    list(map(os.close, received[1]))\n"
-        "    if received[0].worker: os._exit(1)"
+        "    if received[0].incarnation.worker: os._exit(1)"
     )
     server, _ = fork_server(monkeypatch, f"exec({code!r})")
     async with asyncio.timeout(60):
@@ -101,7 +102,7 @@ async def test_a_worker_that_is_killed_before_it_begins_is_no_death_of_its_fork_
             await server.fork("worker 0", ORDER, [0])
         assert server.pids()
         with pytest.raises(ChildDied, match=r"^the fork server died$"):
-            await server.fork("worker 1", replace(ORDER, worker=1), [0])
+            await server.fork("worker 1", replace(ORDER, incarnation=Incarnation(1, 1)), [0])
         assert not server.pids()
 
 

@@ -3,6 +3,7 @@ import os
 import pytest
 
 from vecd.shm.control import Channel, Drain, Progress, WorkerUp
+from vecd.shm.wire import Incarnation
 
 
 @pytest.fixture
@@ -24,11 +25,11 @@ def test_messages_arrive_whole_and_in_order(channels):
 def test_a_descriptor_rides_along(channels):
     ours, theirs = channels
     reader, writer = os.pipe()
-    ours.send(WorkerUp(1, 0, 1, {}), [writer])
+    ours.send(up := WorkerUp(1, Incarnation(0, 1), {}), [writer])
     os.close(writer)
     message, [received] = theirs.receive(1)
     os.write(received, b"x")
-    assert (message, os.read(reader, 1)) == (WorkerUp(1, 0, 1, {}), b"x")
+    assert (message, os.read(reader, 1)) == (up, b"x")
     assert not os.get_inheritable(received)
     os.close(received)
     os.close(reader)

@@ -24,6 +24,7 @@ from vecd.shm.control import (
     Retired,
     WorkerUp,
 )
+from vecd.shm.wire import Incarnation
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ async def test_all_messages_that_have_come_are_obeyed_in_order():
 
 
 async def test_a_descriptor_is_closed_once_the_message_is_obeyed(fd):
-    up = WorkerUp(1, 0, 1, {})
+    up = WorkerUp(1, Incarnation(0, 1), {})
     were_open: list[bool] = []
     assert await obeyed((up, [fd]), obey=lambda _, fds: were_open.append(is_open(fds[0]))) == [(up, [fd])]
     assert were_open == [True]

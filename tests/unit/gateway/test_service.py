@@ -281,13 +281,13 @@ async def test_a_worker_is_its_generation_s_but_its_death_is_told_to_all(bench: 
     service = await bench.prepared(2, listening)
     fd = create_arena(planned_config().arena)
     try:
-        bench.app.on_message(WorkerUp(2, 0, 7, {"pid": 1}), [fd])
+        bench.app.on_message(WorkerUp(2, Incarnation(0, 7), {"pid": 1}), [fd])
     finally:
         os.close(fd)
     service.dispatcher.worker_up.assert_called_once_with(Incarnation(0, 7), ANY, {"pid": 1})
     assert not bench.first.dispatcher.worker_up.called
     assert bench.shared_metrics.worker_life(0) == 0, "the lives that are shown are the active generation's"
-    bench.app.on_message(WorkerDown(0, 7, "killed", has_crashed=True), [])
+    bench.app.on_message(WorkerDown(Incarnation(0, 7), "killed", has_crashed=True), [])
     for each in (bench.first, service):
         each.dispatcher.worker_down.assert_called_once_with(
             Incarnation(0, 7), "killed", has_crashed=True, is_planned=False

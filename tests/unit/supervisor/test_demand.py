@@ -25,6 +25,7 @@ from vecd.shm.control import (
     WorkerDown,
     WorkerUp,
 )
+from vecd.shm.wire import Incarnation
 
 DEMAND = {"load": "demand", "workers": 1}
 
@@ -256,7 +257,7 @@ async def test_it_goes_when_nobody_has_used_it_for_its_keep_alive(bench, models,
         assert made.fakes.fork_servers[1].is_stopped
         assert states(gateway, 2)[-2:] == ["draining", "unloaded"]
         assert last(gateway, 2).num_unloads == {"idle": 1}
-        assert gateway.sent(WorkerDown) == [WorkerDown(2, 1, "unloaded: idle", is_planned=True)]
+        assert gateway.sent(WorkerDown) == [WorkerDown(Incarnation(2, 1), "unloaded: idle", is_planned=True)]
         kinds = [type(m) for m in gateway.sent(ModelIs, WorkerDown)][-3:]
         assert kinds == [ModelIs, WorkerDown, ModelIs]
         assert "b: unloaded in 0.0 s, about 46 MB before: idle" in caplog.messages

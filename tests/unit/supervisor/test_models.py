@@ -105,7 +105,7 @@ async def test_a_server_is_ready_when_all_its_models_are_connected(bench, models
             assert gateway.served == {"a": 1, "b": 2, "c": 3}
             [start] = gateway.sent(GatewayStart)
             assert (start.generation, start.num_models) == (1, 3)
-            assert sorted((up.generation, up.worker) for up in gateway.sent(WorkerUp)) == [
+            assert sorted((up.generation, up.incarnation.worker) for up in gateway.sent(WorkerUp)) == [
                 (1, 0), (1, 1), (2, 2), (2, 3), (3, 4),
             ]  # fmt: skip
         configs = [load(GatewayConfig, prepare.config) for prepare in gateway.sent(Prepare)]
@@ -175,7 +175,7 @@ async def test_a_model_that_keeps_crashing_touches_no_other(bench, caplog) -> No
             worker.end(-11)
         await settle(120)
         assert {broken.generation for broken in gateway.sent(ModelBroken)} == {2}
-        assert {down.worker for down in gateway.sent(WorkerDown)} == {2, 3}
+        assert {down.incarnation.worker for down in gateway.sent(WorkerDown)} == {2, 3}
         assert living(made)["a"] == healthy
         assert made.status.startswith("STATUS=Serving a at http://127.0.0.1:8000, 2 workers; Cannot serve b: worker ")
         lines = [record for record in caplog.records if "no worker stays alive" in record.message]

@@ -27,6 +27,7 @@ from vecd.shm.control import (
     WorkerStuck,
     WorkerUp,
 )
+from vecd.shm.wire import Incarnation
 from vecd.workers.machine import usable_cores
 
 
@@ -105,7 +106,7 @@ async def test_a_reload_may_be_requested_as_soon_as_its_socket_listens(bench, mo
 async def test_what_gateways_report_reaches_workers_and_other_gateways(bench) -> None:
     async with bench("--gateways", "2") as made:
         first, second = made.fakes.gateways
-        first.inbox.put_nowait(WorkerStuck(0, 1))
+        first.inbox.put_nowait(WorkerStuck(Incarnation(0, 1)))
         first.inbox.put_nowait(Quarantined("m", "ab"))
         first.inbox.put_nowait(CoresWanted(1))
         await settle()
@@ -119,10 +120,10 @@ async def test_what_gateways_report_reaches_workers_and_other_gateways(bench) ->
         made.fakes.workers[1].end(-signal.SIGSEGV)
         await settle(1)
         made.fakes.workers[2].was_stopped = True
-        second.inbox.put_nowait(WorkerStuck(0, 2))
+        second.inbox.put_nowait(WorkerStuck(Incarnation(0, 2)))
         await settle(1)
         assert [down.has_crashed for down in second.sent(WorkerDown)] == [False, True, None]
-        assert [up.life for up in second.sent(WorkerUp)] == [1, 1, 2, 2, 3]
+        assert [up.incarnation.life for up in second.sent(WorkerUp)] == [1, 1, 2, 2, 3]
         assert made.status.endswith("2 workers")
 
 

@@ -591,7 +591,7 @@ async def test_a_broken_model_fails_everybody_until_a_worker_is_up():
 async def test_a_worker_connects_once():
     async with running_bench() as bench:
         worker = bench.add_worker()
-        connected = WorkerConnected(worker.incarnation.worker, worker.incarnation.life)
+        connected = WorkerConnected(worker.incarnation)
         assert connected not in bench.reported
         await served_once(bench, worker)
         for _ in range(3):

@@ -146,7 +146,7 @@ class ForkServer:
         ours, theirs = Channel.pair()
         arena_fd = create_arena(arena or config.arena)
         slots = map_arena(arena_fd, arena or config.arena, writable=False)[0].rows
-        self.channel.send(ForkWorker(worker, life, dump(config)), [theirs.fileno(), arena_fd, address_fd])
+        self.channel.send(ForkWorker(Incarnation(worker, life), dump(config)), [theirs.fileno(), arena_fd, address_fd])
         theirs.close()
         os.close(arena_fd)
         return ours, slots
@@ -325,7 +325,7 @@ def test_a_bug_at_the_start_is_logged_and_exits_70(mortal, endpoint):
 
 def test_orders_that_are_none_are_ignored(server, endpoint):
     server.channel.send(Drain(1.0, 0.0))
-    server.channel.send(ForkWorker(0, 1, dump(DUMMY)), [endpoint.address_fd])
+    server.channel.send(ForkWorker(Incarnation(0, 1), dump(DUMMY)), [endpoint.address_fd])
     server.fork(DUMMY, endpoint.address_fd).until_ready()
 
 

@@ -116,7 +116,7 @@ async def fork(server: ForkServer, endpoint: Any, index: int, config: WorkerConf
     arena_fd = create_arena(config.arena)
     slots = map_arena(arena_fd, config.arena, writable=False)[0].rows
     who = Incarnation(index, 1)
-    process = await server.fork(str(who), ForkWorker(index, 1, dump(config)), [arena_fd, endpoint.address_fd])
+    process = await server.fork(str(who), ForkWorker(who, dump(config)), [arena_fd, endpoint.address_fd])
     os.close(arena_fd)
     ready = await process.await_ready(DEADLINE_S)
     assert isinstance(ready, Ready)
@@ -209,7 +209,9 @@ async def test_a_killed_fork_server_takes_its_workers_along(zygote, endpoint, mo
     os.kill(stopped.process.pid, signal.SIGSTOP)
     arena_fd = create_arena(DUMMY.arena)
     loading = replace(DUMMY, num_threads=2)
-    starting = await server.fork("worker 2", ForkWorker(2, 1, dump(loading)), [arena_fd, endpoint.address_fd])
+    starting = await server.fork(
+        "worker 2", ForkWorker(Incarnation(2, 1), dump(loading)), [arena_fd, endpoint.address_fd]
+    )
     os.close(arena_fd)
     os.kill(server.pids()[0], signal.SIGKILL)
     with starting, pytest.raises(ChildDied, match=r"^was killed by SIGKILL while starting$"):
@@ -245,6 +247,7 @@ from vecd.base.files import load
 from vecd.launch.children import ForkServer
 from vecd.shm.arena import create_arena
 from vecd.shm.control import ForkServerStart, ForkWorker
+from vecd.shm.wire import Incarnation
 from vecd.workers.config import WorkerConfig
 from vecd.base.kernel import adopt_orphans
 
@@ -255,7 +258,7 @@ async def main():
     held = []
     for index, config in enumerate([None, shared]):
         server = ForkServer(ForkServerStart(os.getpid(), modules, config), 60, lambda stage: None, zygote)
-        worker = await server.fork("worker", ForkWorker(index, 1, dummy), [create_arena(arena), 0])
+        worker = await server.fork("worker", ForkWorker(Incarnation(index, 1), dummy), [create_arena(arena), 0])
         held += [server, worker]
         await worker.await_ready(60)
     await asyncio.sleep(300)
