@@ -46,8 +46,6 @@ _BYTES_PER_INT32 = 4
 SCOPE_BYTES = 8
 NO_SCOPE, SCOPE_OF_ALL = range(2)
 
-Frames: TypeAlias = list[bytes]
-
 
 class WireError(Exception):
     """A frame that no peer of this version sends. Raised while decoding; the receiver logs it and goes on."""
@@ -149,7 +147,7 @@ ToWorker: TypeAlias = Probe | Batch
 ToGateway: TypeAlias = Alive | Done | Failed
 
 
-def encode(message: ToWorker | ToGateway) -> Frames:
+def encode(message: ToWorker | ToGateway) -> list[bytes]:
     match message:
         case Probe() | Alive():
             return [_HEADER.pack(message.kind, _VERSION, 0, message.epoch, 0)]

@@ -182,8 +182,6 @@ def poisonous(index: int) -> PoisonInput:
 # Flights stay within a tenant, unless the operator allows otherwise: a response that comes too soon tells a client that
 # another has sent the same input. Vectors of each token are not shared.
 
-_Key: TypeAlias = tuple[str | None, Output, bytes, int]
-
 Copy: TypeAlias = tuple[QueuedSequence, int]
 """A follower, and the position of its leader in the batch."""
 
@@ -191,7 +189,7 @@ Copy: TypeAlias = tuple[QueuedSequence, int]
 class SingleFlight:
     def __init__(self, *, is_shared_by_tenants: bool = False) -> None:
         self._is_shared_by_tenants = is_shared_by_tenants
-        self._flights: dict[_Key, Flight] = {}
+        self._flights: dict[tuple[str | None, Output, bytes, int], Flight] = {}
         self.unseated: list[Flight] = []
         """Flights whose followers may have nothing that waits for them."""
 

@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from io import SEEK_CUR, BytesIO
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from vecd.gateway.errors import BadRequest, HeadersTooLarge, PayloadTooLarge, UnsupportedEncoding, quoted
 from vecd.gateway.request import Coding
@@ -292,7 +292,6 @@ class _Zlib:
         return inflated
 
 
-_Member: TypeAlias = _Zlib | zstd.ZstdDecompressor
 _ERRORS = (zlib.error, zstd.ZstdError)
 _ZSTD_OPTIONS = {int(zstd.DecompressionParameter.window_log_max): _ZSTD_WINDOW_LOG}
 
@@ -352,7 +351,7 @@ def _inflate(body: bytes, coding: Coding, max_bytes: int) -> Iterator[bytes]:
     raise BadRequest(f"body: more than {_MAX_MEMBERS} {coding.value} members, one behind the other")
 
 
-def _make_member(body: bytes, coding: Coding) -> _Member:
+def _make_member(body: bytes, coding: Coding) -> _Zlib | zstd.ZstdDecompressor:
     match coding:
         case Coding.GZIP:
             return _Zlib(16 + zlib.MAX_WBITS)

@@ -146,7 +146,6 @@ class _Families(list[Metric], Collector):
 
 _Samples: TypeAlias = Iterable[tuple[Sequence[object], float]]
 """Of each sample its labels' values, and its own."""
-_Make: TypeAlias = Callable[[str, str, Iterable[str], _Samples], Metric]
 
 
 def _counter(name: str, help: str, labels: Iterable[str], samples: _Samples) -> Metric:
@@ -244,7 +243,7 @@ def _histograms(shared_metrics: SharedMetrics, models: Sequence[str]) -> Iterato
 
 
 _SHARED_HELP = "Memory of a process, of what n share an n-th: these add up to the server's"
-_Table: TypeAlias = tuple[tuple[_Make, str, str, str], ...]
+_Table: TypeAlias = tuple[tuple[Callable[[str, str, Iterable[str], _Samples], Metric], str, str, str], ...]
 """Of each metric of a thing its name, its help text, and the attribute of the thing that has its value."""
 _OF_MODELS: _Table = (
     (_counter, "loads", "Times that a model was loaded", "num_loads"),

@@ -7,15 +7,13 @@ the supervisor keeps none of its memory.
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from vecd.base.files import JsonObject, dump, load
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.steps import TokenHead
 from vecd.shm.job import Report, run_job
 from vecd.workers.check.order import is_query, pairs_of
-
-OrderedPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 # A query with an answer, and with a text about something else: by them a reranker's order is checked.
 #
@@ -28,7 +26,7 @@ _TIMEOUT_S = 120.0
 """Reading the tokenizer of a large vocabulary takes seconds on a busy machine."""
 
 
-def ordered_pair(card: ModelCard, max_tokens: int) -> OrderedPair | None:
+def ordered_pair(card: ModelCard, max_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """None for a model without a template. Raises ModelError when it cannot be tokenized."""
     if card.score is None or card.score.pair_template is None or "rerank" not in card.capabilities:
         return None

@@ -512,7 +512,7 @@ COMPARISONS = {
     "ends": ("channel.receive(); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
     "ends at once": ("channel.close(); sys.exit(9)", "ended with exit code 9, while busy with: starting"),
     "is killed": (
-        "channel.send(Progress('x')); os.kill(os.getpid(), 9)",
+        "channel.receive(); channel.send(Progress('x')); os.kill(os.getpid(), 9)",
         "killed by SIGKILL, as .*, while busy with: x",
     ),
     "refuses": ("channel.send(ChildFailed('no such layer')); time.sleep(300)", "^no such layer$"),
