@@ -4,7 +4,6 @@ Owns the call of transformers' AutoTokenizer, and the check that the file gives 
 model's.
 """
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import tokenizers
 import transformers
 from transformers import AutoTokenizer
 
+from vecd.base.programs import are_installed
 from vecd.model.files import Folder, ModelError, vocabulary_files
 from vecd.shm.job import Report
 
@@ -60,8 +60,9 @@ def convert(folder: Path, vocab_size: int, target: Path) -> None:
 
 def _load(folder: Path) -> Any:
     pieces = [path for path in vocabulary_files(folder) if path.suffix == ".model"]
-    missing = [name for name in ("sentencepiece", "protobuf") if pieces and not _is_installed(name)]
-    if missing:
+    needed = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+    missing = [package for package, module in needed.items() if not are_installed(module)]
+    if pieces and missing:
         raise ModelError(f"{pieces[0]}: reading it needs {' and '.join(missing)}: pip install 'vecd[convert]'")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     warnings.simplefilter("ignore")
@@ -71,13 +72,6 @@ def _load(folder: Path) -> Any:
         names = ", ".join(path.name for path in vocabulary_files(folder))
         why = " ".join(str(error).split())[:200]
         raise ModelError(f"{folder}: no tokenizer can be made of {names}: {type(error).__name__}: {why}") from error
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec({"protobuf": "google.protobuf"}.get(package, package)) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
 
 
 def _compare(folder: Path, expected: Any, written: tokenizers.Tokenizer, vocab_size: int) -> None:

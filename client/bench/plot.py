@@ -4,13 +4,12 @@ Owns how it looks. Imports matplotlib only when it draws: it is heavy, and an ex
 """
 
 import importlib
-import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vecd.base.programs import not_installed
+from vecd.base.programs import are_installed, not_installed
 
 # Source: the palette of M. Okabe and K. Ito for colour-blind readers, without its yellow, which is too pale here.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -44,7 +43,7 @@ class Point(NamedTuple):
 
 def require_matplotlib() -> None:
     """Raises PlotUnavailable when nothing could be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not are_installed("matplotlib"):
         raise PlotUnavailable(f"drawing needs matplotlib, which is {not_installed('vecd[plot]')}")
 
 

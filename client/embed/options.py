@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from vecd.base.flags import Command, TlsOptions, flag, parse
-from vecd.base.programs import not_installed
+from vecd.base.programs import are_installed, not_installed
 
 STDIN = "-"
 _InputFormat = Literal["txt", "jsonl", "csv", "tsv", "parquet"]
@@ -185,7 +184,7 @@ class EmbedOptions(TlsOptions):
         uses_parquet = "parquet" in (self.format, self.output_format) or any(
             path.endswith((".parquet", ".pq")) for path in self.files
         )
-        if uses_parquet and find_spec("pyarrow") is None:
+        if uses_parquet and not are_installed("pyarrow"):
             raise ValueError(f"parquet needs pyarrow, which is {not_installed('vecd[parquet]')}")
 
     def _check_server(self) -> None:

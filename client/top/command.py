@@ -4,7 +4,6 @@ Owns the flags, the order of things (request, draw, wait), and what keys and sig
 """
 
 import asyncio
-import importlib.util
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import orjson
 
 from vecd.base.flags import Command, TlsOptions, flag, parse
-from vecd.base.programs import not_installed
+from vecd.base.programs import are_installed, not_installed
 from vecd.client.aio import AsyncClient
 from vecd.client.exchanges import VecdError
 from vecd.client.top.figures import History, fetch_stats, is_final
@@ -64,7 +63,7 @@ class TopOptions(TlsOptions):
         _ = self.client  # whether the key can be sent
         if self.json:
             return
-        if importlib.util.find_spec("rich") is None:
+        if not are_installed("rich"):
             raise ValueError(f"drawing needs rich, which is {not_installed('vecd[cli]')}; --json does not")
         if not self.once and (not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb")):
             raise ValueError("standard output is not a terminal that can be drawn on: use --once or --json")

@@ -18,7 +18,7 @@ from typing import Any
 
 from vecd.base import logs
 from vecd.base.failures import ConfigurationError, StartFailure
-from vecd.base.programs import NEEDS_TORCH, has_torch, not_installed
+from vecd.base.programs import NEEDS_TORCH, are_installed, has_torch, not_installed
 from vecd.gateway.config import ApiKey, ChatTemplateSpec, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.launch.config.keys import load_keys
@@ -231,17 +231,9 @@ def server_problems(settings: Settings) -> list[str]:
     elif cert is not None or key is not None:
         given, missing = ("--tls-key", "--tls-cert") if cert is None else ("--tls-cert", "--tls-key")
         problems = [f"{given}: given without {missing}; TLS needs both"]
-    if settings.otlp_endpoint and not all(map(_is_installed, _OTEL_PACKAGES)):
+    if settings.otlp_endpoint and not are_installed(*_OTEL_PACKAGES):
         problems.append(f"--otlp-endpoint: needs OpenTelemetry, which is {not_installed('vecd[otel]')}")
     return problems
-
-
-def _is_installed(name: str) -> bool:
-    """Imports the packages above `name`."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[str], None]) -> Plan:

@@ -112,7 +112,7 @@ _CHILD_ENVIRONMENT = {
 }
 
 
-# Tells users what to do about a package that is not there.
+# Which packages are installed, and what users are told about one that is not.
 
 
 def not_installed(*packages: str) -> str:
@@ -122,14 +122,20 @@ def not_installed(*packages: str) -> str:
     return f"not installed: pip install {shlex.join(packages)}"
 
 
-# Which of the packages that only some engines need are installed.
+def are_installed(*modules: str) -> bool:
+    """Imports the packages above a module, and nothing else."""
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in modules)
+    except (ImportError, ValueError):
+        return False
+
 
 NEEDS_TORCH = f"needs torch and transformers ({not_installed('torch', 'transformers')})"
 
 
 def has_torch() -> bool:
     """Every engine but the lean one needs both, and so does the reference model."""
-    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+    return are_installed("torch", "transformers")
 
 
 # Return memory that was freed to the kernel, which the allocator of libc keeps otherwise.
