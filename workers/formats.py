@@ -12,7 +12,7 @@ from vecd.model.card import ModelCard
 from vecd.model.files import stored_tensors
 from vecd.workers.config import WorkerConfig
 from vecd.workers.families import FAMILIES
-from vecd.workers.machine import Processor, available_mb, this_processor
+from vecd.workers.machine import available_mb, this_processor
 
 PATHS = {
     "auto": ("lean", "fused", "packed", "padded", "unpadded"),
@@ -33,10 +33,10 @@ _SERVED_SHARE, _COMPARED_SHARE = 0.8, 0.5
 engine is loaded."""
 
 
-def formats_of(config: WorkerConfig, processor: Processor | None = None) -> tuple[str, ...]:
+def formats_of(config: WorkerConfig) -> tuple[str, ...]:
     """The number formats to try on a processor, in this order. Of two that `is_measured`, the first is less exact, and
     is taken only if it is clearly faster. Raises ModelError for weights whose header cannot be read."""
-    card, processor = config.card, processor or this_processor()
+    card, processor = config.card, this_processor()
     if card.export_file:
         return ("float32",)  # as far as the rules go; the export has its own
     if config.dtype != "auto":
@@ -63,7 +63,7 @@ def reference_format(config: WorkerConfig, formats: tuple[str, ...]) -> str:
     return "float32" if shortest == "float32" or _fits(config.card, _COMPARED_SHARE) else shortest
 
 
-def is_lean_wanted(config: WorkerConfig, processor: Processor | None = None) -> bool:
+def is_lean_wanted(config: WorkerConfig) -> bool:
     """Whether the lean engine comes first: float32 or int8 on a processor, for a family that a table describes. Without
     torch, and of an ONNX export, there is no other engine."""
     card = config.card
@@ -73,7 +73,7 @@ def is_lean_wanted(config: WorkerConfig, processor: Processor | None = None) -> 
         return False
     if card.score is not None and card.score.pair_template is not None and has_torch():
         return False  # only torch's engine computes once what all pairs of a request begin with
-    return formats_of(config, processor)[0] in ("float32", "int8")
+    return formats_of(config)[0] in ("float32", "int8")
 
 
 def _fits(card: ModelCard, share: float) -> bool:

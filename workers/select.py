@@ -32,7 +32,7 @@ from vecd.workers.batch import Engine, PackedBatch, ReportProgress
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
 from vecd.workers.description import NotDescribed
 from vecd.workers.formats import PATHS, formats_of, is_measured, reference_format
-from vecd.workers.machine import Processor, cpuinfo
+from vecd.workers.machine import cpuinfo
 from vecd.workers.parity import (
     Reference,
     all_probes,
@@ -248,39 +248,31 @@ def _device_name(device: str) -> str:
     return f"{cpuinfo('model name') or platform.processor()} {cpuinfo('flags|Features')}"
 
 
-Measure: TypeAlias = Callable[[Mapping[str, Engine], ModelCard], Times]
 Found: TypeAlias = tuple[Selection, Engine]
 
 
-def select(
-    config: WorkerConfig,
-    report: ReportProgress,
-    *,
-    processor: Processor | None = None,
-    measure: Measure = take_times,
-) -> Found:
+def select(config: WorkerConfig, report: ReportProgress) -> Found:
     """The engine in the number format that is to serve, and the record of the selection. Of two formats that are
-    measured, the less exact one is taken if it is clearly faster. `processor`: this one by default. `measure`: takes
-    the times of engines by their format.
+    measured, the less exact one is taken if it is clearly faster.
 
     Raises ModelError when the model cannot be loaded or run, or when no engine that `config` allows is within bounds.
     """
-    selector = _Selector(config, report, measure, is_lean_only=not has_others(config))
-    found, refused = selector.select(_formats_of(config, processor))
+    selector = _Selector(config, report, is_lean_only=not has_others(config))
+    found, refused = selector.select(_formats_of(config))
     if found is None:
         needed = "" if has_others(config) or config.card.export_file else f"; another engine {NEEDS_TORCH}"
         raise ModelError(f"{config.card.folder}: {'; '.join(refused)}{needed}")
     return found
 
 
-def select_lean(config: WorkerConfig, report: ReportProgress, *, measure: Measure = take_times) -> Found | None:
+def select_lean(config: WorkerConfig, report: ReportProgress) -> Found | None:
     """Like `select`, without torch: the lean engine, if the model's reference vectors are remembered and it gives them.
     None where they are not, or it does not, and there are other engines."""
     if not has_others(config):
-        return select(config, report, measure=measure)
+        return select(config, report)
     if recall_reference(config) is None:
         return None
-    found, refused = _Selector(config, report, measure, is_lean_only=True).select(_formats_of(config))
+    found, refused = _Selector(config, report, is_lean_only=True).select(_formats_of(config))
     if found is None:
         log.info("%s", "; ".join(refused))
     return found
@@ -288,7 +280,7 @@ def select_lean(config: WorkerConfig, report: ReportProgress, *, measure: Measur
 
 def compute_reference(config: WorkerConfig) -> Reference:
     """The model's float32 reference vectors, which are also remembered in the cache. Raises ModelError."""
-    return _Selector(config, lambda stage: None, take_times, is_lean_only=False).reference("float32")
+    return _Selector(config, lambda stage: None, is_lean_only=False).reference("float32")
 
 
 def has_others(config: WorkerConfig) -> bool:
@@ -315,7 +307,6 @@ def build(
 class _Selector:
     config: WorkerConfig
     report: ReportProgress
-    measure: Measure
     is_lean_only: bool
     model: "PreTrainedModel | None" = None
     loaded_dtype: str = ""
@@ -430,7 +421,7 @@ class _Selector:
     def _worth_it(self, shorter: Found, exact: Found) -> Found:
         name = shorter[0].dtype
         self.report(f"measuring {name} and float32")
-        times = self.measure({name: shorter[1], "float32": exact[1]}, self.config.card)
+        times = take_times({name: shorter[1], "float32": exact[1]}, self.config.card)
         log.info("%s", in_words(times))
         selection, engine = shorter if speed_of(times, name) >= WORTH else exact
         warnings = selection.warnings
@@ -440,9 +431,9 @@ class _Selector:
         return replace(selection, times=times, warnings=warnings), engine
 
 
-def _formats_of(config: WorkerConfig, processor: Processor | None = None) -> tuple[str, ...]:
+def _formats_of(config: WorkerConfig) -> tuple[str, ...]:
     if config.dtype != "auto" or not config.device.startswith("cuda"):
-        return formats_of(config, processor)
+        return formats_of(config)
     import torch
 
     from vecd.workers.torch import cuda

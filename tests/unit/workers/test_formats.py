@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -29,6 +29,15 @@ def config(checkpoint: Checkpoints) -> WorkerConfig:
     return worker_config(checkpoint("bert"), dtype="auto")
 
 
+On: TypeAlias = Callable[[Processor], None]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> On:
+    """`on(processor)`: that is the one here."""
+    return lambda processor: monkeypatch.setattr(formats, "this_processor", lambda: processor)
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`memory(mb)`: so much is available."""
@@ -51,41 +60,45 @@ def of_size(config: WorkerConfig, nbytes: int) -> WorkerConfig:
     ],
 )
 def test_the_formats_to_try(
-    changes: dict[str, Any], processor: Processor, expected: tuple[str, ...], config: WorkerConfig
+    changes: dict[str, Any], processor: Processor, expected: tuple[str, ...], config: WorkerConfig, on: On
 ) -> None:
-    assert formats_of(replace(config, **changes), processor) == expected
+    on(processor)
+    assert formats_of(replace(config, **changes)) == expected
     assert is_measured(replace(config, **changes)) is (changes.get("dtype", "auto") in ("auto", "int8"))
 
 
-def test_without_torch_there_is_float32(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_there_is_float32(config: WorkerConfig, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(AMX)
     monkeypatch.setattr(formats, "has_torch", lambda: False)
-    assert formats_of(config, AMX) == EXACT
+    assert formats_of(config) == EXACT
 
 
 @pytest.mark.parametrize(("processor", "expected"), [(AVX2, EXACT), (INTEL, EXACT), (AMD, BOTH), (AMX, BOTH)])
 def test_a_model_too_large_to_be_measured_gets_what_is_known_to_be_fast(
-    processor: Processor, expected: tuple[str, ...], config: WorkerConfig, memory: Callable[[int], None]
+    processor: Processor, expected: tuple[str, ...], config: WorkerConfig, memory: Callable[[int], None], on: On
 ) -> None:
+    on(processor)
     memory(100_000)
     large = of_size(config, LARGE)
-    assert formats_of(large, processor) == expected
+    assert formats_of(large) == expected
     assert not is_measured(large)
     memory(0)  # the kernel does not say
-    assert formats_of(large, processor) == expected
+    assert formats_of(large) == expected
 
 
 def test_where_float32_does_not_fit_it_is_bfloat16(
-    config: WorkerConfig, memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    config: WorkerConfig, memory: Callable[[int], None], on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint has fewer parameters than its card says bytes, so they are made up here."""
+    on(AVX2)
     monkeypatch.setattr(
         formats, "stored_tensors", lambda path: {"weight": StoredTensor("F32", (1 << 10, 1 << 20), 0, 0)}
     )
     memory(5 << 10)
-    assert formats_of(of_size(config, LARGE), AVX2) == EXACT
+    assert formats_of(of_size(config, LARGE)) == EXACT
     memory(4 << 10)
-    assert formats_of(of_size(config, LARGE), AVX2) == BOTH
-    assert formats_of(config, AVX2) == EXACT, "of a small model nothing is read"
+    assert formats_of(of_size(config, LARGE)) == BOTH
+    assert formats_of(config) == EXACT, "of a small model nothing is read"
 
 
 def test_the_reference_is_float32_wherever_that_fits(
@@ -121,19 +134,22 @@ def test_when_the_lean_engine_comes_first(
     has_torch: bool,
     is_wanted: bool,
     config: WorkerConfig,
+    on: On,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(formats, "has_torch", lambda: has_torch)
-    assert is_lean_wanted(replace(config, **changes), processor) is is_wanted
+    on(processor)
+    assert is_lean_wanted(replace(config, **changes)) is is_wanted
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_pairs_that_share_a_template_are_for_torch(
-    has_torch: bool, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+    has_torch: bool, config: WorkerConfig, on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine computes what they share once."""
+    on(AVX2)
     monkeypatch.setattr(formats, "has_torch", lambda: has_torch)
     for template, is_wanted in ((PairTemplate("", "", ""), not has_torch), (None, True)):
         score = ScoreHead(("a",), "sigmoid", "lasttoken", pair_template=template)
         of_model = replace(config, card=replace(config.card, score=score), dtype="float32")
-        assert is_lean_wanted(of_model, AVX2) is is_wanted
+        assert is_lean_wanted(of_model) is is_wanted

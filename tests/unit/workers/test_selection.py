@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,16 @@ def test_rectangles_cover_every_sequence_once_and_stay_small(lengths: list[int],
 # --- the choice -------------------------------------------------------------------------------------------------
 
 
-NATIVE = Processor(frozenset({"avx512_bf16"}), "GenuineIntel")
+def measure_with(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Any]) -> None:
+    """A processor with native bfloat16, and the times of engines."""
+    native = Processor(frozenset({"avx512_bf16"}), "GenuineIntel")
+    monkeypatch.setattr("vecd.workers.formats.this_processor", lambda: native)
+    monkeypatch.setattr("vecd.workers.select.take_times", measure)
 
 
 @pytest.mark.parametrize(("bfloat16_ms", "dtype"), [(1.0, "bfloat16"), (2.8, "float32")])
 def test_a_format_is_taken_by_its_speed_and_remembered(
-    bfloat16_ms: float, dtype: str, checkpoint: Checkpoints, tmp_path: Path
+    bfloat16_ms: float, dtype: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With native bfloat16, which this processor may have to emulate: its speed is given here. Then a start imports
     torch only for bfloat16."""
@@ -80,7 +85,8 @@ def test_a_format_is_taken_by_its_speed_and_remembered(
         measured.append({name: (engine.facts["path"], engine.facts["dtype"]) for name, engine in engines.items()})
         return {"1 x 12": {"bfloat16": bfloat16_ms, "float32": 3.0}}
 
-    selection, engine = select(config, lambda stage: None, processor=NATIVE, measure=measure)
+    measure_with(monkeypatch, measure)
+    selection, engine = select(config, lambda stage: None)
     assert measured[0]["float32"] == ("lean", "float32")
     assert measured[0]["bfloat16"][1] == "bfloat16"
     assert (selection.dtype, engine.facts["dtype"], selection.warnings) == (dtype, dtype, [])
@@ -99,7 +105,8 @@ def test_a_format_with_other_vectors_is_not_measured(checkpoint: Checkpoints, mo
         pytest.fail("one format is left")
 
     config = worker_config(checkpoint("bert"), dtype="auto")
-    selection, _ = select(config, lambda stage: None, processor=NATIVE, measure=measure)
+    measure_with(monkeypatch, measure)
+    selection, _ = select(config, lambda stage: None)
     assert (selection.path, selection.dtype) == ("lean", "float32")
     assert all(" bfloat16 is not used: its vectors are not" in warning for warning in selection.warnings)
     assert selection.warnings

@@ -14,13 +14,14 @@ from vecd.base.files import dump
 from vecd.shm.arena import ArenaSpec
 from vecd.model.card import ModelCard
 from vecd.shm.control import Channel, ForkWorker
+from vecd.shm.wire import Incarnation
 from vecd.workers.process import worker
 from vecd.workers.config import WorkerConfig
 card = ModelCard("", "", "bert", 4, 4, 4, 4, ("mean",), (), False, "")
 config = WorkerConfig(card=card, arena=ArenaSpec(1, 1, 4), engine="dummy", device="cpu", dtype="float32", num_threads=1)
 ours, theirs = Channel.pair()
 parents = os.getppid() + int(sys.argv[1]), 1
-code = worker.run(ForkWorker(0, 1, dump(config)), theirs, -1, [], parents, engine=None)
+code = worker.run(ForkWorker(Incarnation(0, 1), dump(config)), theirs, -1, [], parents, engine=None)
 os._exit(code)
 """
 

@@ -1,7 +1,6 @@
 """int8 in the lean engine: its numbers with and without VNNI, its vectors, and when it is selected."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from tests.support.checkpoints import Checkpoints, worker_config
 from vecd.model.card import ModelError, read_card
-from vecd.workers import formats, load
+from vecd.workers import formats
 from vecd.workers import select as selection
 from vecd.workers.config import WorkerConfig
 from vecd.workers.load import expected_path, load_engine
@@ -19,7 +18,6 @@ from vecd.workers.onnx import graph
 from vecd.workers.onnx.engine import LeanEngine
 from vecd.workers.onnx.file import Element, Graph, Int8Products, quantize
 from vecd.workers.parity import Parity, all_probes, compare, vectors_of, vectors_one_by_one
-from vecd.workers.select import select, select_lean
 
 FAMILIES = [
     *("bert", "modernbert", "qwen3", "gemma3_text"),
@@ -96,8 +94,7 @@ def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         assert [engine.facts["dtype"] for engine in engines.values()] == ["int8", "float32"]
         return {"1 x 12": {"int8": 1.0, "float32": request.param}}
 
-    monkeypatch.setattr(load, "select_lean", partial(select_lean, measure=measured))
-    monkeypatch.setattr(load, "select", partial(select, measure=measured))
+    monkeypatch.setattr(selection, "take_times", measured)
     return bool(request.param > 1)
 
 
