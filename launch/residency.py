@@ -59,7 +59,7 @@ _FIRST_LOAD_S, _LOAD_BYTES_PER_S = 1.0, 300e6
 class LoadHistory:
     num_loads: int = 0
     num_failed_loads: int = 0
-    num_unloads: dict[str, int] = field(default_factory=dict)
+    num_unloads: Counter[str] = field(default_factory=Counter)
     load_s: float = 0.0
     is_told: bool = False
     """Gateways are told of its state: it has been something else than ready, or loading at the server's start."""
@@ -228,7 +228,7 @@ class ModelLife:
         self._become(ModelState.DRAINING, reason, now)
 
     def end_draining(self, now: float) -> None:
-        self.history.num_unloads[self.reason] = self.history.num_unloads.get(self.reason, 0) + 1
+        self.history.num_unloads[self.reason] += 1
         self.held_nbytes, self.client_keep_alive = 0, False
         self._become(ModelState.UNLOADED, self.reason, now)
 

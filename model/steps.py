@@ -14,9 +14,6 @@ CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "mult
 """A model with one label, or with a query and a document in one sequence, can rerank; every model for sequence
 classification can classify."""
 
-KINDS = ("auto", *CAPABILITIES)
-"""What `--kind` may be; auto: what the model's files say."""
-
 SCORE_ACTIVATIONS = ("identity", "sigmoid", "softmax", "tanh")
 """Functions from logits to scores. The gateway applies them, in float32."""
 
