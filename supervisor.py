@@ -74,6 +74,7 @@ from vecd.shm.control import (
     Progress,
     Quarantined,
     ReloadAsked,
+    WorkerDown,
     WorkerStuck,
 )
 from vecd.shm.settings import Settings
@@ -361,7 +362,7 @@ class Supervisor:
 
     def on_down(self, worker_pool: WorkerPool, worker: ReadyWorker, reason: str) -> None:
         self._gateway_pool.reconcile()  # it may have died of changed files
-        self._gateway_pool.send_down(worker.incarnation, reason, has_crashed=worker.process.has_crashed)
+        self._gateway_pool.send_down(WorkerDown(worker.incarnation, reason, worker.process.has_crashed))
 
     def on_broken(self, worker_pool: WorkerPool, reason: str) -> None:
         if self._is_active(worker_pool):

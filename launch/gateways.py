@@ -501,18 +501,15 @@ class GatewayPool:
                 link.known[generation].is_retiring = True
                 link.send(Withdrawn(generation))
 
-    def send_down(
-        self, incarnation: Incarnation, reason: str, has_crashed: bool | None = False, is_planned: bool = False
-    ) -> None:
-        down = WorkerDown(incarnation, reason, has_crashed, is_planned)
+    def send_down(self, down: WorkerDown) -> None:
         for link in self.ready_links:
-            if link.sent_up.pop(incarnation, None) is not None:
-                link.connected.discard(incarnation)
+            if link.sent_up.pop(down.incarnation, None) is not None:
+                link.connected.discard(down.incarnation)
                 link.send(down)
 
     def withdraw_workers(self, generation: int, reason: str) -> None:
         for incarnation in {one for link in self.ready_links for one, its in link.sent_up.items() if its == generation}:
-            self.send_down(incarnation, reason, is_planned=True)
+            self.send_down(WorkerDown(incarnation, reason, is_planned=True))
 
     def broadcast(self, message: Message, but: Link | None = None) -> None:
         """Send all ready gateways a message that one which starts later does not need."""

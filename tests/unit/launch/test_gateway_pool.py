@@ -261,10 +261,10 @@ async def test_a_dead_worker_is_reported_to_those_that_knew_of_it(bench) -> None
         del made.worker_pools[1].ready[0]
         second.end(1)
         await settle()
-        made.pool.send_down(incarnation, "was killed", has_crashed=True)
+        made.pool.send_down(WorkerDown(incarnation, "was killed", has_crashed=True))
         assert first.sent(WorkerDown) == [WorkerDown(Incarnation(0, 1), "was killed", True)]
         assert not made.fakes.gateways[2].sent(WorkerUp, WorkerDown)
-        made.pool.send_down(incarnation, "was killed", has_crashed=True)
+        made.pool.send_down(WorkerDown(incarnation, "was killed", has_crashed=True))
         assert len(first.sent(WorkerDown)) == 1
         made.worker_up(1, 0, 2)
         assert [message.incarnation.life for message in first.sent(WorkerUp)] == [1, 2]
@@ -280,7 +280,7 @@ async def test_a_broken_model_is_reported_once_and_again_when_it_breaks_again(be
         made.worker_pools[1].broken = None
         incarnation = made.worker_up(1, 0, 1)
         del made.worker_pools[1].ready[0]
-        made.pool.send_down(incarnation, "died", has_crashed=False)
+        made.pool.send_down(WorkerDown(incarnation, "died", has_crashed=False))
         made.worker_pools[1].broken = "dies again and again"
         made.pool.reconcile()
         assert len(gateway.sent(ModelBroken)) == 2
