@@ -61,13 +61,13 @@ class Inspection:
             self.chat.close()
 
     async def describe(self, parsed: ParsedTokenize, deadline: float, principal: Principal) -> None:
-        """Give the tokens of texts to `parsed.collector`."""
+        """Give the tokens of texts to `parsed.collect`."""
         how = Tokenizing(parsed.prompt, Overflow.CHUNK, add_special_tokens=parsed.add_special_tokens)
         num_estimated = self.tokenizer.estimate_tokens(parsed.texts, how)
         size = size_of(parsed.texts, parsed.prompt)
         with principal.reserve(num_estimated) as reservation, self._room_for(size, principal):
             steps = self.tokenizer.api.describe_steps(
-                parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collector
+                parsed.texts, parsed.prompt, parsed.add_special_tokens, parsed.collect
             )
             next(steps)  # which checks
             reservation.note_sent(num_estimated)  # tokenizing is charged, whether it succeeds or not

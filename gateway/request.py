@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple, Protocol, TypeAlias, Union
+from typing import Any, NamedTuple, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -267,11 +267,8 @@ class Make:
         """Wait until less is kept of the `num_queued` inputs, if it ever will be."""
 
 
-class TokenCollector(Protocol):
-    """Keeps the tokens of texts in the form of the response; made by dialects."""
-
-    def put(self, index: int, tokens: list[Token]) -> None:
-        """Take the next tokens of text `index`: few enough to be written in a millisecond or two."""
+Collect: TypeAlias = Callable[[int, list[Token]], None]
+"""Takes the next tokens of text i, few enough to be written in a millisecond or two."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from vecd.base.files import JsonMapping
 from vecd.gateway.api.fields import Fields, Headers, Schema, Wanted
 from vecd.gateway.api.served import ModelInfo, listed
 from vecd.gateway.errors import ApiError, WrongModel
-from vecd.gateway.request import Embedded, EmbedRequest, Response, TokenCollector, TokenIds
+from vecd.gateway.request import Collect, Embedded, EmbedRequest, Response, TokenIds
 
 #  body ─ fields.read ─ Wanted ─ parse(Call) ─┬─ ParsedEmbed.request ─ the same for all dialects ─ Embedded ─┐
 #                                             └─ ParsedEmbed.render ◄────────────────────────────────────────┴─ Response
@@ -46,9 +46,9 @@ class ParsedTokenize(NamedTuple):
     add_special_tokens: bool
     prompt: str
     """Put before every text."""
-    collector: TokenCollector
+    collect: Collect
     render: Callable[[], Response]
-    """Called once the collector has all tokens."""
+    """Called once all tokens are collected."""
 
 
 class ParsedDecode(NamedTuple):

@@ -174,7 +174,7 @@ def parse_tokenize(call: Call) -> ParsedTokenize:
         meta = orjson.dumps({"api_version": {"version": "1"}})
         return Response(200, b'{"tokens":%b,"token_strings":%b,"meta":%b}' % (ids, texts, meta))
 
-    return ParsedTokenize([text], False, "", tokens, render)
+    return ParsedTokenize([text], False, "", tokens.put, render)
 
 
 def check_api_key(model_infos: Sequence[ModelInfo], path: str) -> Response:

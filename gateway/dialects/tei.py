@@ -481,7 +481,9 @@ def parse_tokenize(call: Call) -> ParsedTokenize:
         }
 
     tokens = TokenLists(describe)
-    return ParsedTokenize(texts, adds, prompt, tokens, lambda: Response(200, [*list_of_pieces(zip(tokens.column(0)))]))
+    return ParsedTokenize(
+        texts, adds, prompt, tokens.put, lambda: Response(200, [*list_of_pieces(zip(tokens.column(0)))])
+    )
 
 
 def parse_decode(call: Call) -> ParsedDecode:

@@ -214,7 +214,7 @@ def _tokenize(call: Call, prompt: str) -> ParsedTokenize:
         return Response(200, body % (tokens.num, max_tokens, ids, texts))
 
     adds_special_tokens = wanted.get(ADD_SPECIAL_TOKENS) is not False
-    return ParsedTokenize(wanted.require(INPUT), adds_special_tokens, prompt, tokens, render)
+    return ParsedTokenize(wanted.require(INPUT), adds_special_tokens, prompt, tokens.put, render)
 
 
 class TokenLists:

@@ -3,7 +3,7 @@
 Owns the limits of such a request, and of all of them together, and the offsets of tokens. Knows no HTTP.
 
 Only the tokens of one piece of a text exist as Python objects at a time, because an object takes three times as much
-memory as in a response: a collector writes them as they are made.
+memory as in a response: they are written as they are made.
 """
 
 from array import array
@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 
 from vecd.gateway.errors import INPUT, BadRequest
-from vecd.gateway.request import ALL, Token, TokenCollector, TokenIds
+from vecd.gateway.request import ALL, Collect, Token, TokenIds
 from vecd.gateway.tokenization.frames import TextFrame
 from vecd.gateway.tokenization.text_tokens import Described, TextTokens
 
@@ -60,9 +60,9 @@ class TokenizeApi:
         self._vocab_size = vocab_size
 
     def describe_steps(
-        self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collector: TokenCollector
+        self, texts: Sequence[str], prompt: str, add_special_tokens: bool, collect: Collect
     ) -> Generator[None, None, int]:
-        """Give the collector the tokens of each text with the prompt before it; returns their number. The first step
+        """Collect the tokens of each text with the prompt before it; returns their number. The first step
         raises BadRequest for too much at once."""
         self._check_texts(texts, prompt)
         yield
@@ -73,14 +73,14 @@ class TokenizeApi:
         for index, given in enumerate(texts):
             text = given.strip() if frame.strips else given
             at = _byte_offsets(prompt + text)
-            collector.put(index, before)
+            collect(index, before)
             for piece in self._texts.described_steps(text, prompt, ALL):
                 for tokens in () if piece is None else _tokens_of(piece, at, len(prompt)):
-                    collector.put(index, tokens)
+                    collect(index, tokens)
                     num_tokens += len(tokens)
                     yield
                 yield
-            collector.put(index, behind)
+            collect(index, behind)
             num_tokens += len(before) + len(behind)
         return num_tokens
 

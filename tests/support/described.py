@@ -10,7 +10,7 @@ class Collected:
         self.lists: list[list[Token]] = []
         self.nums: list[int] = []
 
-    def put(self, index: int, tokens: list[Token]) -> None:
+    def __call__(self, index: int, tokens: list[Token]) -> None:
         if index == len(self.lists):
             self.lists.append([])
         assert index == len(self.lists) - 1

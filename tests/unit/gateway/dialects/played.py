@@ -88,7 +88,7 @@ class Played(Recorder):
 
     async def describe(self, parsed: Any, *_: object) -> None:
         self.asked = {"texts": parsed.texts, "add_special_tokens": parsed.add_special_tokens, "prompt": parsed.prompt}
-        parsed.collector.put(0, [Token(7, "t", False, 0, 1)])
+        parsed.collect(0, [Token(7, "t", False, 0, 1)])
 
     async def render(self, parsed: ParsedMessages, *_: object) -> list[str]:
         self.rendered = orjson.loads(parsed.payload)
