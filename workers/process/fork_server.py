@@ -204,6 +204,7 @@ def _fork_orphan(name: str, channel: Channel, control: Channel, live: Callable[[
     other."""
     set_process_name(name)
     channel.close()
+    die_with_parent(os.getppid())  # which is killed if this takes too long
     try:
         between = os.pidfd_open(os.getpid())
         with naming_limit():
