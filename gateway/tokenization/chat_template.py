@@ -33,7 +33,7 @@ MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 512 * 2**20
 """Of address space. 60 MB are used without a rendering."""
 MAX_CHARS = 2**20
-"""Of all texts of one reply: it is parsed on the event loop of the gateway, in 1 ms."""
+"""Of all texts of one reply: it is read on the event loop of the gateway, in 2 ms, and in 9 ms if all are emoji."""
 
 _CONTINUED = "\ue000continued\ue000 "
 """At the end of a last message that is to be continued. Its blank shows whether the template strips messages."""
