@@ -1,5 +1,6 @@
 """Whom listening sockets let in, that no other server's is taken, and which are handed over."""
 
+import gc
 import os
 import socket
 import stat
@@ -125,6 +126,7 @@ def hand_over(monkeypatch):
         return {"LISTEN_FDS": str(len(fds)), "LISTEN_PID": str(pid or os.getpid()), "LISTEN_FDNAMES": names, "X": "y"}
 
     yield hand_over
+    gc.collect()  # a socket that an error refers to would close its number while the next test uses it
     for number in range(first, first + 4):
         with suppress(OSError):
             os.close(number)

@@ -43,8 +43,8 @@ _EDITS = {
         "    Output.TOKENS: lambda",
     ),
     "gateway/dialects/vllm.py": (
-        '"token_embed": Output.TOKENS',
-        '"token_embed": Output.TOKENS, "first_token": Output.FIRST_TOKEN',
+        '"classify": (Output.SCORES,),',
+        '"classify": (Output.SCORES,),\n    "first_token": (Output.FIRST_TOKEN,),',
     ),
 }
 """By file, what is replaced by what."""
