@@ -293,7 +293,8 @@ class ForkServer:
             except ChildDied as error:
                 raise ChildDied(f"the {self._name} cannot be started: {error}") from error
         try:
-            process.channel.send(self._start_order)
+            with suppress(ConnectionError):  # it died at once: `await_ready` says how
+                process.channel.send(self._start_order)
             await process.await_ready(self._start_timeout_s, self._on_stage)
         except BaseException as error:
             process.kill()

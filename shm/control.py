@@ -462,7 +462,8 @@ class Channel:
                 _MAX_PACKET_BYTES, _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
-            return None
+            # The other side has died before it has read all. The kernel says so once, ahead of what it has sent.
+            return self.receive(timeout_s)
         fds = [fd for level, kind, data in ancillary if (level, kind) == _RIGHTS for fd in array("i", data)]
         if flags & socket.MSG_CTRUNC:
             for fd in fds:

@@ -14,7 +14,8 @@ from tests.support.workers import DUMMY
 from vecd.base import programs
 from vecd.base.failures import ChildDied, StartFailure
 from vecd.base.files import dump
-from vecd.launch.children import ForkServer, spawn
+from vecd.launch import children
+from vecd.launch.children import ForkServer, Process, spawn
 from vecd.shm.control import ForkServerStart, ForkWorker
 from vecd.shm.wire import Incarnation
 
@@ -45,6 +46,18 @@ def test_workers_share_a_start_and_its_failure(monkeypatch: pytest.MonkeyPatch) 
     assert stages == ["loading"], "it was started once"
     assert [str(error) for error in errors] == ["the fork server ended with exit code 7 while loading"] * NUM_WORKERS
     assert all(isinstance(error, ChildDied) for error in errors)
+
+
+async def test_one_that_dies_before_it_is_told_anything_is_named_with_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn_and_wait(name: str, kind: str) -> Process:
+        process = spawn(name, kind)
+        os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+        return process
+
+    monkeypatch.setattr(programs, "self_command", lambda _: [sys.executable, "-c", "import sys; sys.exit(7)"])
+    monkeypatch.setattr(children, "spawn", spawn_and_wait)
+    [error, *_] = await fork_all(ForkServer(ForkServerStart(os.getpid(), []), 60))
+    assert str(error) == "the fork server ended with exit code 7 while starting"
 
 
 async def test_the_next_try_is_another_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,16 @@ def test_the_death_of_the_other_side_is_seen(channels):
         theirs.send(Drain(1, 0))
 
 
+@pytest.mark.parametrize("timeout_s", [1, 0])
+def test_what_a_side_has_sent_arrives_though_it_died_with_messages_unread(channels, timeout_s):
+    ours, theirs = channels
+    theirs.send(Drain(1.5, 0.5))
+    ours.send(Progress("loading weights"))
+    ours.close()
+    assert theirs.receive(timeout_s) == (Progress("loading weights"), [])
+    assert theirs.receive(timeout_s) is None
+
+
 def test_waiting_ends_at_the_deadline(channels):
     with pytest.raises(TimeoutError):
         channels[0].receive(0.01)
