@@ -54,10 +54,6 @@ class ChatTemplateSpec:
     tokens: dict[str, str]
     """The special tokens that it may name, by names such as `eos_token`."""
 
-    def order(self, request: bytes) -> JsonObject:
-        """To the job "render". `request`: as `vecd.gateway.tokenization.chat_template` reads it."""
-        return {"source": self.source, "tokens": self.tokens, "request": request.decode()}
-
 
 def _prompt(text: str) -> str:
     if len(text) > MAX_PROMPT_CHARACTERS:

@@ -6,6 +6,7 @@ a conversation that took too long. Without conversations there is none.
 
 import asyncio
 import signal
+from dataclasses import asdict
 from subprocess import DEVNULL
 
 from vecd.base.files import JsonObject
@@ -49,13 +50,15 @@ class ChatProcess:
             asyncio.get_running_loop().call_later(_REAP_S, job.process.poll)  # to wait would hold the loop up
 
     async def _ask(self, payload: bytes) -> JsonObject:
+        order: JsonObject = {"request": payload.decode()}
         if self.job is None or self.job.process.poll() is not None:
             self.close()
             try:
                 self.job = Job("render", stderr=DEVNULL)
             except NoTasks as error:
                 raise Unavailable(f"The chat template cannot be rendered: {error}", retry_after_s=1) from None
-        self.job.start(**self._spec.order(payload))
+            order |= asdict(self._spec)
+        self.job.start(**order)
         await readable(self.job.channel.fileno())
         try:
             return dict(self.job.results())

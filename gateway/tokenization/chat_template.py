@@ -15,7 +15,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import orjson
@@ -135,19 +135,23 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-_compiled: dict[str, ChatTemplate] = {}
-"""By source: a process has one."""
+_given: JsonObject = {}
 
 
-def work(report: Report, source: str, tokens: Mapping[str, str], request: str) -> JsonObject:
-    """The job "render". It finds "texts", or an "error"."""
+@cache
+def _template() -> ChatTemplate:
+    return ChatTemplate(**_given)
+
+
+def work(report: Report, request: str, **template: Any) -> JsonObject:
+    """The job "render". `template`: with the first order, what `ChatTemplate` is made of. It finds "texts", or an
+    "error"."""
+    _given.update(template)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # the kernel ends the process after it
     try:
-        if source not in _compiled:
-            _compiled[source] = ChatTemplate(source, tokens)
-        return {"texts": _compiled[source].render(**orjson.loads(request))}
+        return {"texts": _template().render(**orjson.loads(request))}
     except Refused as error:
         return {"error": str(error)}
     finally:

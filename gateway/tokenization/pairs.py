@@ -71,6 +71,7 @@ class PairTokens:
         self, pairs: Sequence[Pair], indices: Sequence[int], how: Tokenizing, openings: dict[str, Opening]
     ) -> Generator[None, None, list[TokenizedInput]]:
         """A sequence for each pair. Yields between pieces of work. `indices`: the index in the request of each pair.
+        `how`: its `max_tokens` is the longest sequence's, and its overflow is not CHUNK, because a pair has no chunks.
 
         Raises InputTooLong for a pair that is too long, with Overflow.ERROR; BadRequest for a limit that leaves no
         token for a text, a pair without a token, and one with too many characters to be read, unless its end is cut

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import orjson
@@ -198,7 +198,8 @@ def _rendered(spec: ChatTemplateSpec, conversations: list[list[JsonObject]], kwa
     """Raises ValueError, with a reason that goes on from "its chat template"."""
     request = {"conversations": conversations, "kwargs": kwargs, "continue_final_message": False}
     try:
-        reply = dict(run_job("render", timeout_s=_TIMEOUT_S, **spec.order(orjson.dumps(request))))
+        asked = orjson.dumps(request).decode()
+        reply = dict(run_job("render", timeout_s=_TIMEOUT_S, request=asked, **asdict(spec)))
     except JobDied as died:
         if died.status is None:
             raise ValueError(f"is not rendered within {_TIMEOUT_S:.0f} s") from None

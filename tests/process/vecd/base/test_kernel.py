@@ -1,4 +1,4 @@
-"""What a worker asks of the kernel. Asked in processes of their own, because the answers would stay with pytest."""
+"""What processes ask of the kernel. Asked in processes of their own, because the answers would stay with pytest."""
 
 import resource
 import signal
