@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.serving import Server, clean_environment, eventually, running_server, vecd
+from tests.support.serving import Server, clean_environment, eventually, is_alive, running_server, vecd
 from tests.support.soak.faults import workers
 from tests.support.soak.form import ENGINE, LONG, only_long, pick, record
 from tests.support.soak.questions import Tenant
@@ -173,9 +173,10 @@ def test_half_as_much_memory_again_as_it_needs(surrounded, callers: list[Tenant]
         assert_serves(server, callers)
         need = groups["memory"].used_bytes()
         groups["memory"].write("memory.limit_in_bytes", int(1.5 * need))
-        before = [process.pid for process in server.processes()]
+        # A worker that could not start waits to be reaped for up to a second, beside the next one.
+        before = list(filter(is_alive, server.processes()))
         traffic = assert_serves(server, callers, pick(short=50, long=1000))
-        assert [process.pid for process in server.processes()] == before, "the kernel has killed nobody"
+        assert all(map(is_alive, before)), "the kernel has killed nobody"
         groups["memory"].write("memory.limit_in_bytes", -1)
     record("surroundings: memory of 1.5 times the need", need_mb=need >> 20, **traffic.tally.figures())
 
