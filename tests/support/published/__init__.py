@@ -4,7 +4,8 @@ Owns the list of layouts. Each module of this folder has those of some architect
 settings, modules and kinds of tokenizers as published, sizes of its own. No published weights are here.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.support.several_models import shared_folder
 
 
 class RowsOf(Protocol):
@@ -24,6 +27,13 @@ class RowsOf(Protocol):
 Reference: TypeAlias = Callable[[Path], RowsOf]
 """Of a folder, in float32: transformers' or sentence-transformers' own class; where the class is a model's own code,
 torch written from its published description, which shares nothing with the product."""
+
+
+Ids: TypeAlias = tuple[Sequence[int], int]
+"""The token ids of one sequence, and where its second part begins, as `RowsOf` takes them."""
+
+IdsOf: TypeAlias = Callable[[str, str], Ids]
+"""Of a text, prompt included, or of a query and a document."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,30 @@ class Layout:
     """The engine's default format where it is not decided by measuring; empty: whatever is measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of its table in the configuration file, for example {"kind": "rerank"}."""
-
-
-_MODULES: tuple[str, ...] = ()
-"""Of this folder; each has LAYOUTS, a tuple of Layout."""
+    ids: Callable[[Path], IdsOf] | None = None
+    """Of a folder, where its tokenizer alone does not give them: those of a template, for example."""
 
 
 def layouts() -> tuple[Layout, ...]:
-    modules = (import_module(f"{__name__}.{name}") for name in _MODULES)
-    return tuple(layout for module in modules for layout in module.LAYOUTS)
+    """Those of LAYOUTS, a tuple of Layout, in each module of this folder."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+    found = (getattr(import_module(f"{__name__}.{name}"), "LAYOUTS", ()) for name in names)
+    return tuple(layout for of_module in found for layout in of_module)
+
+
+def folder_of(layout: Layout) -> Path:
+    """Saved by the first process of a run that asks for it."""
+    return shared_folder(f"published-{layout.name.replace('/', '--')}", layout.save)
+
+
+def table_of(layout: Layout, source: Path | str, name: str = "", **settings: Any) -> str:
+    """Its table in the configuration file, in TOML."""
+    lines = [f"[models.{json.dumps(name or layout.name)}]"]
+    values = {"source": str(source), **layout.settings, **settings}
+    return "\n".join([*lines, *(f"{key} = {_in_toml(value)}" for key, value in values.items()), ""])
+
+
+def _in_toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_in_toml(each)}" for key, each in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
