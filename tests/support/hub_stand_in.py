@@ -15,10 +15,10 @@ _COMMIT = "0" * 39 + "1"
 
 
 class Hub(StubServer):
-    def __init__(self, **repositories: Path) -> None:
-        """`repositories`: folders, by their names in the organisation `org`."""
+    def __init__(self, by_id: Mapping[str, Path] | None = None, /, **repositories: Path) -> None:
+        """`by_id`: folders, by their whole ids. `repositories`: those by their names in the organisation `org`."""
         super().__init__()
-        self.repositories = {f"org/{name}": folder for name, folder in repositories.items()}
+        self.repositories = {**(by_id or {}), **{f"org/{name}": folder for name, folder in repositories.items()}}
         self.fetched: list[str] = []
         """The paths of the files whose content was asked for, in the order of the requests."""
 

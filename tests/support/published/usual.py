@@ -34,6 +34,8 @@ from tests.support.sparse_checkpoints import SparseReference
 WIDTH = 64
 MAX_TOKENS = 64
 """So that a text over the limit is short."""
+_LONGER: dict[str, Any] = {"max_tokens": 160, "max_position_embeddings": 200}
+"""For long prompts."""
 
 # --- tokenizers, with the special tokens where the models have them ----------------------------------------------
 
@@ -188,10 +190,11 @@ def save_dense(
     stored: str = "float32",
     dense: str = "",
     is_normalized: bool = True,
+    max_tokens: int = MAX_TOKENS,
     **settings: Any,
 ) -> None:
     save_transformer(folder, family, tokenizer, classes, stored, **settings)
-    save_modules(folder, pooling, dense=dense, is_normalized=is_normalized)
+    save_modules(folder, pooling, dense=dense, is_normalized=is_normalized, max_tokens=max_tokens)
     stated = {"prompts": dict(prompts or {}), "default_prompt_name": default_prompt, "similarity_fn_name": "cosine"}
     change_json(folder / "config_sentence_transformers.json", **stated)
 
@@ -371,8 +374,13 @@ LAYOUTS = (
         dense=_TANH, is_normalized=False,
     ),
     _dense("Alibaba-NLP/gte-modernbert-base", "modernbert", "modernbert", "cls_token", stored="float16"),
-    _dense("Qwen/Qwen3-Embedding-0.6B", "qwen3", "qwen", "lasttoken", prompts={"query": _E5, "document": ""}),
-    _dense("intfloat/e5-mistral-7b-instruct", "mistral", "qwen", "lasttoken", prompts={"web_search_query": _E5}),
+    _dense(
+        "Qwen/Qwen3-Embedding-0.6B", "qwen3", "qwen", "lasttoken", prompts={"query": _E5, "document": ""}, **_LONGER,
+    ),
+    _dense(
+        "intfloat/e5-mistral-7b-instruct", "mistral", "qwen", "lasttoken",
+        prompts={"web_search_query": _E5}, **_LONGER,
+    ),
     _dense("google/embeddinggemma-300m", "gemma3_text", "gemma", "mean_tokens", prompts=_GEMMA, stored="bfloat16"),
     Layout(
         "cross-encoder/ms-marco-MiniLM-L6-v2",

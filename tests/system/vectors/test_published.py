@@ -4,8 +4,7 @@ that is selected is the one that it should be.
 The first layout of each family is in every run.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -15,11 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.checkpoints import FLOATS_OF_FUSED, cosines_of
-from tests.support.published import Layout, folder_of, layouts, table_of
-from tests.support.serving import cache_folder
-from vecd.launch.config.models import load_models
-from vecd.launch.config.plan import make_plans
-from vecd.launch.config.settings import load_settings
+from tests.support.published import Layout, folder_of, layouts
+from tests.support.published._configured import configured
 from vecd.shm.output import Output, span_of
 from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.config import WorkerConfig
@@ -46,19 +42,6 @@ def _cases() -> list[object]:
     return [
         pytest.param(layout, id=layout.name, marks=() if layout in firsts else pytest.mark.full) for layout in layouts()
     ]
-
-
-@contextmanager
-def configured(layout: Layout, dtype: str, folder: Path) -> Iterator[WorkerConfig]:
-    """Of its worker, by the plan of a server: what is converted or merged at the start is so here."""
-    file = folder / "vecd.toml"
-    file.write_text(table_of(layout, folder_of(layout), dtype=dtype))
-    flags = ["--config", str(file), "--cache-dir", cache_folder(), "--device", "cpu", "--accept-unordered"]
-    [plan] = make_plans(load_models(load_settings(flags)), lambda stage: None)
-    try:
-        yield replace(plan.workers[0], num_threads=1)
-    finally:
-        plan.close()
 
 
 def sequences_of(config: WorkerConfig) -> list[tuple[NDArray[np.int32], int]]:
