@@ -9,14 +9,14 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vecd.base.failures import ModelError as ModelError
 from vecd.base.failures import source_of as source_of
-from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.files import JsonMapping, JsonObject, read_json
 
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata", "*.safetensors")
 """What a model is made of, by the names of files in its folder and in those of its modules: settings, vocabularies,
@@ -228,6 +228,14 @@ def is_whole(path: Path) -> bool:
     except ModelError:
         return False
     return True
+
+
+def made_with(path: Path) -> JsonObject | None:
+    """The settings that were made with a file of weights, by their paths beside it; None: one of both is not whole."""
+    with suppress(OSError, ValueError, RecursionError):
+        if is_whole(path) and isinstance(found := read_json(path.with_suffix(".json")), dict):
+            return found
+    return None
 
 
 _MAX_HEADER_BYTES = 100_000_000

@@ -11,7 +11,7 @@ from vecd.base.failures import fill_standard_streams
 _JOBS = {
     "fetch": "vecd.model.hub",
     "convert": "vecd.model.conversion",
-    "unpickle": "vecd.workers.torch.pickles",
+    "make": "vecd.workers.torch.making",
     "select": "vecd.workers.process.selection_process",
     "check": "vecd.workers.check.run",
     "tokenize": "vecd.launch.config.tokens",

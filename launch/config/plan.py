@@ -22,6 +22,7 @@ from vecd.base.programs import NEEDS_TORCH, are_installed, has_torch, not_instal
 from vecd.gateway.config import ApiKey, ChatTemplateSpec, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
 from vecd.launch.config.keys import load_keys
+from vecd.launch.config.made_weights import with_made_weights
 from vecd.launch.config.models import (
     BUNDLED_NAME,
     BUNDLED_PACKAGE,
@@ -31,7 +32,6 @@ from vecd.launch.config.models import (
     name_of,
     with_prompts,
 )
-from vecd.launch.config.pickles import without_pickles
 from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
 from vecd.launch.config.tokens import ordered_pair
 from vecd.model.card import ModelCard, ModelError, card_of
@@ -239,7 +239,7 @@ def server_problems(settings: Settings) -> list[str]:
 def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[str], None]) -> Plan:
     settings = entry.settings
     source, name = _find_model(settings, report)
-    path = without_pickles(source, name, settings.cache_folder, report)
+    path = with_made_weights(source, name, settings.cache_folder, report)
     folder = ModelFolder(path, settings.kind, settings.pooling)
     model_files = _files_in(folder.path)
     card = with_text_template(with_pair_template(card_of(folder), folder), folder)

@@ -21,7 +21,7 @@ class ConfigurationError(Exception):
 
 
 def source_of(path: str) -> str:
-    """The path that the user knows: a model whose pickles have been converted is read from a folder in the cache,
+    """The path that the user knows: a model whose weights have been made is read from a folder in the cache,
     `…/converted/<32 digits>` and then the path of the model's own folder."""
     return re.sub(r"^.*/converted/[0-9a-f]{32}(?=/)", "", path)
 

@@ -9,13 +9,13 @@ from tests.support.hub_stand_in import Hub
 from tests.support.multi_vector_checkpoints import save_bge_m3, save_body, save_own, save_stanford
 from tests.support.pickled import pickled
 from vecd.base import programs
-from vecd.launch.config import pickles
+from vecd.launch.config import made_weights
 from vecd.launch.config.identity import read_identity
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model import hub
 from vecd.model.card import ModelError
-from vecd.workers.torch.pickles import convert
+from vecd.workers.torch.making import make_all
 
 
 def save_template(folder: Path) -> Path:
@@ -80,7 +80,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hub], 
     [pytest.param(name, marks=pytest.mark.full if name in ("BGE-M3", "pickled modules") else []) for name in LAYOUTS],
 )
 def test_a_hub_id_is_the_model_of_the_folder(name, connect, tmp_path, monkeypatch):
-    monkeypatch.setattr(pickles, "convert", convert)  # starts no process
+    monkeypatch.setattr(made_weights, "make", lambda title, orders: make_all(orders))  # starts no process
     folder = LAYOUTS[name](tmp_path / "model")
     for other in ("README.md", "tf_model.h5", "flax_model.msgpack", "training_args.bin", "openvino/openvino_model.bin"):
         (folder / other).parent.mkdir(exist_ok=True)

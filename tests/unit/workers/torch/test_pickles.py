@@ -15,9 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vecd.model.card import ModelError
-from vecd.workers.torch.pickles import convert
+from vecd.workers.torch.making import make_all
 
 Tensors = dict[str, torch.Tensor]
+
+
+def convert(target: Path, *sources: Path) -> None:
+    make_all({str(target): {"how": "pickles", "sources": list(map(str, sources)), "options": {}}})
 
 
 def make(folder: Path, *states: object, **settings: Any) -> Tensors:
@@ -26,8 +30,8 @@ def make(folder: Path, *states: object, **settings: Any) -> Tensors:
     for path, state in zip(sources, states, strict=True):
         torch.save(state, path, **settings)
     target = folder / "cache" / "made.safetensors"
-    convert({str(target): list(map(str, sources))})
-    assert [path.name for path in target.parent.iterdir() if path.name != "lock"] == [target.name]
+    convert(target, *sources)
+    assert {path.name for path in target.parent.iterdir()} == {"lock", "made.json", target.name}
     return load_file(target)
 
 
@@ -132,7 +136,7 @@ def test_what_is_no_pickle_of_weights_is_refused_in_a_line(
     path, target = tmp_path / "pytorch_model.bin", tmp_path / "cache/made.safetensors"
     write(path)
     with pytest.raises(ModelError) as caught:
-        convert({str(target): [str(path)]})
+        convert(target, path)
     assert str(caught.value).startswith(f"{path}: {why}")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
@@ -182,5 +186,6 @@ def test_the_second_of_two_starts_takes_what_the_first_has_made(tmp_path: Path) 
         second.start()
         first = {"a": torch.ones(1)}
         save_file(first, tmp_path / "cache/made.safetensors")
+        (tmp_path / "cache/made.json").write_text("{}")
     second.join()
     assert_same(found[0], first)

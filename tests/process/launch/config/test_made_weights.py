@@ -14,16 +14,16 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 
 from tests.support.multi_vector_checkpoints import save_bge_m3, save_body
 from tests.support.pickled import pickled
-from vecd.launch.config import pickles
+from vecd.launch.config import made_weights
 from vecd.launch.config.identity import read_identity
-from vecd.launch.config.pickles import without_pickles
+from vecd.launch.config.made_weights import with_made_weights
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelError
 from vecd.model.files import source_of
 from vecd.workers.config import REFERENCE_FILE
 from vecd.workers.parity import Reference, digest_of, recall_reference, write_reference
-from vecd.workers.torch.pickles import convert
+from vecd.workers.torch.making import make_all
 
 
 def save_with_dense(folder: Path) -> Path:
@@ -53,11 +53,11 @@ def identity_of(plan: Plan) -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that starts no process."""
-    monkeypatch.setattr(pickles, "convert", convert)
+    monkeypatch.setattr(made_weights, "make", lambda title, orders: make_all(orders))
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "has_torch", lambda: False)
+    monkeypatch.setattr(made_weights, "has_torch", lambda: False)
 
 
 def test_it_is_converted_once_and_then_needs_no_torch(folder, monkeypatch, capfd):
@@ -190,4 +190,4 @@ def test_a_module_outside_of_the_folder_is_left_alone(folder, place):
     modules = json.loads((folder / "modules.json").read_text())
     modules[2]["path"] = place
     (folder / "modules.json").write_text(json.dumps(modules))
-    assert without_pickles(folder, "m", folder.parent / "cache", pytest.fail) == folder
+    assert with_made_weights(folder, "m", folder.parent / "cache", pytest.fail) == folder
