@@ -16,7 +16,7 @@ from typing import Protocol
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.files import ModelError as ModelError
-from vecd.model.files import ModelSettings, single_file, stored_tensors, token_ids, weight_files
+from vecd.model.files import ModelSettings, has_safetensors, single_file, stored_tensors, token_ids, weight_files
 from vecd.model.files import export_files as export_files
 from vecd.model.files import one_line as one_line
 from vecd.model.folder import POSITIONS_AFTER_PADDING as POSITIONS_AFTER_PADDING
@@ -171,6 +171,12 @@ class ModelCard:
     def weight_files(self) -> list[Path]:
         """Of the transformer, or the export's. Raises ModelError for one that is missing."""
         return export_files(Path(self.export_file)) if self.export_file else weight_files(Path(self.weights_folder))
+
+    @property
+    def reference_card(self) -> "ModelCard":
+        """The card that the reference vectors are of: of an export the safetensors beside it, if there are any."""
+        is_beside = self.export_file and has_safetensors(Path(self.weights_folder))
+        return replace(self, export_file="") if is_beside else self
 
     @property
     def pooling_of_output(self) -> str:

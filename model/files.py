@@ -3,15 +3,16 @@
 Knows no kind of model, and reads no tensor.
 """
 
+import glob
 import json
 import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from vecd.base.failures import ModelError as ModelError
@@ -25,11 +26,52 @@ templates and weights. The hub is asked for these, and a reload looks at them, s
 PICKLED_WEIGHTS = "pytorch_model*.bin"
 PICKLED_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
 EXPORT = "onnx/model.onnx"
-"""Its weights may be in files of any name in the same folder."""
+"""The usual one. The weights of an export may be in files of any name in the folder `onnx`."""
+_EXPORTS_ABOVE = ("*.onnx", "*.onnx[._]data*")
+"""In a model's folder itself, as optimum and fastembed have them."""
+_ORDER = (
+    r"(onnx/)?model\.onnx",
+    r"(onnx/)?model_(optimized|O[123])\.onnx",
+    r"(onnx/)?model_(fp16|float16|O4)\.onnx",
+    r"(onnx/)?[^/]*(quantized|q?u?int8)[^/]*\.onnx",
+    r"(onnx/)?[^/]+\.onnx",
+    r"(?i)[^/]+[-._]f32\.gguf",
+    r"(?i)[^/]+[-._]f16\.gguf",
+    r"(?i)[^/]+[-._]bf16\.gguf",
+    r"(?i)[^/]+[-._]q8_0\.gguf",
+    r"(?i)(?![^/]*[-._](i?q[1-6]|tq\d))[^/]+\.gguf",
+)
+"""Names of weights that are taken where there are neither safetensors nor pickles: the exact ones first. Those of GGUF
+leave out formats that are not served."""
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Those of `names`, paths in a folder of weights, that are an ONNX export or GGUF, the first choice first."""
+    ranks = {name: next((at for at, form in enumerate(_ORDER) if re.fullmatch(form, name)), None) for name in names}
+    return [name for _, name in sorted((rank, name) for name, rank in ranks.items() if rank is not None)]
+
+
+def weights_in(folder: Path, suffix: str) -> list[Path]:
+    """The files `in_order` with `suffix`, ".onnx" or ".gguf", that are in a folder of weights."""
+    found = (path for pattern in (f"*{suffix}", f"onnx/*{suffix}") for path in folder.glob(pattern) if path.is_file())
+    return [folder / name for name in in_order(path.relative_to(folder).as_posix() for path in found)]
+
+
+def check_named(folder: Path, file: str) -> None:
+    """Raises ModelError unless `file`, which --file names, is weights in the model's folder; "": none is named."""
+    if file and not (_is_named_right(file) and (folder / file).is_file()):
+        there = (path for pattern in ("*.onnx", "onnx/*.onnx", "*.gguf") for path in folder.glob(pattern))
+        names = ", ".join(sorted(path.relative_to(folder).as_posix() for path in there)) or "there are none"
+        raise ModelError(f"{folder}: --file {file!r:.80} given, and must be one of the .onnx and .gguf files: {names}")
+
+
+def _is_named_right(file: str) -> bool:
+    path = PurePath(file)
+    return path.suffix in (".onnx", ".gguf") and not path.is_absolute() and ".." not in path.parts
 
 
 def files_of(folder: Path) -> list[Path]:
-    wanted = (*MODEL_FILES, PICKLED_WEIGHTS, *PICKLED_HEADS)
+    wanted = (*MODEL_FILES, PICKLED_WEIGHTS, *PICKLED_HEADS, *_EXPORTS_ABOVE, "*.gguf")
     found = (*folder.glob("*"), *folder.glob("*/*"), *folder.glob("*/onnx/*"))
     named = (path for path in found if path.parent.name == "onnx" or any(fnmatch(path.name, name) for name in wanted))
     return [path for path in named if path.is_file()]
@@ -132,9 +174,7 @@ def single_file(folder: Path) -> Path:
         raise ModelError(
             f"{folder}: weights only as pickle ({pickles[0]}); of pickles, vecd converts pytorch_model.bin alone"
         )
-    exports = sorted(path.name for path in folder.glob("onnx/*.onnx"))
-    of_exports = f"; of exports onnx/model.onnx alone is served, not {exports[0]}" if exports else ""
-    raise ModelError(f"{single}: file missing (the model's weights){of_exports}")
+    raise ModelError(f"{single}: file missing (the model's weights)")
 
 
 def vocabulary_files(folder: Path) -> list[Path]:
@@ -144,7 +184,10 @@ def vocabulary_files(folder: Path) -> list[Path]:
 
 
 def export_files(export: Path) -> list[Path]:
-    """An ONNX file and what its weights may be in: every file of its folder but other exports and theirs."""
+    """An ONNX file and what its weights may be in: every file of its folder `onnx` but other exports and theirs; of
+    one in the model's folder itself those that begin with its name."""
+    if export.parent.name != "onnx":
+        return sorted(path for path in export.parent.glob(f"{glob.escape(export.name)}*") if path.is_file())
     files = (path for path in export.parent.rglob("*") if path.is_file())
     return sorted(path for path in files if path.name.startswith(export.name) or ".onnx" not in path.name)
 

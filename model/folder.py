@@ -13,7 +13,6 @@ from types import NoneType
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.model.architecture import native_config
 from vecd.model.files import (
-    EXPORT,
     Folder,
     ModelError,
     ModelSettings,
@@ -21,6 +20,7 @@ from vecd.model.files import (
     has_safetensors,
     vocabulary_files,
     weight_files,
+    weights_in,
 )
 from vecd.model.steps import Module, check_modules, read_modules
 
@@ -72,10 +72,11 @@ _TASKS = {
 class ModelFolder(Folder):
     """What it has raises ModelError for a model that cannot be served."""
 
-    def __init__(self, path: Path, kind: str = "auto", pooling: str = "auto") -> None:
-        """`kind` and `pooling`: as `vecd.model.card.read_card` gets them."""
+    def __init__(self, path: Path, kind: str = "auto", pooling: str = "auto", file: str = "") -> None:
+        """`kind` and `pooling`: as `vecd.model.card.read_card` gets them. `file`: of the weights, as --file names it;
+        an export is taken also where there are safetensors."""
         super().__init__(path.resolve())
-        self.kind, self.pooling = kind, pooling
+        self.kind, self.pooling, self.file = kind, pooling, file
 
     @cached_property
     def stated(self) -> ModelSettings:
@@ -132,9 +133,15 @@ class ModelFolder(Folder):
 
     @cached_property
     def export(self) -> Path | None:
-        """The ONNX export, where there are no safetensors."""
-        export = self.weights_folder / EXPORT
-        return export if export.is_file() and not has_safetensors(self.weights_folder) else None
+        """The ONNX export that is named; or the first of `exports`, where there are no safetensors."""
+        if self.file.endswith(".onnx"):
+            return self.path / self.file
+        return next(iter(self.exports), None) if not has_safetensors(self.weights_folder) else None
+
+    @cached_property
+    def exports(self) -> list[Path]:
+        """The first choice first."""
+        return weights_in(self.weights_folder, ".onnx")
 
     @cached_property
     def weights(self) -> list[Path]:

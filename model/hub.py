@@ -1,13 +1,16 @@
 """Fetches a model from the Hugging Face hub into its cache, or finds it there.
 
 Owns the order in which forms of weights are asked for: safetensors, pickles, and where these cannot be read an ONNX
-export. Runs in a process of its own (`vecd.child`), so that neither the library nor a download's memory stays.
+export or GGUF, of which one is fetched. Runs in a process of its own (`vecd.child`), so that neither the library nor a
+download's memory stays.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -18,7 +21,7 @@ from huggingface_hub.errors import (
 from vecd.base.files import JsonObject
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.card import ModelError, one_line
-from vecd.model.files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS
+from vecd.model.files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS, in_order
 from vecd.model.steps import folders_without_safetensors
 from vecd.shm.job import Report
 
@@ -26,18 +29,19 @@ _UNWANTED = ["openvino/*", "coreml/*"]
 _EXPORTS = ["onnx/*", "*/onnx/*"]
 
 
-def work(report: Report, model: str, revision: str) -> JsonObject:
+def work(report: Report, model: str, revision: str, file: str) -> JsonObject:
     """The job "fetch"; `revision`: "" for the newest one."""
     report("fetching it")
-    return {"folder": str(fetch(model, revision or None))}
+    return {"folder": str(fetch(model, revision or None, file))}
 
 
-def fetch(model: str, revision: str | None) -> Path:
-    """The folder of the model's files; files that the cache lacks are downloaded with a progress bar. The library reads
+def fetch(model: str, revision: str | None, file: str = "") -> Path:
+    """`file`: of the weights, beside safetensors or in their place; "": the first choice where there is nothing else.
+    The folder of the model's files; files that the cache lacks are downloaded with a progress bar. The library reads
     the token for private models from HF_TOKEN. Raises ModelError, in one line, when the model is not available."""
     at = f"{model}@{revision}" if revision else model
     try:
-        return _fetch(model, revision)
+        return _fetch(model, revision, file)
     except ModelError as error:
         fault = str(error)
     except Exception as error:  # the HTTP library may raise anything
@@ -58,7 +62,7 @@ _FAULTS = (
 """By the error of the library, special ones first."""
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, file: str) -> Path:
     def download(*weights: str, unwanted: Sequence[str] = ()) -> Path:
         wanted = [*MODEL_FILES, *PICKLED_HEADS, *weights]
         unwanted = [*_UNWANTED, *unwanted]
@@ -69,10 +73,36 @@ def _fetch(model: str, revision: str | None) -> Path:
         return [str(part.relative_to(folder) / form) for part in parts]
 
     folder = download(unwanted=_EXPORTS)
+    if file:
+        download(file, *_data_of(file))
+        return folder
     if has_torch() and (pickles := lacking(PICKLED_WEIGHTS)):
         download(*pickles, unwanted=_EXPORTS)
-    if exports := lacking(f"{EXPORT}*"):
-        download(*exports)
-    if not (has_torch() or any(folder.rglob("*.safetensors")) or (folder / EXPORT).is_file()):
+    parts = lacking("")
+    files = _list_files(model, revision, folder) if parts else []
+    for part in parts:
+        if found := in_order(os.path.relpath(name, part) for name in files):
+            first = os.path.normpath(f"{part}/{found[0]}")
+            download(first, *_data_of(first))
+    if not (has_torch() or any(folder.rglob("*.safetensors")) or in_order(_files_in(folder))):
         raise ModelError(f"has neither safetensors nor {EXPORT}, and making safetensors of pickles {NEEDS_TORCH}")
     return folder
+
+
+def _data_of(file: str) -> tuple[str, ...]:
+    """What the weights of an ONNX export may be in."""
+    return (f"{file}_data*", f"{file}.data*") if file.endswith(".onnx") else ()
+
+
+def _list_files(model: str, revision: str | None, folder: Path) -> list[str]:
+    """Of the repository; where the hub cannot be asked, of its `folder` in the cache."""
+    if HF_HUB_OFFLINE:
+        return _files_in(folder)
+    try:
+        return HfApi().list_repo_files(model, revision=revision)
+    except Exception:  # the HTTP library may raise anything, and a model in the cache needs no hub
+        return _files_in(folder)
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

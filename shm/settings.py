@@ -167,6 +167,13 @@ class Settings:
         "else lasttoken for a causal language model and mean for others, with a warning",
         is_per_model=True,
     )
+    file: str = _models(
+        "",
+        "file of the weights: an ONNX export (onnx/model_quantized.onnx) or GGUF (NAME.gguf). Default: the first of "
+        "safetensors, pickles, exports and GGUF that is there, of several the most exact one",
+        is_per_model=True,
+        word="FILE",
+    )
     host: str = _listening("127.0.0.1", "address to listen on", is_basic=True, word="ADDRESS")
     port: int = _port(8000, "port to listen on; 0 takes a free one", is_basic=True)
     uds: Path | None = _listening(None, "listen on this unix socket instead of host and port, which are ignored")

@@ -249,8 +249,9 @@ def _compare_numbers(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> 
 #     <this package>/references/<digest>.json     of the models that come with vecd
 #     <cache directory>/references/<digest>.json  of the models that were served here
 #
-# An ONNX export has no reference model, and so no digest either: the file beside it is the one of the weights that it
-# was made of, copied there. That it is of the right model shows in the comparison itself.
+# An ONNX export without safetensors beside it has no reference model, and so no digest either: the file beside it is
+# the one of the weights that it was made of, copied there. That it is of the right model shows in the comparison
+# itself.
 
 log = logging.getLogger("vecd.selection")
 
@@ -275,7 +276,7 @@ class Reference:
 
 def recall_reference(config: WorkerConfig) -> Reference | None:
     try:
-        digest = "" if config.card.export_file else digest_of(config.card)
+        digest = "" if config.card.reference_card.export_file else digest_of(config.card)
     except (OSError, ModelError):
         return None
     for path in _places(config, digest):
@@ -313,6 +314,7 @@ def write_reference(reference: Reference, digest: str, path: Path) -> None:
 def digest_of(card: ModelCard) -> str:
     """Of all that the probes and their vectors depend on: settings, special tokens and weights. Reads all weights: 0.1
     s for 100 MB, once while they do not change. Raises OSError or ModelError."""
+    card = card.reference_card
     facts = [card.model_type, card.max_tokens, card.vocab_size, list(card.pooling)]
     facts += [[step.kind, step.in_dim, step.out_dim, step.bias, step.activation] for step in card.steps]
     if card.main_output is not Output.VECTORS:

@@ -284,7 +284,7 @@ def compute_reference(config: WorkerConfig) -> Reference:
 
 
 def has_others(config: WorkerConfig) -> bool:
-    return has_torch() and not config.card.export_file
+    return has_torch() and not config.card.reference_card.export_file
 
 
 def build(
@@ -413,7 +413,8 @@ class _Selector:
                 log.info("%s %s agrees with the reference model: %s", path, dtype, parity)
                 return Selection(path, dtype, reference.figures(parity), reference.vectors, refused), engine
             if card.export_file:
-                raise ModelError(f"{card.export_file}: its vectors are not those of {REFERENCE_FILE}: {parity}")
+                others = REFERENCE_FILE if card.reference_card.export_file else "the safetensors beside it"
+                raise ModelError(f"{card.export_file}: its vectors are not those of {others}: {parity}")
             why = f"its vectors are not the reference model's: {parity}"
         refused.append(f"{path} {dtype} is not used: {why}")
         return None

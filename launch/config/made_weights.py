@@ -26,7 +26,7 @@ from vecd.base.failures import source_of
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.digests import digest_of_file
-from vecd.model.files import EXPORT, PICKLED_HEADS, ModelError, files_of, made_with, shards
+from vecd.model.files import PICKLED_HEADS, ModelError, files_of, made_with, shards, weights_in
 from vecd.model.steps import folders_without_safetensors
 from vecd.shm.job import run_job
 from vecd.workers.config import REFERENCE_FILE
@@ -62,7 +62,7 @@ class Making:
     """Files of other folders, by the path that the model has them at. The folder's own come before."""
 
 
-def _of_pickles(folder: Path) -> Making | None:
+def _of_pickles(folder: Path, file: str) -> Making | None:
     """Without torch, those that have an ONNX export beside them stay as they are."""
     found: dict[Path, list[Path]] = {}
     for part in folders_without_safetensors(folder):
@@ -77,13 +77,14 @@ def _of_pickles(folder: Path) -> Making | None:
     made = {
         path: Made("pickles", each)
         for path, each in found.items()
-        if has_torch() or not (path.parent / EXPORT).is_file()
+        if has_torch() or not weights_in(path.parent, ".onnx")
     }
     return Making("a pickle", "pickled", made) if made else None
 
 
-MAKINGS: tuple[Callable[[Path], Making | None], ...] = (_of_pickles,)
-"""In this order, each for the folder that the one before has given. Raises ModelError and OSError."""
+MAKINGS: tuple[Callable[[Path, str], Making | None], ...] = (_of_pickles,)
+"""In this order, each for the folder that the one before has given, and the file of weights that is named there. Raise
+ModelError and OSError."""
 
 
 # --- carrying one out -------------------------------------------------------------------------------------------
@@ -91,13 +92,14 @@ MAKINGS: tuple[Callable[[Path], Making | None], ...] = (_of_pickles,)
 _Files: TypeAlias = dict[Path, JsonObject]
 
 
-def with_made_weights(folder: Path, model: str, cache_folder: Path, report: Callable[[str], None]) -> Path:
-    """The folder to read the model in `folder` from: itself, unless weights of it have to be made. `model` is its
-    name for people. Raises ModelError for those that cannot be. Side effect: files in the cache directory."""
+def with_made_weights(folder: Path, file: str, model: str, cache_folder: Path, report: Callable[[str], None]) -> Path:
+    """The folder to read the model in `folder` from: itself, unless weights of it have to be made. `file`: the weights
+    that are named, "" for none. `model` is its name for people. Raises ModelError for those that cannot be. Side
+    effect: files in the cache directory."""
     folder = folder.resolve()
     try:
         for find in MAKINGS:
-            if making := find(folder):
+            if making := find(folder, file):
                 folder = _carry_out(making, folder, model, cache_folder, report)
         return folder
     except OSError as error:

@@ -35,7 +35,7 @@ from vecd.launch.config.models import (
 from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
 from vecd.launch.config.tokens import ordered_pair
 from vecd.model.card import ModelCard, ModelError, card_of
-from vecd.model.files import files_of, source_of
+from vecd.model.files import check_named, files_of, source_of
 from vecd.model.folder import ModelFolder
 from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
@@ -238,11 +238,14 @@ def server_problems(settings: Settings) -> list[str]:
 
 def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[str], None]) -> Plan:
     settings = entry.settings
-    source, name = _find_model(settings, report)
-    path = with_made_weights(source, name, settings.cache_folder, report)
-    folder = ModelFolder(path, settings.kind, settings.pooling)
+    source, name, file = _find_model(settings, report)
+    path = with_made_weights(source, file, name, settings.cache_folder, report)
+    folder = ModelFolder(path, settings.kind, settings.pooling, file)
     model_files = _files_in(folder.path)
     card = with_text_template(with_pair_template(card_of(folder), folder), folder)
+    if card.export_file and not file and len(folder.exports) > 1:
+        first = folder.exports[0].relative_to(folder.weights_folder)
+        report(f"{name} is served from {first}, the first of {len(folder.exports)} exports: --file names another")
     if settings.matryoshka:
         card = replace(card, matryoshka_dims=())
     if not (card.is_static or card.export_file):
@@ -438,21 +441,26 @@ def _rows_per_slot(card: ModelCard, max_sequences: int, max_batch_tokens: int, m
     return max(num_sequences, rows_of_tokens, rows_of_span)
 
 
-def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path, str]:
-    model = settings.model
+def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path, str, str]:
+    """The model's folder, its name for people, and which file of weights is named. Raises ModelError, too."""
+    model, file = settings.model, settings.file
     if not model:
         spec = importlib.util.find_spec(BUNDLED_PACKAGE)  # finds without importing: the package would import torch
         if spec is None or spec.origin is None:
             raise ConfigurationError(f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}")
-        return Path(spec.origin).parent / "model", BUNDLED_NAME
-    folder = folder_of(model) or _fetch(model, settings.revision, report)
-    return folder, name_of(model)
+        return Path(spec.origin).parent / "model", BUNDLED_NAME, file
+    folder = folder_of(model) or _fetch(model, settings.revision, file, report)
+    if folder.suffix == ".gguf" and folder.is_file() and not file:
+        folder, file = folder.parent, folder.name
+    if folder.is_dir():
+        check_named(folder, file)
+    return folder, name_of(model), file
 
 
-def _fetch(model: str, revision: str, report: Callable[[str], None]) -> Path:
+def _fetch(model: str, revision: str, file: str, report: Callable[[str], None]) -> Path:
     report(f"finding {model} in the hub's cache or on the hub")
     with Job("fetch", f"{model}: the process that fetches it") as job:  # whose stderr shows the progress
-        job.start(model=model, revision=revision)
+        job.start(model=model, revision=revision, file=file)
         return Path(dict(job.results())["folder"])
 
 

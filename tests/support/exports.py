@@ -50,6 +50,22 @@ def export_of(folder: Path, target: Path, auto: Any = AutoModel, output: str = "
     return target
 
 
+def quantized(export: Path) -> Path:
+    """Write model_quantized.onnx beside it, as optimum and Xenova do: products in int8, scaled by the largest value of
+    a batch. Returns its path."""
+    quantization, target = pytest.importorskip("onnxruntime.quantization"), export.with_name("model_quantized.onnx")
+    quantization.quantize_dynamic(str(export), str(target), weight_type=quantization.QuantType.QInt8)
+    return target
+
+
+def halved(export: Path) -> Path:
+    """Write model_fp16.onnx beside it: weights in float16, hidden states in float32. Returns its path."""
+    onnx, float16 = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime.transformers.float16")
+    target = export.with_name("model_fp16.onnx")
+    onnx.save(float16.convert_float_to_float16(onnx.load(str(export)), keep_io_types=True), str(target))
+    return target
+
+
 def odd_export(
     path: Path,
     table: NDArray[Any],

@@ -160,7 +160,7 @@ def _why_path(config: WorkerConfig, path: str, dtype: str) -> str:
     if path == "static":
         return "static: the model is a table of rows, which has one engine"
     if path == "export":
-        return "export: the folder has no other weights than an ONNX export, which has one engine"
+        return "export: the weights are an ONNX export, which has one engine"
     if path in ("lean", "fused"):
         return f"{path}: the family {config.card.model_type} has it, and it agrees with the reference model"
     from vecd.workers.description import NotDescribed
@@ -210,8 +210,8 @@ def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgr
     ours = run(lambda: embed(engine, card, batch), f"computing {len(order.texts)} texts")
     if not np.isfinite(ours).all():
         raise ModelError(f"{card.folder}: the {path['outputs']} of some texts contain nan or infinity")
-    not_compared: list[str] = path["not_compared"]
-    if card.export_file:
+    not_compared = path["not_compared"]
+    if card.reference_card.export_file:
         not_compared.append("not compared with the reference model, because the folder lacks the weights for it")
         return
     if not card.is_static:
@@ -264,7 +264,7 @@ def _or_none(token_id: int | None) -> str:
 
 def _write_reference(config: WorkerConfig, report: ReportProgress) -> str:
     """Raises ModelError when the float32 reference vectors cannot be computed or written."""
-    if config.card.export_file:
+    if config.card.reference_card.export_file:
         raise ModelError(f"{config.card.export_file}: an ONNX export has no weights to compute reference vectors from")
     reference, path = recall_reference(config), Path(source_of(config.card.folder)) / REFERENCE_FILE
     if reference is None:

@@ -34,13 +34,15 @@ from vecd.workers.batch import (
 )
 from vecd.workers.heads import Heads, SpladeHead
 from vecd.workers.machine import available_mb
+from vecd.workers.onnx.file import precision_of
 from vecd.workers.onnx.heads import LeanOperations, load_heads
 from vecd.workers.onnx.session import LeanForward, session_options
 
 # Runs a model's own ONNX export in ONNX Runtime, for a folder that has no other weights.
 #
 # Sequences of one length are computed together and none is padded, so a vector depends neither on its neighbours nor on
-# how the graph treats its mask. Measured with all-MiniLM-L6-v2 on a core with AVX-512, for batches of 8 to 64 texts of
+# how the graph treats its mask. A graph that makes whole numbers of values scales them by the largest one of the batch:
+# it gets each sequence alone. Measured with all-MiniLM-L6-v2 on a core with AVX-512, for batches of 8 to 64 texts of
 # mixed lengths: padding a tenth takes 0.89 to 1.07 of the time.
 #
 # ONNX Runtime gets the content of the files, and so no weights that lie outside the export's folder.
@@ -101,7 +103,11 @@ class ExportForward:
                 f"{self._path}: its output {self._output} is {types[self._output]}, which is not supported"
             )
         self.num_private_bytes = sum(file.size for file in self._files.values())
-        self.facts: dict[str, Any] = {"dtype": _DTYPES[types[self._output]], "path": "export"}
+        dtype, is_scaled_by_batch = precision_of(graph)
+        if dtype == "float32":
+            dtype = _DTYPES[types[self._output]]
+        self._max_count = 1 if is_scaled_by_batch else None
+        self.facts: dict[str, Any] = {"dtype": dtype, "path": "export"}
         self._try(card)
 
     def __call__(self, layout: Layout) -> NDArray[np.float32]:
@@ -113,9 +119,12 @@ class ExportForward:
             ids, types = (
                 each[run.start : run.stop].reshape(run.count, run.length) for each in (layout.token_ids, all_types)
             )
-            feeds = {name: _INPUTS[name](ids, types).astype(element) for name, element in self._elements.items()}
-            [hidden] = self._session.run([self._output], feeds)
-            parts.append(hidden.reshape(-1, hidden.shape[-1]))
+            step = self._max_count or run.count
+            for first in range(0, run.count, step):
+                given = ids[first : first + step], types[first : first + step]
+                feeds = {name: _INPUTS[name](*given).astype(element) for name, element in self._elements.items()}
+                [hidden] = self._session.run([self._output], feeds)
+                parts.append(hidden.reshape(-1, hidden.shape[-1]))
         return np.concatenate(parts).astype(np.float32, copy=False)
 
     def close(self) -> None:

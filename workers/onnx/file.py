@@ -3,7 +3,7 @@
 Owns the encoding, without the onnx package, which is larger than what it would write. Knows no model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -135,6 +135,56 @@ def _text(field: int, value: str) -> bytes:
 
 def _message(field: int, content: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(content)) + content
+
+
+def fields_of(message: NDArray[np.uint8]) -> Iterator[tuple[int, Any]]:
+    """The fields of a message with their numbers: whole numbers, and the bytes of what is longer. Raises IndexError or
+    ValueError for what is no message."""
+    place = 0
+    while place < len(message):
+        key, place = _read_varint(message, place)
+        match key & 7:
+            case 0:
+                value, place = _read_varint(message, place)
+                yield key >> 3, value
+            case 2:
+                length, place = _read_varint(message, place)
+                yield key >> 3, message[place : place + length]
+                place += length
+            case 1 | 5 as kind:
+                place += 8 if kind == 1 else 4
+            case kind:
+                raise ValueError(f"type {kind} of a field")
+
+
+def _read_varint(message: NDArray[np.uint8], place: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = int(message[place])
+        place += 1
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return number, place
+
+
+def precision_of(content: NDArray[np.uint8]) -> tuple[str, bool]:
+    """The least exact format of the weights in a file of ONNX, "int8", "float16" or "float32", and whether it makes
+    whole numbers of the values of a batch, whose scale all texts of the batch share. Raises as `fields_of`."""
+    found, is_scaled_by_batch = {1}, False
+    for number, graph in fields_of(content):
+        for field, part in fields_of(graph) if number == 7 else ():
+            if field == 5:
+                found.update(value for name, value in fields_of(part) if name == 2)
+            elif field == 1:
+                operators = (bytes(value) for name, value in fields_of(part) if name == 4)
+                is_scaled_by_batch |= any(each.startswith(b"DynamicQuantize") for each in operators)
+    dtype = "int8" if found & _WHOLE else "float16" if found & _HALF else "float32"
+    return dtype, is_scaled_by_batch
+
+
+_WHOLE, _HALF = {2, 3, 21, 22}, {10, 16}
+"""Types of tensors: whole numbers of 8 and 4 bits; float16 and bfloat16."""
 
 
 def _varint(number: int) -> bytes:

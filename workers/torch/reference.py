@@ -28,6 +28,7 @@ from vecd.workers.torch.transformer import Load, build_engine
 
 def reference_rows(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> Rows:
     """float32 [`probes.num_rows`, row_dim], of the model in `dtype`. Raises what the model raises."""
+    config = replace(config, card=config.card.reference_card)
     if make := _REFERENCES.get(config.card.main_output):
         return make(config, dtype, load, probes)
     return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, config.card.row_dim)

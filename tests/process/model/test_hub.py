@@ -60,8 +60,8 @@ def identity_of(plan: Plan) -> str:
     return found.model
 
 
-def plan_of(model: str, cache: Path) -> Plan:
-    return make_plan(load_settings([model, "--device", "cpu", "--cache-dir", str(cache)]))
+def plan_of(model: str, cache: Path, *flags: str) -> Plan:
+    return make_plan(load_settings([model, "--device", "cpu", "--cache-dir", str(cache), *flags]))
 
 
 @pytest.fixture
@@ -104,6 +104,44 @@ def test_pickles_are_fetched_only_where_there_are_no_safetensors(connect, tmp_pa
         connect(stand_in)
         assert plan_of("org/model", tmp_path / "cache").card.export_file == ""
         assert not [path for path in stand_in.fetched if "bin" in path or "onnx" in path]
+
+
+@pytest.mark.parametrize(
+    ("flags", "served", "fetched"),
+    [
+        ((), "model_fp16.onnx", ["model_fp16.onnx", "model_fp16.onnx_data"]),
+        (("--file", "onnx/model_quantized.onnx"), "model_quantized.onnx", ["model_quantized.onnx"]),
+    ],
+)
+def test_of_several_exports_one_is_fetched(flags, served, fetched, connect, tmp_path, capfd):
+    folder = save_export(tmp_path / "model")
+    for name in ("model_fp16.onnx", "model_quantized.onnx", "model_q4.onnx", "model_fp16.onnx_data"):
+        (folder / "onnx" / name).write_text(name)
+    for path in folder.glob("onnx/model.onnx*"):
+        path.unlink()
+    with Hub(model=folder) as stand_in:
+        connect(stand_in)
+        for _ in range(2):
+            assert Path(plan_of("org/model", tmp_path / "cache", *flags).card.export_file).name == served
+        assert sorted(path for path in stand_in.fetched if "onnx" in path) == [f"onnx/{name}" for name in fetched]
+        with pytest.raises(ModelError, match=r"--file 'onnx/model_q8.onnx' given, and must be one of the .onnx and"):
+            plan_of("org/model", tmp_path / "cache", "--file", "onnx/model_q8.onnx")
+
+
+def test_a_folder_with_several_exports_says_which_one_is_served(tmp_path, capfd):
+    folder = save_export(tmp_path / "model")
+    (folder / "onnx/model_quantized.onnx").write_bytes(b"graph")
+    plan_of(str(folder), tmp_path / "cache")
+    said = "vecd: model is served from onnx/model.onnx, the first of 2 exports: --file names another\n"
+    assert capfd.readouterr().err.endswith(said)
+    for wrong in ("../model/onnx/model.onnx", "config.json", "onnx/model_q8.onnx"):
+        with pytest.raises(ModelError) as error:
+            plan_of(str(folder), tmp_path / "cache", "--file", wrong)
+        there = "onnx/model.onnx, onnx/model_quantized.onnx"
+        assert (
+            str(error.value)
+            == f"{folder}: --file {wrong!r} given, and must be one of the .onnx and .gguf files: {there}"
+        )
 
 
 def test_without_torch_no_pickle_is_fetched(monkeypatch, tmp_path):

@@ -327,11 +327,6 @@ def test_a_missing_file_and_json_of_another_shape(folder: Folder, name: str, con
     [
         ("pytorch_model.bin", ": weights only as pickle (pytorch_model.bin); of pickles, vecd converts pytorch_model."),
         ("model.pt", ": weights only as pickle (model.pt)"),
-        (
-            "onnx/model_int8.onnx",
-            "model.safetensors: file missing (the model's weights); of exports onnx/model.onnx alone is served, not "
-            "model_int8.onnx",
-        ),
     ],
 )
 def test_weights_in_another_format(folder: Folder, name: str, why: str) -> None:

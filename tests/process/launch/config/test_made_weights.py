@@ -190,4 +190,4 @@ def test_a_module_outside_of_the_folder_is_left_alone(folder, place):
     modules = json.loads((folder / "modules.json").read_text())
     modules[2]["path"] = place
     (folder / "modules.json").write_text(json.dumps(modules))
-    assert with_made_weights(folder, "m", folder.parent / "cache", pytest.fail) == folder
+    assert with_made_weights(folder, "", "m", folder.parent / "cache", pytest.fail) == folder

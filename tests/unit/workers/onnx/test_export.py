@@ -23,9 +23,10 @@ from tests.support.checkpoints import (
     reference,
     worker_config,
 )
-from tests.support.exports import export_of, float32_table, odd_export
+from tests.support.exports import export_of, float32_table, halved, odd_export, quantized
 from tests.support.score_checkpoints import logits_of, save_classifier
-from vecd.model.card import ModelError, read_card
+from vecd.model.card import ModelError, card_of, read_card
+from vecd.model.folder import ModelFolder
 from vecd.model.steps import ScoreHead
 from vecd.shm.output import Output
 from vecd.workers.batch import PackedBatch
@@ -186,6 +187,67 @@ def test_float16_is_converted(odd: Callable[..., Path]) -> None:
     assert engine.facts["dtype"] == "float16"
     expected = TABLE.astype(np.float16).astype(np.float32)[batch.token_ids].mean(axis=0)
     np.testing.assert_allclose(vectors_of(engine, batch, HIDDEN_SIZE)[0], expected, atol=1e-6, rtol=0)
+
+
+# --- one of several -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def several(exported: Path, checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports in three formats, and the safetensors that they were made of."""
+    folder = shutil.copytree(exported, tmp_path_factory.mktemp("several") / "model")
+    for make in (quantized, halved):
+        make(folder / "onnx/model.onnx")
+    for path in checkpoint("bert").glob("*.safetensors"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "dtype", "most"),
+    [("model", "float32", 1e-5), ("model_fp16", "float16", 0.01), ("model_quantized", "int8", 1)],
+)
+def test_one_that_is_named_is_compared_with_the_safetensors_beside_it(
+    file: str, dtype: str, most: float, several: Path, tmp_path: Path
+) -> None:
+    card = card_of(ModelFolder(several, file=f"onnx/{file}.onnx"))
+    config = replace(worker_config(several, dtype="auto", cache_dir=tmp_path / "cache"), card=card)
+    assert expected_path(config) is None, "torch computes the reference"
+    engine = load_engine(config, lambda stage: None)
+    assert (engine.facts["path"], engine.facts["dtype"], engine.warnings) == ("export", dtype, [])
+    assert 0 < engine.facts["agreement"]["max_abs_diff"] < most
+    assert recall(config) is not None
+    assert not read_card(several).export_file
+
+
+def test_another_model_s_safetensors_beside_it_refuse_it(
+    several: Path, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(several, tmp_path / "model")
+    shutil.copy(checkpoint("bert", layer_norm_eps=0.1) / "config.json", folder)
+    card = card_of(ModelFolder(folder, file="onnx/model_quantized.onnx"))
+    with pytest.raises(ModelError, match=r"model_quantized.onnx: its vectors are not those of the safetensors beside"):
+        load_engine(replace(worker_config(folder), card=card), lambda stage: None)
+
+
+def test_int8_scaled_by_the_batch_gives_each_text_the_vector_that_it_has_alone(several: Path) -> None:
+    engine = LeanEngine(card_of(ModelFolder(several, file="onnx/model_quantized.onnx")))
+    batch = random_batch([9] * 8)
+    alone = vectors_one_by_one(engine, batch, HIDDEN_SIZE)
+    np.testing.assert_array_equal(embed(engine, batch), alone)
+
+
+def test_the_first_choice_is_the_most_exact(several: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(several, tmp_path / "model")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    for name in ("model", "model_fp16", "model_quantized"):
+        card = read_card(folder)
+        assert card.export_file == f"{folder}/onnx/{name}.onnx"
+        assert card.weight_files == [Path(card.export_file)]
+        Path(card.export_file).unlink()
+    shutil.copy(several / "onnx/model.onnx", folder)
+    assert read_card(folder).weight_files == [folder / "model.onnx"], "as optimum saves it"
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------
