@@ -5,7 +5,7 @@ change a layer's computation. Reads no tensor and knows no backend.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vecd.base.files import JsonMapping
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard
-from vecd.workers.activations import ACTIVATIONS, Activation
+from vecd.workers.activations import ACTIVATIONS, Activation, Floats
 from vecd.workers.families import FAMILIES, Family
 from vecd.workers.families import EncoderSpec as EncoderSpec
 from vecd.workers.families import LayerSpec as LayerSpec
@@ -35,6 +36,7 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     config = native_config(stored) or stored
     if config["model_type"] != card.model_type:
         raise NotDescribed("an architecture under another name")
+    config, family = _settled(config, family)
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
     encoder, epsilon, after = family.encoder, family.norm_epsilon, family.positions_after
@@ -55,6 +57,66 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         types=found.types if config.get("type_vocab_size") != 0 else None,
         projection=found.projection if f"{found.projection}.weight" in names else None,
     )
+
+
+def _settled(config: JsonMapping, family: Family) -> tuple[JsonMapping, Family]:
+    """With what a model's settings say of the parts in which those of its family differ."""
+    match config["model_type"]:
+        case "t5":
+            return _of_t5(config, family)
+        case "deberta-v2":
+            return config, _of_deberta(config, family)
+    return config, family
+
+
+def _of_t5(config: JsonMapping, family: Family) -> tuple[JsonMapping, Family]:
+    """Source: T5Config in transformers."""
+    gate, _, activation = config.get("feed_forward_proj", "relu").rpartition("-")
+    if gate not in ("", "gated"):
+        raise NotDescribed(f"feed_forward_proj {config['feed_forward_proj']}")
+    is_gated = gate == "gated"
+    encoder = replace(
+        family.encoder,
+        is_gated=is_gated,
+        num_buckets=int(config["relative_attention_num_buckets"]),
+        farthest=int(config.get("relative_attention_max_distance", 128)),
+    )
+    [up] = family.layer.up
+    layer = replace(family.layer, up=(f"{up}_0", f"{up}_1")) if is_gated else family.layer
+    activation = "gelu_new" if is_gated and activation == "gelu" else activation
+    return {**config, family.activation: activation}, replace(family, encoder=encoder, layer=layer)
+
+
+def _of_deberta(config: JsonMapping, family: Family) -> Family:
+    """Source: DebertaV2Config, DebertaV2Encoder and DisentangledSelfAttention in transformers."""
+    width, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kinds = config.get("pos_att_type") or ()
+    kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
+    for name, is_known in (
+        ("relative_attention", config.get("relative_attention", False)),
+        ("pos_att_type", {kind.strip() for kind in kinds} == {"c2p", "p2c"}),
+        ("conv_kernel_size", config.get("conv_kernel_size", 0) < 1),
+        ("embedding_size", config.get("embedding_size", width) == width),
+    ):
+        if not is_known:
+            raise NotDescribed(f"{name} {config.get(name)}")
+    farthest = int(config.get("max_relative_positions", -1))
+    farthest = int(config["max_position_embeddings"]) if farthest < 1 else farthest
+    buckets = int(config.get("position_buckets", -1))
+    norms = {each.strip() for each in str(config.get("norm_rel_ebd", "none")).lower().split("|")}
+    head_dim = int(config.get("attention_head_size", width // num_heads))
+    encoder = replace(
+        family.encoder,
+        positions=family.encoder.positions if config.get("position_biased_input", True) else None,
+        relative_norm=family.encoder.relative_norm if "layer_norm" in norms else None,
+        score_scale=(3 * head_dim) ** -0.5,
+        relative_span=buckets if buckets > 0 else farthest,
+        farthest=farthest if buckets > 0 else 0,
+    )
+    layer = family.layer
+    if config.get("share_att_key", False):
+        layer = replace(layer, position_query=layer.qkv[0], position_key=layer.qkv[1])
+    return replace(family, encoder=encoder, layer=layer)
 
 
 S = TypeVar("S", EncoderSpec, LayerSpec)
@@ -148,31 +210,67 @@ def window_band(num_queries: int, before: int, after: int) -> NDArray[np.float32
     return np.where((distances >= -before) & (distances <= after), np.float32(0), np.float32(-np.inf))
 
 
-# --- MPNet's distances ------------------------------------------------------------------------------------------
+# --- distances of two tokens -----------------------------------------------------------------------------------
 
 
-def bias_of_distances(table: NDArray[np.float32], max_tokens: int) -> NDArray[np.float32]:
-    """What MPNet adds to the scores, float32 [heads, max_tokens, max_tokens], from its table [buckets, heads]."""
+def bias_of_distances(encoder: EncoderSpec, table: Floats, max_tokens: int) -> Floats:
+    """What MPNet and T5 add to the scores, [heads, max_tokens, max_tokens], from their table [buckets, heads]."""
     positions = np.arange(max_tokens)
-    buckets = _distance_buckets(positions[None, :] - positions[:, None])
+    buckets = _distance_buckets(positions[None, :] - positions[:, None], encoder.num_buckets, encoder.farthest)
     return np.ascontiguousarray(table[buckets].transpose(2, 0, 1))
 
 
-def _distance_buckets(distances: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Key position minus query position → 0 … _NUM_BUCKETS - 1, half of them for each direction. In each half, the
-    first half of the buckets is for one distance each; the rest grow logarithmically up to 128. Source: T5, section 2.1
-    of arXiv:1910.10683, as MPNet uses it."""
-    per_direction = _NUM_BUCKETS // 2
+def _distance_buckets(distances: NDArray[np.int64], num_buckets: int, farthest: int) -> NDArray[np.int64]:
+    """Key position minus query position → 0 … num_buckets - 1, half of them for each direction. In each half, the
+    first half of the buckets is for one distance each; the rest grow logarithmically up to `farthest`. Source: T5,
+    section 2.1 of arXiv:1910.10683, as MPNet uses it."""
+    per_direction = num_buckets // 2
     num_exact = per_direction // 2
     apart = np.abs(distances)
     # float32, as in transformers: in float64 some distances fall into another bucket.
     ratio = np.maximum(apart, 1).astype(np.float32) / np.float32(num_exact)
-    logarithmic = np.log(ratio) / np.float32(np.log(_FARTHEST / num_exact))
+    logarithmic = np.log(ratio) / np.float32(np.log(farthest / num_exact))
     coarse = np.minimum(num_exact + (logarithmic * (per_direction - num_exact)).astype(np.int64), per_direction - 1)
     buckets: NDArray[np.int64] = np.where(apart < num_exact, apart, coarse) + (distances > 0) * per_direction
     return buckets
 
 
-_NUM_BUCKETS = 32
-_FARTHEST = 128
-"""Tokens. transformers' MPNet has both fixed: relative_attention_num_buckets sizes the table, and is not asked."""
+# DeBERTa's scores have two more terms than the product of query i and key j: of the query and the key that the table
+# of relative positions has for i - j, and of that key and the table's query for i - j. Source: section 3.1 of
+# arXiv:2006.03654; of the buckets: make_log_bucket_position in transformers.
+
+
+def relative_rows(encoder: EncoderSpec, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of DeBERTa's table for keys, by j - i, and for queries, by i - j, each from -max_tokens on, int64
+    [2 · max_tokens]."""
+    distances = np.arange(-max_tokens, max_tokens)
+    return _relative_rows(encoder, -distances), _relative_rows(encoder, distances)
+
+
+def _relative_rows(encoder: EncoderSpec, distances: NDArray[np.int64]) -> NDArray[np.int64]:
+    span = encoder.relative_span
+    if encoder.farthest:
+        num_exact, apart = span // 2, np.abs(distances)
+        # float32, as in transformers.
+        ratio = np.maximum(apart, 1).astype(np.float32) / np.float32(num_exact)
+        logarithmic = np.log(ratio) / np.log(np.float32((encoder.farthest - 1) / num_exact))
+        coarse = np.ceil(logarithmic * np.float32(num_exact - 1)).astype(np.int64) + num_exact
+        distances = np.where(apart <= num_exact, distances, np.sign(distances) * coarse)
+    return np.clip(distances + span, 0, 2 * span - 1)
+
+
+def relative_states(encoder: EncoderSpec, layer: LayerSpec, tensor: Callable[[str], Floats]) -> tuple[Floats, Floats]:
+    """The keys and queries of DeBERTa's relative positions in one layer, each [heads, rows, head dim]. They depend on
+    weights alone."""
+    assert encoder.relative is not None
+    table = tensor(f"{encoder.relative}.weight")[: 2 * encoder.relative_span]
+    if encoder.relative_norm is not None:
+        table = table - table.mean(axis=1, keepdims=True)
+        table /= np.sqrt(np.square(table).mean(axis=1, keepdims=True) + np.float32(encoder.epsilon))
+        table = table * tensor(f"{encoder.relative_norm}.weight") + tensor(f"{encoder.relative_norm}.bias")
+    keys, queries = (
+        table @ tensor(f"{name}.weight").T + tensor(f"{name}.bias")
+        for name in (layer.position_key, layer.position_query)
+    )
+    keys, queries = (each.reshape(len(table), encoder.num_heads, -1).transpose(1, 0, 2) for each in (keys, queries))
+    return keys, queries

@@ -35,6 +35,9 @@ class LayerSpec:
     """Of every frequency of the rotary positions; 1 where they are not scaled."""
     window: int | None = None
     """The largest distance that a token sees, in tokens; None: any."""
+    position_key: str | None = None
+    position_query: str | None = None
+    """DeBERTa's products by the table of relative positions, whose rows are keys and queries of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,10 @@ class EncoderSpec:
     projection: str | None = None
     """ELECTRA's, from the tables' width to the layers', after the norm, if the weights have it."""
     distance_bias: str | None = None
-    """MPNet's table of a bias by the distance of two tokens, the same in every layer, [buckets, heads]."""
+    """MPNet's and T5's table of a bias by the distance of two tokens, the same in every layer, [buckets, heads]."""
+    relative: str | None = None
+    """DeBERTa's table of relative positions, the same in every layer, [2 · relative_span, H]."""
+    relative_norm: str | None = None
     is_rms: bool = False
     norm_offset: float = 0.0
     """Added to the weights of every norm."""
@@ -74,6 +80,14 @@ class EncoderSpec:
     """In one tensor with the rows of both, the gate comes second."""
     final_norm: str | None = None
     num_heads: int = 0
+    score_scale: float | None = None
+    """Of the scores; None: 1/√(head dim)."""
+    num_buckets: int = 32
+    farthest: int = 128
+    """Of `distance_bias`: the rows that are used, and the distance from which on all have the last one, in tokens.
+    transformers' MPNet has both fixed: relative_attention_num_buckets sizes the table, and is not asked. Of `relative`:
+    `farthest` is the distance that the last row is for; 0: each row is for one distance."""
+    relative_span: int = 0
     epsilon: float = 0.0
     """Of each norm."""
     activation: str = ""
@@ -135,6 +149,42 @@ _MPNET = Family(
         attention_norm="attention.LayerNorm",
     ),
     positions_after=1,
+)
+_DEBERTA = Family(
+    prefixes=("", "deberta."),
+    encoder=EncoderSpec(relative="encoder.rel_embeddings", relative_norm="encoder.LayerNorm"),
+    layer=LayerSpec(
+        qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+        position_key="attention.self.pos_key_proj",
+        position_query="attention.self.pos_query_proj",
+    ),
+)
+_T5 = Family(
+    prefixes=("",),
+    encoder=EncoderSpec(
+        words="shared",
+        positions=None,
+        types=None,
+        embedding_norm=None,
+        distance_bias="encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+        is_rms=True,
+        has_all_biases=False,
+        final_norm="encoder.final_layer_norm",
+        score_scale=1.0,
+    ),
+    layer_prefix="encoder.block.{}.layer.",
+    layer=LayerSpec(
+        qkv=("0.SelfAttention.q", "0.SelfAttention.k", "0.SelfAttention.v"),
+        out="0.SelfAttention.o",
+        attention_norm="0.layer_norm",
+        up=("1.DenseReluDense.wi",),
+        down="1.DenseReluDense.wo",
+        norm="1.layer_norm",
+    ),
+    num_layers="num_layers",
+    num_heads="num_heads",
+    activation="dense_act_fn",
+    norm_epsilon="layer_norm_epsilon",
 )
 _MODERNBERT = Family(
     prefixes=("", "model."),
@@ -237,6 +287,8 @@ FAMILIES = MappingProxyType(
         **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), _ROBERTA),
         "distilbert": _DISTILBERT,
         "mpnet": _MPNET,
+        "t5": _T5,
+        "deberta-v2": _DEBERTA,
         "electra": Family(prefixes=("", "electra."), encoder=EncoderSpec(projection="embeddings_project")),
         "modernbert": _MODERNBERT,
         "nomic_bert": _NOMIC,

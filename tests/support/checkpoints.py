@@ -58,6 +58,15 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 80},
     "gemma2": {**_GROUPED, "sliding_window": 5},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+    "deberta-v2": {
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
     "fnet": {"tpu_short_seq_length": 80},
 }
 # DistilBERT's names for what others call so.

@@ -110,6 +110,8 @@ def _attribute(name: str, value: Any) -> bytes:
             fields = _float(2, value) + _number(20, 1)
         case int():
             fields = _number(3, value) + _number(20, 2)
+        case [*numbers]:
+            fields = b"".join(_number(8, number) for number in numbers) + _number(20, 7)
         case Graph():
             fields = _message(6, value.encoded()) + _number(20, 5)
         case _:

@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 from vecd.model.card import ModelCard
 from vecd.workers.activations import ACTIVATIONS
 from vecd.workers.batch import Ints, Run
-from vecd.workers.description import EncoderSpec, LayerSpec, bias_of_distances, window_band
+from vecd.workers.description import (
+    EncoderSpec,
+    LayerSpec,
+    NotDescribed,
+    bias_of_distances,
+    relative_rows,
+    relative_states,
+    window_band,
+)
 from vecd.workers.machine import has_vnni
 from vecd.workers.onnx.file import MICROSOFT, Element, Graph, Int8Products, Value, quantize
 
@@ -128,19 +136,35 @@ class GraphBuilder:
 
     def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None) -> Value:
         if layer.theta is None:
-            weight, bias = (
-                np.concatenate([self._tensor(name, part) for name in layer.qkv]) for part in ("weight", "bias")
-            )
-            qkv = self._product(layer.qkv[0], x, weight, bias)
+            weight = np.concatenate([self._tensor(name) for name in layer.qkv])
+            biases = [bias for name in layer.qkv if (bias := self._bias(name)) is not None]
+            qkv = self._product(layer.qkv[0], x, weight, np.concatenate(biases) if biases else None)
             thirds = self._constant([weight.shape[0] // 3] * 3)
             query, key, value = self._graph.nodes("Split", attention.framed(qkv, 3), thirds, num_outputs=3, axis=2)
         else:
             rotated = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
             query, key, value = (attention.framed(each) for each in rotated)
-        attended = self._some(attention(query, key, value, name), wanted)
+        attended = self._some(attention(query, key, value, name, self._relative(layer)), wanted)
         if wanted is not None and self._int8 is not None:
             self._int8.use_fewer_rows()
         return self._linear(layer.out, attended)
+
+    def _relative(self, layer: LayerSpec) -> "_Relative | None":
+        encoder = self._encoder
+        if encoder.relative is None:
+            return None
+        if self._has_unattended:
+            raise NotDescribed("relative positions and tokens that are not attended to")
+        keys, queries = relative_states(encoder, layer, self._tensors.__getitem__)
+        of_keys, of_queries = relative_rows(encoder, self._max_tokens)
+        scale = np.float32(encoder.score_scale)
+        return _Relative(
+            self._weight(f"{layer.position_key}/positions", keys * scale),
+            self._weight(f"{layer.position_query}/positions", queries * scale),
+            self._weight("rows/keys", of_keys),
+            self._weight("rows/queries", of_queries),
+            self._max_tokens,
+        )
 
     def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
         num_heads = self._encoder.num_heads
@@ -256,7 +280,10 @@ class GraphBuilder:
             if not sees_all:
                 bias = self._window_bias(layer.window)
             width, num_heads = int(self._tensor(layer.out).shape[1]), self._encoder.num_heads
-            made = _Attention(name, self._graph, pieces, width, num_heads, *bias, has_unattended=self._has_unattended)
+            scale = self._encoder.score_scale
+            made = _Attention(
+                name, self._graph, pieces, width, num_heads, *bias, scale, has_unattended=self._has_unattended
+            )
             self._attentions[layer.window] = made
         return self._attentions[layer.window]
 
@@ -271,7 +298,7 @@ class GraphBuilder:
     def _distance_bias(self) -> tuple[Value | None, int]:
         if self._encoder.distance_bias is None:
             return None, 0
-        bias = bias_of_distances(self._tensor(self._encoder.distance_bias), self._max_tokens)
+        bias = bias_of_distances(self._encoder, self._tensor(self._encoder.distance_bias), self._max_tokens)
         return self._weight("distance_bias", bias[None]), 0
 
     def _tensor(self, name: str, part: str = "weight") -> Array:
@@ -324,6 +351,16 @@ class _Pieces(NamedTuple):
     num_keys: Value
 
 
+class _Relative(NamedTuple):
+    """Of one layer: see `relative_states` and `relative_rows`. The states contain the scale of the scores."""
+
+    keys: Value
+    queries: Value
+    key_rows: Value
+    query_rows: Value
+    max_tokens: int
+
+
 class _Attention:
     def __init__(
         self,
@@ -334,6 +371,7 @@ class _Attention:
         num_heads: int,
         bias: Value | None,
         reach: int,
+        scale: float | None = None,
         *,
         has_unattended: bool,
     ) -> None:
@@ -341,8 +379,8 @@ class _Attention:
         part that begins with its first query, and with the key that lies `reach` before that. `has_unattended`: a run
         that is not cut may have fewer keys than queries."""
         self._graph = graph
+        self._attributes = {"num_heads": num_heads, **({} if scale is None else {"scale": scale})}
         self._pieces = pieces
-        self._num_heads = num_heads
         self._bias = bias
         constant = graph.constant
         self._zero, self._axes, self._axes_of_scores = constant([0]), constant([1]), constant([2, 3])
@@ -365,15 +403,17 @@ class _Attention:
         [1, T, times · W]."""
         return self._graph.node("Reshape", x, self._shapes[times])
 
-    def __call__(self, query: Value, key: Value, value: Value, name: str) -> Value:
-        """Each framed → [T, W]. `name` is unique in the graph."""
+    def __call__(self, query: Value, key: Value, value: Value, name: str, relative: "_Relative | None" = None) -> Value:
+        """Each framed → [T, W]. `name` is unique in the graph. `relative`: only if tokens see all others."""
         pieces, qkv = self._pieces, (query, key, value)
-        one = _branch(f"{name}/one", lambda graph: self._attend(graph, qkv, pieces))
-        many = _branch(f"{name}/many", lambda graph: self._each_piece(graph, qkv, f"{name}/piece"))
+        one = _branch(f"{name}/one", lambda graph: self._attend(graph, qkv, pieces, relative))
+        many = _branch(f"{name}/many", lambda graph: self._each_piece(graph, qkv, f"{name}/piece", relative))
         attended = self._graph.node("If", self._is_one_piece, then_branch=one, else_branch=many)
         return self._graph.node("Reshape", attended, self._flat)
 
-    def _each_piece(self, graph: Graph, qkv: tuple[Value, Value, Value], name: str) -> Value:
+    def _each_piece(
+        self, graph: Graph, qkv: tuple[Value, Value, Value], name: str, relative: "_Relative | None"
+    ) -> Value:
         body = Graph(name)
         index = body.input(f"{name}/index", Element.INT64, [])
         goes_on = body.input(f"{name}/goes_on", Element.BOOL, [])
@@ -395,14 +435,14 @@ class _Attention:
         )
         shapes = (of_queries, of_keys, of_keys)
         apart = [body.node("Reshape", part, shape) for part, shape in zip(cut, shapes, strict=True)]
-        attended = body.node("Reshape", self._attend(body, apart, piece), self._flat)
+        attended = body.node("Reshape", self._attend(body, apart, piece, relative), self._flat)
         body.output(body.node("Identity", goes_on), Element.BOOL, [])
         body.output(body.node("SequenceInsert", before, attended), Element.FLOAT32, None, is_sequence=True)
         empty = graph.node("SequenceEmpty", dtype=int(Element.FLOAT32))
         pieces = graph.node("Loop", self._num_pieces, self._true, empty, body=body)
         return graph.node("ConcatFromSequence", pieces, axis=0)
 
-    def _attend(self, graph: Graph, qkv: Sequence[Value], piece: _Pieces) -> Value:
+    def _attend(self, graph: Graph, qkv: Sequence[Value], piece: _Pieces, relative: "_Relative | None") -> Value:
         """The sequences of a piece, each [count, length, W], to queries of that shape. The fields of `piece` have shape
         [1]."""
         inputs = list(qkv)
@@ -412,7 +452,30 @@ class _Attention:
             last_key = graph.node("Add", first_key, piece.num_keys)
             end = graph.node("Concat", piece.num_queries, last_key, axis=0)
             inputs += ["", "", graph.node("Slice", self._bias, begin, end, self._axes_of_scores)]
-        return graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=self._num_heads)
+        elif relative is not None:
+            inputs += ["", "", self._relative_bias(graph, qkv[0], qkv[1], piece.num_queries, relative)]
+        return graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, **self._attributes)
+
+    def _relative_bias(self, graph: Graph, query: Value, key: Value, length: Value, relative: "_Relative") -> Value:
+        """Two terms of the scores, [count, heads, length, length]."""
+        node, constant = graph.node, graph.constant
+        middle = constant([relative.max_tokens])
+        first, last = node("Sub", middle, length), node("Add", middle, length)
+
+        def term(states: Value, table: Value, rows: Value) -> Value:
+            own = node("Gather", table, node("Slice", rows, first, last, self._zero), axis=1)
+            heads = node("Reshape", states, constant([0, 0, self._attributes["num_heads"], -1]))
+            heads = node("Transpose", heads, perm=[0, 2, 1, 3])
+            by_distance = node("FusedMatMul", heads, own, domain=MICROSOFT, transB=1)
+            # [count, heads, length, 2 · length], the distance of row i and column c is c - i - length: without the
+            # first elements and with rows that are one shorter, each row begins at the distance of its first token.
+            flat = node("Reshape", by_distance, constant([0, 0, -1]))
+            flat = node("Slice", flat, length, constant([2**62]), constant([2]))
+            shifted = node("Reshape", flat, node("Concat", constant([0, 0]), length, constant([-1]), axis=0))
+            return node("Slice", shifted, self._zero, length, constant([3]))
+
+        of_keys = node("Transpose", term(key, relative.queries, relative.query_rows), perm=[0, 1, 3, 2])
+        return node("Add", term(query, relative.keys, relative.key_rows), of_keys)
 
 
 def _branch(name: str, fill: Callable[[Graph], Value], element: Element = Element.FLOAT32) -> Graph:

@@ -56,6 +56,34 @@ def paired(rows: Tensor, head_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativePositions:
+    """DeBERTa's two terms of the scores that depend on the distance of two tokens, in one layer."""
+
+    keys: Tensor
+    queries: Tensor
+    """Float32 [heads, rows, head dim]; the queries contain the scale."""
+    key_rows: Tensor
+    query_rows: Tensor
+    """Int64 [2 · M]: see `vecd.workers.description.relative_rows`."""
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Each [count, heads, length, head dim] → [count, heads, length, length]."""
+        length, middle = query.shape[2], len(self.key_rows) // 2
+        distances = slice(middle - length, middle + length)
+        of_queries = query @ self.keys[:, self.key_rows[distances]].mT
+        of_keys = key @ self.queries[:, self.query_rows[distances]].mT
+        return _by_tokens(of_queries) + _by_tokens(of_keys).mT
+
+
+def _by_tokens(scores: Tensor) -> Tensor:
+    """A view [..., length, length] of [..., length, 2 · length]. The distance of row i and column c is c - i - length:
+    without the first elements and with rows that are one shorter, each begins at the distance of its first token."""
+    length = scores.shape[-2]
+    flat = scores.flatten(-2)[..., length:]
+    return flat.view(*scores.shape[:-1], 2 * length - 1)[..., :length]
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Each sequence attends only to itself. The query weights, or the rotation, contain the scale."""
 
@@ -67,6 +95,7 @@ class Attention:
     is_causal: bool = False
     window: "SlidingWindow | None" = None
     """None: a token sees any distance."""
+    relative: RelativePositions | None = None
 
     @property
     def can_share(self) -> bool:
@@ -108,6 +137,8 @@ class Attention:
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         else:
             bias = None if self.bias is None else self.bias[None, :, : run.length, : run.length]
+            if self.relative is not None:
+                bias = self.relative.scores(query, key)
             if keys is not None and self.is_causal:
                 bias = torch.full((run.length, run.length), -torch.inf).triu(1)
             is_causal = self.is_causal and run.length > 1 and keys is None
@@ -160,7 +191,7 @@ class Attention:
         )
 
     def _is_long(self, length: int, qkv: Tensor) -> bool:
-        if self.rotation is not None or qkv.dtype is not torch.bfloat16:
+        if self.rotation is not None or self.relative is not None or qkv.dtype is not torch.bfloat16:
             return False
         return length >= _LONG and qkv.shape[0] >= up_to(_LONG_STEP, length)
 

@@ -32,9 +32,26 @@ from torch.nn.functional import layer_norm
 from vecd.model.card import ModelCard, ModelError
 from vecd.workers.activations import ACTIVATIONS
 from vecd.workers.batch import Layout, Run
-from vecd.workers.description import EncoderSpec, LayerSpec, NotDescribed, bias_of_distances, describe
+from vecd.workers.description import (
+    EncoderSpec,
+    LayerSpec,
+    NotDescribed,
+    bias_of_distances,
+    describe,
+    relative_rows,
+    relative_states,
+)
 from vecd.workers.families import FUSED_FAMILIES
-from vecd.workers.torch.attention import Attention, Rotation, SlidingWindow, normalize_rms_, paired, rotations, up_to
+from vecd.workers.torch.attention import (
+    Attention,
+    RelativePositions,
+    Rotation,
+    SlidingWindow,
+    normalize_rms_,
+    paired,
+    rotations,
+    up_to,
+)
 from vecd.workers.torch.checkpoint import PrefixStates, Tensors
 from vecd.workers.torch.linear import PrepackedLinear, make_linear, type_between_layers
 
@@ -201,11 +218,13 @@ class _Builder:
         self._bias = self._distance_bias()
         self._rotations = cache(partial(rotations, num_positions=card.max_tokens))
         self._windows = cache(partial(SlidingWindow, is_causal=encoder.is_causal))
+        self._rows_of_distances = cache(lambda: [*map(torch.from_numpy, relative_rows(encoder, card.max_tokens))])
 
     def build(self) -> FusedForward:
         """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
         encoder = self._encoder
         has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
+        has_others |= encoder.types is not None and encoder.positions is None
         if has_others or any(layer.frequency_divisor != 1 or layer.attended_norm for layer in encoder.layers):
             raise NotDescribed("the fused path does not compute all parts of layers like these")
         layers = [self._layer(layer) for layer in encoder.layers]
@@ -259,9 +278,10 @@ class _Builder:
         head_dim = self._weights[f"{layer.out}.weight"].shape[1] // num_heads
         num_key_heads = (len(weight) // head_dim - num_heads) // 2
         rotation = None
+        factor = head_dim**-0.5 if self._encoder.score_scale is None else self._encoder.score_scale
         if layer.theta is None:
             scale = torch.ones(len(weight))
-            scale[: num_heads * head_dim] = head_dim**-0.5
+            scale[: num_heads * head_dim] = factor
             weight, bias = weight.float() * scale[:, None], None if bias is None else bias.float() * scale
         else:
             num_rotated = (num_heads + num_key_heads) * head_dim
@@ -272,8 +292,15 @@ class _Builder:
             rotation = Rotation(self._rotations(layer.theta, head_dim), norm, self._encoder.epsilon)
         hides = layer.window is not None and layer.window < self._card.max_tokens - 1
         window = self._windows(layer.window) if hides else None
-        attention = Attention(num_heads, num_key_heads, self._bias, rotation, self._encoder.is_causal, window)
+        relative = None if self._encoder.relative is None else self._relative(layer, factor)
+        is_causal = self._encoder.is_causal
+        attention = Attention(num_heads, num_key_heads, self._bias, rotation, is_causal, window, relative)
         return make_linear(weight, bias, self._dtype), attention
+
+    def _relative(self, layer: LayerSpec, scale: float) -> RelativePositions:
+        tables = relative_states(self._encoder, layer, lambda name: self._weights[name].float().numpy())
+        keys, queries = (torch.from_numpy(np.ascontiguousarray(table)) for table in tables)
+        return RelativePositions(keys, queries * scale, *self._rows_of_distances())
 
     def _head_norms(self, layer: LayerSpec, num_heads: int, num_key_heads: int, head_dim: int) -> Tensor | None:
         if layer.query_norm is None:
@@ -287,7 +314,7 @@ class _Builder:
         if self._encoder.distance_bias is None:
             return None
         table = self._weights[f"{self._encoder.distance_bias}.weight"].float().numpy()
-        return torch.from_numpy(bias_of_distances(table, self._card.max_tokens))
+        return torch.from_numpy(bias_of_distances(self._encoder, table, self._card.max_tokens))
 
     def _linear(self, name: str) -> PrepackedLinear:
         return make_linear(self._rows((name,)), self._biases((name,)), self._dtype)

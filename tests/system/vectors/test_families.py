@@ -43,7 +43,7 @@ BATCHES = (ONE_TOKEN, [1] * 5, LONGEST, [MAX_TOKENS] * 2, MIXED)
 
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 BERT_RELATIVES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "electra")
-FUSED = (*BERT_RELATIVES, "modernbert", "qwen2", "qwen3", "mistral")
+FUSED = (*BERT_RELATIVES, "modernbert", "t5", "deberta-v2", "qwen2", "qwen3", "mistral")
 FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("bert", "mean", ("lean", "fused", "packed", "padded")),
     ("roberta", "cls", ("lean", "fused", "packed", "padded")),
@@ -61,8 +61,8 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("mistral", "weightedmean", ("lean", "fused", "packed", "padded")),
     ("gemma3_text", "mean", ("lean", "packed", "padded")),
     ("gpt2", "lasttoken", ("packed", "padded")),
-    ("deberta-v2", "cls", ("padded",)),
-    ("t5", "mean", ("padded",)),
+    ("deberta-v2", "cls", ("lean", "fused", "padded")),
+    ("t5", "mean", ("lean", "fused", "padded")),
     ("gemma2", "mean", ("padded",)),
     ("fnet", "mean", ("unpadded",)),
 ]
@@ -181,6 +181,11 @@ SETTINGS_OF_ALL_DESCRIBED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "head_dim": 16}),
     ("qwen3", {"rope_theta": 300.0, "attention_bias": True}),
+    ("t5", {"feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 20, "d_kv": 5}),
+    ("deberta-v2", {"share_att_key": False, "norm_rel_ebd": "none", "position_buckets": -1}),
+    ("t5", {"feed_forward_proj": "silu", "relative_attention_num_buckets": 12, "layer_norm_epsilon": 0.5}),
+    ("deberta-v2", {"position_biased_input": True, "max_relative_positions": 20, "pos_att_type": ["c2p", "p2c"]}),
+    ("deberta-v2", {"position_buckets": 64, "layer_norm_eps": 0.1}),
 ]
 
 
@@ -228,6 +233,7 @@ def test_every_setting_that_is_fused_is_obeyed(
         ("nomic_bert", {"layer_norm_eps": 0.5, "type_vocab_size": 1, "intermediate_size": 50}),
         ("gte", {"type_vocab_size": 0, "hidden_act": "gelu_new", "layer_norm_eps": 0.5}),
         ("gte", {"rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 1.7}}),
+        ("deberta-v2", {"type_vocab_size": 2}),
         ("gemma3_text", {"layer_types": GEMMA_LAYERS, "sliding_window": 7, "rms_norm_eps": 0.5}),
         ("gemma3_text", {"layer_types": GEMMA_LAYERS, "use_bidirectional_attention": False, "attention_bias": True}),
         ("gemma3_text", {"num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 16}),
@@ -282,6 +288,12 @@ def test_a_config_of_an_older_transformers_is_read(
         ("mistral", {"partial_rotary_factor": 0.5}, "part of each head"),
         ("modernbert", {"hidden_activation": "tanh"}, "activation tanh"),
         ("gemma3_text", {"query_pre_attn_scalar": 9}, "scores"),
+        ("t5", {"feed_forward_proj": "gated-tanh"}, "activation tanh"),
+        ("t5", {"feed_forward_proj": "twice-gated-gelu"}, "feed_forward_proj twice-gated-gelu"),
+        ("deberta-v2", {"pos_att_type": "c2p"}, "pos_att_type c2p"),
+        ("deberta-v2", {"relative_attention": False}, "relative_attention False"),
+        ("deberta-v2", {"conv_kernel_size": 3}, "conv_kernel_size 3"),
+        ("deberta-v2", {"embedding_size": 16}, "embedding_size 16"),
         ("gemma3_text", {"is_causal": False}, "later tokens"),
     ],
 )
@@ -332,6 +344,7 @@ def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:
     [
         ("bert", "fused", 20),
         ("gemma3_text", "lean", 15),
+        ("deberta-v2", "lean", 21),
         *in_full(
             ("distilbert", "fused", 19),
             ("mpnet", "fused", 20),
@@ -354,7 +367,7 @@ def test_every_weight_shows_in_the_vectors(
     weights = load_file(folder / "model.safetensors")
     # Nobody reads the pooler, and a bias that is the same for all keys goes out of the softmax.
     names = [name for name in weights if not name.startswith("pooler.")]
-    names = [name for name in names if not name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))]
+    names = [name for name in names if not name.endswith(("key.bias", "key_proj.bias", "k_lin.bias", "attn.k.bias"))]
     of_layers = {re.sub(r"\.\d\.", ".1.", name) for name in names}
     assert len(of_layers) == num_tensors
     assert of_layers <= set(names)

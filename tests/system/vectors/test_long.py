@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from tests.support.checkpoints import (
     FLOATS_OF_FUSED,
@@ -23,7 +26,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.soak.form import in_full
 from vecd.workers.batch import Run
-from vecd.workers.description import _distance_buckets
+from vecd.workers.description import EncoderSpec, _distance_buckets, relative_rows
 from vecd.workers.families import FUSED_FAMILIES
 from vecd.workers.onnx import engine as lean_engine
 from vecd.workers.onnx.graph import PIECE_TOKENS
@@ -157,12 +160,33 @@ def test_whatever_the_neighbours_hold_attention_is_the_same_to_the_bit(
         assert torch.equal(attention(planted, runs)[own], expected[own])
 
 
-def test_distances_have_the_buckets_of_transformers_mpnet() -> None:
+@pytest.mark.parametrize(("num_buckets", "farthest"), [(32, 128), (20, 60)])
+def test_distances_have_the_buckets_of_transformers_t5_and_mpnet(num_buckets: int, farthest: int) -> None:
+    def expected(distances: torch.Tensor) -> NDArray[np.int64]:
+        sizes = {"num_buckets": num_buckets, "max_distance": farthest}
+        found = MPNetEncoder.relative_position_bucket(distances, **sizes).numpy()
+        assert np.array_equal(found, T5Attention._relative_position_bucket(distances, **sizes).numpy())
+        return found
+
     distances = torch.arange(-600, 601)
-    buckets = _distance_buckets(distances.numpy())
-    assert np.array_equal(buckets, MPNetEncoder.relative_position_bucket(distances).numpy())
-    assert set(buckets.tolist()) <= set(range(32))
+    buckets = _distance_buckets(distances.numpy(), num_buckets, farthest)
+    assert np.array_equal(buckets, expected(distances))
+    assert set(buckets.tolist()) <= set(range(num_buckets))
     # As a table of a whole text, too: vectorized logarithms may round otherwise in another place.
     positions = torch.arange(600)
     square = positions[None, :] - positions[:, None]
-    assert np.array_equal(_distance_buckets(square.numpy()), MPNetEncoder.relative_position_bucket(square).numpy())
+    assert np.array_equal(_distance_buckets(square.numpy(), num_buckets, farthest), expected(square))
+
+
+@pytest.mark.parametrize(("span", "farthest"), [(256, 512), (512, 0), (256, 1024)])
+def test_distances_have_the_rows_of_transformers_deberta(span: int, farthest: int) -> None:
+    encoder = EncoderSpec(relative_span=span, farthest=farthest)
+    buckets = -1 if not farthest else span
+    tokens = torch.zeros(512, 1)
+    distances = build_relative_position(tokens, tokens, buckets, farthest or span)[0]
+    expected = (distances + span).clamp(0, 2 * span - 1).numpy()
+    of_keys, of_queries = relative_rows(encoder, 512)
+    positions = np.arange(512)
+    apart = positions[None, :] - positions[:, None]
+    assert np.array_equal(of_keys[apart + 512], expected)
+    assert np.array_equal(of_queries[apart.T + 512], expected)
