@@ -1,8 +1,8 @@
-"""Translates a config.json that names the model's own code into transformers' own architectures.
+"""Translates a config.json that names the model's own code into architectures that are known here.
 
-Owns the table of architectures whose original code is in a model's repository and which transformers now implements
-under other names. Any other configuration is refused, because a similar model gives wrong vectors without an error.
-Never runs or reads a model's code.
+Owns the table of architectures whose original code is in a model's repository, and which transformers implements under
+other names, or vecd's own table of layers describes (`vecd.workers.families`). Any other configuration is refused,
+because a similar model gives wrong vectors without an error. Never runs or reads a model's code.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,20 +14,21 @@ from vecd.base.files import JsonMapping, JsonObject
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """An architecture of transformers, and the conditions under which an original configuration is the same."""
+    """An architecture that is known, and the conditions under which an original configuration is the same."""
 
     always: Mapping[str, tuple[Any, Any]]
-    """Key → the original's default, and the only value that transformers implements."""
+    """Key → the original's default, and the only value that is implemented."""
     translate: Callable[[JsonMapping], JsonObject]
 
 
 def native_config(config: JsonMapping) -> JsonObject | None:
-    """The fields for transformers' configuration class, or None if it reads config.json correctly without help. Raises
-    ValueError, with the reason in one line, for code that has no equal in transformers."""
+    """The fields for the configuration class of transformers, or of an architecture that vecd describes itself; None if
+    transformers reads config.json correctly without help. Raises ValueError, with the reason in one line, for code
+    without such an equal."""
     auto_map = config.get("auto_map") or {}
     if not isinstance(auto_map, Mapping):
         raise ValueError("auto_map must be a JSON object")
-    model_type = str(config.get("model_type"))
+    model_type = str(config.get("model_type") or "")
     # Code for other classes (AutoModelForCausalLM …) does not matter: hidden states come from AutoModel's.
     wanted = auto_map.get("AutoModel", auto_map.get("AutoConfig"))
     if wanted is None:
@@ -37,6 +38,8 @@ def native_config(config: JsonMapping) -> JsonObject | None:
         return None
     key = (model_type, str(wanted).rpartition(".")[2])
     port = _PORTS.get(key)
+    if port is _JINA_BERT and _NORMALIZED_QUERIES in f"{wanted} {config.get('_name_or_path')}":
+        port = _JINA_BERT_CODE
     if port is None:
         why = _REASONS.get(key, "transformers has no architecture that is known to be the same")
         raise ValueError(
@@ -47,12 +50,12 @@ def native_config(config: JsonMapping) -> JsonObject | None:
 
 
 def _ported(config: JsonMapping, port: _Port) -> JsonObject:
-    if experts := config.get("num_experts"):  # nomic-embed-text-v2-moe
-        raise ValueError(f"is a mixture of {experts} experts, and transformers' own version of this model has none")
+    if port is _NOMIC and config.get("num_experts"):
+        port = _NOMIC_MOE
     for name, (absent, required) in port.always.items():
         value = config.get(name, absent)
         if value != required and (value or required):  # null, false and 0 are one
-            raise ValueError(f"{name} is {value!r}, and transformers' own version of this model has {required!r} only")
+            raise ValueError(f"{name} is {value!r}, and the version of this model that is served has {required!r} only")
     kept = {name: config[name] for name in _OF_HEADS if name in config}
     return {"architectures": config.get("architectures"), **kept, **port.translate(config)}
 
@@ -73,6 +76,22 @@ def _whole(config: JsonMapping, name: str, multiple_of: int = 1) -> int:
     if not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number")
     return -(-value // multiple_of) * multiple_of
+
+
+def _sizes(config: JsonMapping) -> JsonObject:
+    """The numbers that BERT's own and later configurations have under the same names."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    sizes: JsonObject = {name: _whole(config, name) for name in (*names, "max_position_embeddings")}
+    if sizes["num_attention_heads"] < 1 or sizes["hidden_size"] % sizes["num_attention_heads"]:
+        raise ValueError(f"hidden_size {sizes['hidden_size']} is no multiple of {sizes['num_attention_heads']} heads")
+    return {**sizes, "layer_norm_eps": _number(config, "layer_norm_eps"), "pad_token_id": config.get("pad_token_id")}
+
+
+def _chosen(config: JsonMapping, name: str, known: Mapping[str, str]) -> str:
+    value = config.get(name)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} is {value!r:.80}; known: {', '.join(known)}")
+    return known[value]
 
 
 # --- Nomic ------------------------------------------------------------------------------------------------------
@@ -131,21 +150,45 @@ _NOMIC = _Port(
 )
 
 
+def _translate_nomic_moe(config: JsonMapping) -> JsonObject:
+    experts = {name: _whole(config, name) for name in ("num_experts", "moe_top_k", "moe_every_n_layers")}
+    if not 1 <= experts["moe_top_k"] <= experts["num_experts"]:
+        raise ValueError(f"moe_top_k is {experts['moe_top_k']}, and there are {experts['num_experts']} experts")
+    if experts["moe_every_n_layers"] < 2:
+        raise ValueError(f"moe_every_n_layers is {experts['moe_every_n_layers']}, and must be 2 or more")
+    common, width = _translate_nomic(config), _whole(config, "n_inner")
+    return {**common, "model_type": "nomic_bert_moe", "hidden_act": "gelu", "intermediate_size": width, **experts}
+
+
+# nomic-embed-text-v2-moe, which has routed experts in every second layer. Source: the same code; transformers 5.23 has
+# no class for it.
+_NOMIC_MOE = _Port(
+    always={
+        **_NOMIC.always,
+        "activation_function": ("gelu_new", "gelu"),
+        "qkv_proj_bias": (True, True),
+        "mlp_fc1_bias": (True, True),
+        "mlp_fc2_bias": (True, True),
+        "moe_normalize_expert_weights": (False, False),
+        "num_shared_experts": (0, 0),
+        "expert_choice_router": (False, False),
+        "ffn_div": (1, 1),
+    },
+    translate=_translate_nomic_moe,
+)
+
+
 # --- GTE --------------------------------------------------------------------------------------------------------
 
 
 def _translate_gte(config: JsonMapping) -> JsonObject:
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    translated: JsonObject = {name: _whole(config, name) for name in (*sizes, "max_position_embeddings")}
-    head_dim = translated["hidden_size"] // max(1, translated["num_attention_heads"])
+    sizes = _sizes(config)
     return {
-        **translated,
+        **sizes,
         "model_type": "gte",
         "hidden_act": config.get("hidden_act", "gelu"),
-        "layer_norm_eps": _number(config, "layer_norm_eps"),
         "type_vocab_size": config.get("type_vocab_size", 1),
-        "pad_token_id": config.get("pad_token_id"),
-        "rope_parameters": _rope_of_gte(config, head_dim),
+        "rope_parameters": _rope_of_gte(config, sizes["hidden_size"] // sizes["num_attention_heads"]),
     }
 
 
@@ -180,20 +223,82 @@ _GTE = _Port(
 )
 
 
+# --- Jina's BERT ------------------------------------------------------------------------------------------------
+
+
+def _translate_jina_bert(config: JsonMapping) -> JsonObject:
+    activation = _chosen(config, "feed_forward_type", {"geglu": "gelu", "reglu": "relu"})
+    types = _whole(config, "type_vocab_size")
+    return {**_sizes(config), "model_type": "jina_bert", "hidden_act": activation, "type_vocab_size": types}
+
+
+# jina-embeddings-v2-small-en, -base-en, -de, -es and -zh, jina-colbert-v1-en, jina-reranker-v1: a bias that falls with
+# the distance (ALiBi), and a gate. Source: modeling_bert.py of jinaai/jina-bert-implementation. An absent
+# position_embedding_type is "absolute" there. transformers 5.23 has no class for it.
+_JINA_BERT = _Port(
+    always={
+        "position_embedding_type": ("absolute", "alibi"),
+        "is_decoder": (False, False),
+        "add_cross_attention": (False, False),
+    },
+    translate=_translate_jina_bert,
+)
+
+_NORMALIZED_QUERIES = "jina-bert-v2-qk-post-norm"
+"""The repository of the code of jina-embeddings-v2-base-code: with norms of queries and keys."""
+
+_JINA_BERT_CODE = _Port(
+    always=_JINA_BERT.always, translate=lambda config: {**_translate_jina_bert(config), "model_type": "jina_bert_code"}
+)
+
+
+# --- XLM-RoBERTa with merged weights ----------------------------------------------------------------------------
+
+
+def _translate_flash(config: JsonMapping) -> JsonObject:
+    places = {"rotary": "jina_embeddings_v3", "absolute": "xlm_roberta_flash"}
+    model_type = _chosen(config, "position_embedding_type", places)
+    activations = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_new")}
+    translated = {
+        **_sizes(config),
+        "model_type": model_type,
+        "hidden_act": _chosen(config, "hidden_act", activations),
+        "type_vocab_size": _whole(config, "type_vocab_size"),
+    }
+    if model_type == "xlm_roberta_flash":
+        return translated
+    base = float(_number({"rotary_emb_base": 10_000.0, **config}, "rotary_emb_base"))
+    return {**translated, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+
+
+# jina-embeddings-v3, jina-colbert-v2 (rotary positions: transformers 5.23's models/jina_embeddings_v3), and
+# jina-reranker-v2-base-multilingual (XLM-RoBERTa's positions: described here). Source: modeling_xlm_roberta.py of
+# jinaai/xlm-roberta-flash-implementation. Its versions differ in what an absent position_embedding_type means.
+_FLASH = _Port(
+    always={"pad_vocab_size_multiple": (1, 1), "last_layer_subset": (False, False), "is_decoder": (False, False)},
+    translate=_translate_flash,
+)
+
+
 # --- the tables -------------------------------------------------------------------------------------------------
 
 _PORTS = {
     ("nomic_bert", "NomicBertModel"): _NOMIC,
     ("new", "NewModel"): _GTE,
+    ("new", "NewConfig"): _GTE,
     ("gte", "GteModel"): _GTE,
+    ("bert", "JinaBertModel"): _JINA_BERT,
+    **{
+        (model_type, name): _FLASH
+        for model_type in ("xlm-roberta", "")  # the first configurations have none
+        for name in ("XLMRobertaModel", "XLMRobertaFlashConfig", "XLMRobertaLoRA")
+    },
 }
-"""By config.json's model_type and the class that its auto_map names for AutoModel."""
+"""By config.json's model_type and the class that its auto_map names for AutoModel, or else for AutoConfig."""
 
 # Known code that differs from transformers' architecture of the same model_type.
 _REASONS = {
-    ("bert", "JinaBertModel"): "transformers' BERT has no ALiBi positions, which this code adds",
     ("qwen2", "Qwen2Model"): "this code lets tokens see those behind them, transformers' Qwen2 does not",
     ("mistral", "MistralModel"): "this code lets tokens see those behind them, transformers' Mistral does not",
-    ("xlm-roberta", "XLMRobertaLoRA"): "this code selects adapters by task",
     ("eurobert", "EuroBertModel"): "versions of this code differ in ways that config.json does not show",
 }

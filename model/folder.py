@@ -30,6 +30,7 @@ POSITIONS_AFTER_PADDING = frozenset(
     {
         "roberta",
         "xlm-roberta",
+        "xlm_roberta_flash",
         "camembert",
         "xlm-roberta-xl",
         "mpnet",
@@ -245,9 +246,7 @@ class ModelFolder(Folder):
 
 
 def _read_config(config: ModelSettings) -> ModelSettings:
-    if not isinstance(config.get("model_type"), str):
-        raise config.error("model_type is missing")
-    if config["model_type"] in _OF_IMAGES:
+    if config.get("model_type") in _OF_IMAGES:
         raise config.error(f"a model of type {config['model_type']} has images; vecd serves text")
     if "quantization_config" in config:
         raise config.error("quantized weights (quantization_config) are not supported")
@@ -260,6 +259,8 @@ def _read_config(config: ModelSettings) -> ModelSettings:
         config = ModelSettings(config.path, native_config(config) or config)
     except ValueError as error:
         raise config.error(str(error)) from None
+    if not isinstance(config.get("model_type"), str):
+        raise config.error("model_type is missing")
     # Models that wrap a text model keep its sizes one level down.
     text_config = config.get("text_config")
     if isinstance(text_config, dict):

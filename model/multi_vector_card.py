@@ -406,7 +406,8 @@ _HEADS = MappingProxyType(
             norm="cls.predictions.transform.LayerNorm",
             last="cls.predictions.decoder",
         ),
-        **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA),
+        **dict.fromkeys(("roberta", "xlm-roberta", "jina_embeddings_v3", "camembert", "mpnet"), _ROBERTA),
+        "gte": replace(_ROBERTA, norm="lm_head.norm"),
         "distilbert": HeadLayers(
             dense="vocab_transform",
             activation="activation:gelu",

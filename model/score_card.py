@@ -130,10 +130,10 @@ _CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text
 
 _HEADS: Mapping[str, HeadLayers] = MappingProxyType(
     {
-        **dict.fromkeys(("bert", "nomic_bert", "gte"), HeadLayers(dense="pooler.dense")),
+        **dict.fromkeys(("bert", "jina_bert", "nomic_bert", "gte"), HeadLayers(dense="pooler.dense")),
         "albert": HeadLayers(dense="pooler"),
         **dict.fromkeys(
-            ("roberta", "xlm-roberta", "camembert", "mpnet"),
+            ("roberta", "xlm-roberta", "xlm_roberta_flash", "jina_embeddings_v3", "camembert", "mpnet"),
             HeadLayers(dense="classifier.dense", last="classifier.out_proj"),
         ),
         "electra": HeadLayers(dense="classifier.dense", activation="gelu", last="classifier.out_proj"),

@@ -40,11 +40,17 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
     encoder, epsilon, after = family.encoder, family.norm_epsilon, family.positions_after
+    num_heads = int(config[family.num_heads])
     layers = tuple(_layer(family, config, prefix, index) for index in range(int(config[family.num_layers])))
+    if family.has_slopes:
+        # A window that hides no token: what is cut out of a band for each piece of a text is the bias, too.
+        layers = tuple(replace(layer, window=card.max_tokens) for layer in layers)
     found = _named(
         encoder,
         prefix,
-        num_heads=int(config[family.num_heads]),
+        num_heads=num_heads,
+        slopes=alibi_slopes(num_heads) if family.has_slopes else (),
+        experts_per_token=0 if family.every_with_experts is None else int(config["moe_top_k"]),
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
         activation=config[family.activation],
         is_causal=encoder.is_causal and not _sees_later(config),
@@ -163,6 +169,8 @@ def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -
     theta, divisor = (None, 1.0) if family.thetas is None else _rotary(family.thetas, config, window)
     at = prefix + family.layer_prefix.format(index)
     layer = _named(family.layer, at, theta=theta, frequency_divisor=divisor, window=window)
+    if family.every_with_experts is not None and index % int(config[family.every_with_experts]) != 1:
+        layer = replace(layer, router=None, experts=None)
     return replace(layer, attention_norm=None) if family.is_first_norm_absent and index == 0 else layer
 
 
@@ -203,11 +211,12 @@ def _rotary(settings: Mapping[str, str], config: Mapping[str, Any], window: int 
     return float(theta), float(rotary["factor"]) if scaling == "linear" else 1.0
 
 
-def window_band(num_queries: int, before: int, after: int) -> NDArray[np.float32]:
+def window_band(num_queries: int, before: int, after: int, *, falls: bool = False) -> NDArray[np.float32]:
     """What is added to scores where tokens see `before` and `after` them alone: 0 or -inf, float32 [num_queries, keys];
-    the first key is `before` the first query."""
+    the first key is `before` the first query. `falls`: minus the distance of the two, instead of 0."""
     distances = np.arange(num_queries + before + after) - before - np.arange(num_queries)[:, None]
-    return np.where((distances >= -before) & (distances <= after), np.float32(0), np.float32(-np.inf))
+    seen = -np.abs(distances).astype(np.float32) if falls else np.float32(0)
+    return np.where((distances >= -before) & (distances <= after), seen, np.float32(-np.inf))
 
 
 # --- distances of two tokens -----------------------------------------------------------------------------------
@@ -218,6 +227,14 @@ def bias_of_distances(encoder: EncoderSpec, table: Floats, max_tokens: int) -> F
     positions = np.arange(max_tokens)
     buckets = _distance_buckets(positions[None, :] - positions[:, None], encoder.num_buckets, encoder.farthest)
     return np.ascontiguousarray(table[buckets].transpose(2, 0, 1))
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Of ALiBi: 2^(-8/n), 2^(-16/n), … for a power of two n; for another number those of the power below, and every
+    other one of the power above. Source: attention_with_linear_biases of ofirpress, as in Jina's BERT."""
+    power = 2 ** (num_heads.bit_length() - 1)
+    first = tuple(2 ** (-8 * (index + 1) / power) for index in range(power))
+    return first + alibi_slopes(2 * power)[: 2 * (num_heads - power) : 2] if power < num_heads else first
 
 
 def _distance_buckets(distances: NDArray[np.int64], num_buckets: int, farthest: int) -> NDArray[np.int64]:

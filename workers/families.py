@@ -20,13 +20,18 @@ class LayerSpec:
     queries."""
     query_norm: str | None = None
     key_norm: str | None = None
-    """Of each head by itself, [head dim], before the rotation."""
+    """Before the rotation: of each head by itself, [head dim], or of all together, [heads · head dim]."""
     out: str = "attention.output.dense"
     attended_norm: str | None = None
+    """Where the norms come after the sums: of the sum of attention and x, which is then added to x once more."""
     attention_norm: str | None = "attention.output.LayerNorm"
     up: tuple[str, ...] = ("intermediate.dense",)
     """One; with a gate, the gate first: two, or one tensor with the rows of both (`EncoderSpec.is_gate_last`)."""
     down: str = "output.dense"
+    router: str | None = None
+    """Of layers with experts in place of `up` and `down`: what gives a token's expert, [experts, H]."""
+    experts: str | None = None
+    """Below it are mlp.w1 and mlp.w2, [experts · width, H], and one bias of all, [H]."""
     fed_forward_norm: str | None = None
     norm: str = "output.LayerNorm"
     theta: float | None = None
@@ -68,6 +73,8 @@ class EncoderSpec:
     relative: str | None = None
     """DeBERTa's table of relative positions, the same in every layer, [2 · relative_span, H]."""
     relative_norm: str | None = None
+    slopes: tuple[float, ...] = ()
+    """ALiBi, which is a bias as well: of each head, how much a score falls with every token between the two."""
     is_rms: bool = False
     norm_offset: float = 0.0
     """Added to the weights of every norm."""
@@ -92,6 +99,7 @@ class EncoderSpec:
     """Of each norm."""
     activation: str = ""
     words_factor: float = 1.0
+    experts_per_token: int = 0
     positions_after: int | None = None
     """The padding id after which positions begin; None: positions begin at 0."""
     layers: tuple[LayerSpec, ...] = ()
@@ -110,6 +118,13 @@ class Family:
     """Embeddings are multiplied by the square root of their number of elements."""
     thetas: Mapping[str, str] | None = None
     """The settings with the base of the rotary positions, for each of transformers' types of layers."""
+    has_slopes: bool = False
+    """Scores fall with the distance of two tokens; the layers need no positions."""
+    every_with_experts: str | None = None
+    """The setting with n: of n layers the second one has experts."""
+    has_class: bool = True
+    """transformers has a class of it. Otherwise `vecd.workers.torch.described` is what its engines are compared
+    with."""
     may_see_later: bool = False
     """Of a causal one: a token does see later ones where the setting use_bidirectional_attention says so."""
     positions_after: str | int | None = None
@@ -267,6 +282,13 @@ _NOMIC = Family(
     ),
     thetas=_ONE_THETA,
 )
+_NOMIC_MOE = replace(
+    _NOMIC,
+    encoder=replace(_NOMIC.encoder, has_all_biases=True, is_gated=False),
+    layer=replace(_NOMIC.layer, up=("mlp.fc1",), router="mlp.router.layer", experts="mlp.experts"),
+    every_with_experts="moe_every_n_layers",
+    has_class=False,
+)
 _GTE = Family(
     prefixes=("", "new.", "gte."),
     encoder=EncoderSpec(positions=None, has_all_biases=False, is_gated=True, is_gate_last=True),
@@ -281,6 +303,28 @@ _GTE = Family(
     thetas=_ONE_THETA,
 )
 
+_JINA_V3 = Family(
+    prefixes=("", "roberta."),
+    encoder=EncoderSpec(positions=None, embedding_norm="emb_ln"),
+    layer_prefix="encoder.layers.{}.",
+    layer=LayerSpec(
+        qkv=("mixer.Wqkv",),
+        out="mixer.out_proj",
+        attention_norm="norm1",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        norm="norm2",
+    ),
+    thetas=_ONE_THETA,
+)
+_JINA_BERT = Family(
+    prefixes=("", "bert."),
+    encoder=EncoderSpec(positions=None, has_all_biases=False, is_gated=True),
+    layer=LayerSpec(up=("mlp.gated_layers",), down="mlp.wo", norm="mlp.layernorm"),
+    has_slopes=True,
+    has_class=False,
+)
+
 FAMILIES = MappingProxyType(
     {
         "bert": Family(prefixes=("", "bert.")),
@@ -292,7 +336,30 @@ FAMILIES = MappingProxyType(
         "electra": Family(prefixes=("", "electra."), encoder=EncoderSpec(projection="embeddings_project")),
         "modernbert": _MODERNBERT,
         "nomic_bert": _NOMIC,
+        "nomic_bert_moe": _NOMIC_MOE,
         "gte": _GTE,
+        "jina_embeddings_v3": _JINA_V3,
+        "xlm_roberta_flash": replace(
+            _JINA_V3,
+            encoder=EncoderSpec(embedding_norm="emb_ln"),
+            thetas=None,
+            positions_after="pad_token_id",
+            has_class=False,
+        ),
+        "jina_bert": _JINA_BERT,
+        "jina_bert_code": replace(
+            _JINA_BERT,
+            encoder=replace(_JINA_BERT.encoder, is_gate_last=True),
+            layer=LayerSpec(
+                query_norm="attention.self.layer_norm_q",
+                key_norm="attention.self.layer_norm_k",
+                attended_norm="attention.output.LayerNorm",
+                attention_norm="layer_norm_1",
+                up=("mlp.up_gated_layer",),
+                down="mlp.down_layer",
+                norm="layer_norm_2",
+            ),
+        ),
         "mistral": _MISTRAL,
         "qwen2": _MISTRAL,
         "qwen3": _QWEN3,
@@ -301,3 +368,4 @@ FAMILIES = MappingProxyType(
 )
 
 FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma3_text"}
+WITHOUT_CLASS = frozenset(name for name, family in FAMILIES.items() if not family.has_class)

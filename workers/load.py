@@ -16,6 +16,7 @@ from vecd.shm.control import LOAD_TOKENS_PER_S
 from vecd.workers.batch import Engine, ReportProgress
 from vecd.workers.config import WorkerConfig
 from vecd.workers.dummy import DummyEngine
+from vecd.workers.families import WITHOUT_CLASS
 from vecd.workers.formats import is_lean_wanted
 from vecd.workers.parity import compare, random_batch, recall_reference, short_probes, vectors_of
 from vecd.workers.select import (
@@ -145,6 +146,9 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
 
 def _describe(config: WorkerConfig, engine: Engine, selection: Selection) -> None:
     engine.facts["agreement"] = selection.parity or None
+    if selection.parity:
+        is_own = config.card.model_type in WITHOUT_CLASS
+        engine.facts["compared_with"] = "vecd's own padded path" if is_own else "transformers"
     engine.facts["times_ms"] = selection.times
     engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)
     engine.warnings = list(selection.warnings)

@@ -175,7 +175,8 @@ _SUGGESTIONS = (
      "and config_sentence_transformers.json with the original's"),
     (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, "
      "and copy vecd-reference.json from there"),
-    (r"not supported|is a mixture of", "take another model, or serve this one with sentence-transformers itself"),
+    (r"not supported|version of this model that is served", "take another model, or serve this one with "
+     "sentence-transformers itself"),
     (r"SIGKILL|MemoryError|out of memory|can't allocate memory", "take a smaller model, or a machine with more memory"),
     (r"SIGILL", "the installed torch uses instructions that this processor lacks: install another build"),
     (r"no answer within", "raise --start-timeout; a disk or network drive may be slow"),

@@ -44,11 +44,11 @@ from vecd.shm.job import Job
 from vecd.shm.output import MAX_BATCH_TOKENS, MAX_BATCH_TOKENS_ON_GPU, span_of
 from vecd.shm.settings import MAX_WORKERS, GivenSettings, Settings, names_of
 from vecd.workers.config import REFERENCE_FILE, WorkerConfig
-from vecd.workers.families import FAMILIES
+from vecd.workers.families import FAMILIES, WITHOUT_CLASS
 from vecd.workers.machine import usable_cores
 
-# Refuses architectures that the installed transformers does not have, without importing it. If its files are not as
-# expected, the worker reports the architecture.
+# Refuses architectures that neither vecd nor the installed transformers has, without importing that. If its files are
+# not as expected, the worker reports the architecture.
 
 # Where its names of architectures stand, in double quotes. Source: transformers 5.23.
 _FILES = ("auto_mappings.py", "configuration_auto.py")
@@ -60,7 +60,7 @@ def refuse_unknown(card: ModelCard) -> None:
         with suppress(OSError, UnicodeDecodeError):
             auto = Path(package.origin).parent / "models" / "auto"
             names = "".join((auto / name).read_text(encoding="utf-8") for name in _FILES)
-    if '"bert"' in names and f'"{card.model_type}"' not in names:
+    if '"bert"' in names and f'"{card.model_type}"' not in names and card.model_type not in WITHOUT_CLASS:
         version = importlib.metadata.version("transformers")
         raise ModelError(
             f"{card.weights_folder}/config.json: transformers {version} has no architecture {card.model_type!r} "

@@ -112,6 +112,8 @@ def _attribute(name: str, value: Any) -> bytes:
             fields = _number(3, value) + _number(20, 2)
         case [*numbers]:
             fields = b"".join(_number(8, number) for number in numbers) + _number(20, 7)
+        case str():
+            fields = _text(4, value) + _number(20, 3)
         case Graph():
             fields = _message(6, value.encoded()) + _number(20, 5)
         case _:
@@ -244,7 +246,7 @@ class Int8Products:
         product = self._graph.node("MatMulIntegerToFloat", inputs, values, self._one, scales, *zeros, domain=MICROSOFT)
         return self._graph.node("Mul", product, input_scales)
 
-    def use_fewer_rows(self) -> None:
+    def use_other_rows(self) -> None:
         """The inputs that follow have another number of rows, [T', K]."""
         self._zeros = ""
 

@@ -123,8 +123,10 @@ class GraphBuilder:
     ) -> Value:
         """`wanted`: the tokens that the result has; None: all. The others are computed as far as attention alone."""
         if self._encoder.final_norm is None:
-            attended = self._attended(layer, x, attention, name, wanted)
-            x = self._norm(layer.attention_norm, self._node("Add", attended, self._some(x, wanted)))
+            attended, x = self._attended(layer, x, attention, name, wanted), self._some(x, wanted)
+            if layer.attended_norm is not None:
+                attended = self._norm(layer.attended_norm, self._node("Add", attended, x))
+            x = self._norm(layer.attention_norm, self._node("Add", attended, x))
             return self._norm(layer.norm, self._node("Add", self._fed_forward(layer, x), x))
         attended = self._attended(layer, self._norm(layer.attention_norm, x), attention, name, wanted)
         x = self._node("Add", self._norm(layer.attended_norm, attended), self._some(x, wanted))
@@ -135,18 +137,17 @@ class GraphBuilder:
         return x if wanted is None else self._node("Gather", x, wanted)
 
     def _attended(self, layer: LayerSpec, x: Value, attention: "_Attention", name: str, wanted: Value | None) -> Value:
-        if layer.theta is None:
+        if layer.theta is None and layer.query_norm is None:
             weight = np.concatenate([self._tensor(name) for name in layer.qkv])
             biases = [bias for name in layer.qkv if (bias := self._bias(name)) is not None]
             qkv = self._product(layer.qkv[0], x, weight, np.concatenate(biases) if biases else None)
             thirds = self._constant([weight.shape[0] // 3] * 3)
             query, key, value = self._graph.nodes("Split", attention.framed(qkv, 3), thirds, num_outputs=3, axis=2)
         else:
-            rotated = self._rotated(layer, (layer.theta, layer.frequency_divisor), x)
-            query, key, value = (attention.framed(each) for each in rotated)
+            query, key, value = (attention.framed(each) for each in self._placed(layer, x))
         attended = self._some(attention(query, key, value, name, self._relative(layer)), wanted)
-        if wanted is not None and self._int8 is not None:
-            self._int8.use_fewer_rows()
+        if wanted is not None:
+            self._use_other_rows()
         return self._linear(layer.out, attended)
 
     def _relative(self, layer: LayerSpec) -> "_Relative | None":
@@ -166,22 +167,25 @@ class GraphBuilder:
             self._max_tokens,
         )
 
-    def _rotated(self, layer: LayerSpec, base: tuple[float, float], x: Value) -> tuple[Value, Value, Value]:
+    def _placed(self, layer: LayerSpec, x: Value) -> tuple[Value, Value, Value]:
+        """Query, key and value, normalized and rotated where the layer does so."""
         num_heads = self._encoder.num_heads
         head_dim = self._tensor(layer.out).shape[1] // num_heads
         num_rows = sum(len(self._tensor(name)) for name in layer.qkv)
         num_key_heads = (num_rows // head_dim - num_heads) // 2
         ends = [num_heads * head_dim, (num_heads + num_key_heads) * head_dim]
         query, key, value = self._parts(layer.qkv, x, ends)
-        query, key = self._head_norm(layer.query_norm, query, head_dim), self._head_norm(layer.key_norm, key, head_dim)
-        query, key = (self._rotate(each, base, head_dim) for each in (query, key))
+        query, key = self._head_norm(layer.query_norm, query), self._head_norm(layer.key_norm, key)
+        if layer.theta is not None:
+            base = layer.theta, layer.frequency_divisor
+            query, key = (self._rotate(each, base, head_dim) for each in (query, key))
         key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
         return query, key, value
 
-    def _head_norm(self, name: str | None, x: Value, head_dim: int) -> Value:
+    def _head_norm(self, name: str | None, x: Value) -> Value:
         if name is None:
             return x
-        heads = self._node("Reshape", x, self._constant([-1, head_dim]))
+        heads = self._node("Reshape", x, self._constant([-1, len(self._tensor(name))]))
         return self._node("Reshape", self._norm(name, heads), self._node("Shape", x))
 
     def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
@@ -208,6 +212,8 @@ class GraphBuilder:
         return self._node("Reshape", self._node("Expand", heads, group), self._constant([-1, num_heads * head_dim]))
 
     def _fed_forward(self, layer: LayerSpec, x: Value) -> Value:
+        if layer.router is not None and layer.experts is not None:
+            return self._routed(layer.router, layer.experts, x)
         if not self._encoder.is_gated:
             return self._linear(layer.down, self._activated(layer.up[0], x))
         half = sum(len(self._tensor(name)) for name in layer.up) // 2
@@ -215,6 +221,36 @@ class GraphBuilder:
         if self._encoder.is_gate_last:
             gate, up = up, gate
         return self._linear(layer.down, self._node("Mul", self._activation(gate), up))
+
+    def _routed(self, router: str, experts: str, x: Value) -> Value:
+        """The sum of what the experts of each token give, times their part in the choice. Each expert computes its own
+        tokens alone, which may be none."""
+        weight, most = self._tensor(router), self._encoder.experts_per_token
+        choice = self._node("Gemm", x, self._weight(f"{router}.weight", weight), transB=1)
+        parts, chosen = self._graph.nodes(
+            "TopK", self._node("Softmax", choice, axis=1), self._constant([most]), num_outputs=2, axis=1
+        )
+        bias = self._weight(f"{experts}.bias", self._tensor(experts, "bias"))
+        total = self._node("Expand", bias, self._node("Shape", x))
+        ups, downs = (np.split(self._tensor(f"{experts}.mlp", name), len(weight)) for name in ("w1", "w2"))
+        for index, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            is_chosen = self._node("Cast", self._node("Equal", chosen, self._constant(index)), to=int(Element.FLOAT32))
+            part = self._node("ReduceSum", self._node("Mul", parts, is_chosen), self._constant([1]), keepdims=1)
+            tokens = self._node("Gather", self._node("NonZero", part), self._constant(0), axis=0)
+            part = self._node("Gather", part, tokens)
+            self._use_other_rows()
+            fed = self._activation(self._product(f"{experts}/up_{index}", self._node("Gather", x, tokens), up))
+            fed = self._product(f"{experts}/down_{index}", fed, np.ascontiguousarray(down.T))
+            fed = self._node("Mul", fed, part)
+            places = self._node("Unsqueeze", tokens, self._constant([1]))
+            total = self._node("ScatterND", total, places, fed, reduction="add")
+        self._use_other_rows()
+        return total
+
+    def _use_other_rows(self) -> None:
+        """The products that follow have another number of rows."""
+        if self._int8 is not None:
+            self._int8.use_other_rows()
 
     def _parts(self, names: tuple[str, ...], x: Value, ends: list[int]) -> list[Value]:
         if len(names) > 1:
@@ -280,9 +316,16 @@ class GraphBuilder:
             if not sees_all:
                 bias = self._window_bias(layer.window)
             width, num_heads = int(self._tensor(layer.out).shape[1]), self._encoder.num_heads
-            scale = self._encoder.score_scale
             made = _Attention(
-                name, self._graph, pieces, width, num_heads, *bias, scale, has_unattended=self._has_unattended
+                name,
+                self._graph,
+                pieces,
+                width,
+                num_heads,
+                *bias,
+                self._encoder.score_scale,
+                slopes=self._slopes(),
+                has_unattended=self._has_unattended,
             )
             self._attentions[layer.window] = made
         return self._attentions[layer.window]
@@ -293,7 +336,12 @@ class GraphBuilder:
         size = min(PIECE_TOKENS, self._max_tokens)
         reach = self._max_tokens if window is None else min(window, self._max_tokens)
         after = 0 if self._encoder.is_causal else reach
-        return self._weight(f"window_{window}", window_band(size, reach, after)[None, None]), reach
+        band = window_band(size, reach, after, falls=bool(self._encoder.slopes))
+        return self._weight(f"window_{window}", band[None, None]), reach
+
+    def _slopes(self) -> Value:
+        slopes = np.array(self._encoder.slopes, dtype=np.float32)
+        return self._weight("slopes", slopes[None, :, None, None]) if slopes.size else ""
 
     def _distance_bias(self) -> tuple[Value | None, int]:
         if self._encoder.distance_bias is None:
@@ -373,15 +421,17 @@ class _Attention:
         reach: int,
         scale: float | None = None,
         *,
+        slopes: Value,
         has_unattended: bool,
     ) -> None:
         """`name` is unique in the graph. `bias`: added to the scores, [1, heads or 1, queries, keys]. A piece uses the
-        part that begins with its first query, and with the key that lies `reach` before that. `has_unattended`: a run
+        part that begins with its first query, and with the key that lies `reach` before that; times `slopes`, [1,
+        heads, 1, 1], which are empty for none. `has_unattended`: a run
         that is not cut may have fewer keys than queries."""
         self._graph = graph
         self._attributes = {"num_heads": num_heads, **({} if scale is None else {"scale": scale})}
         self._pieces = pieces
-        self._bias = bias
+        self._bias, self._slopes = bias, slopes
         constant = graph.constant
         self._zero, self._axes, self._axes_of_scores = constant([0]), constant([1]), constant([2, 3])
         self._width, self._flat, self._reach = constant([width]), constant([-1, width]), constant([reach])
@@ -451,7 +501,8 @@ class _Attention:
             begin = graph.node("Concat", self._zero, first_key, axis=0)
             last_key = graph.node("Add", first_key, piece.num_keys)
             end = graph.node("Concat", piece.num_queries, last_key, axis=0)
-            inputs += ["", "", graph.node("Slice", self._bias, begin, end, self._axes_of_scores)]
+            bias = graph.node("Slice", self._bias, begin, end, self._axes_of_scores)
+            inputs += ["", "", graph.node("Mul", bias, self._slopes) if self._slopes else bias]
         elif relative is not None:
             inputs += ["", "", self._relative_bias(graph, qkv[0], qkv[1], piece.num_queries, relative)]
         return graph.node("MultiHeadAttention", *inputs, domain=MICROSOFT, **self._attributes)

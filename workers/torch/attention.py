@@ -4,7 +4,7 @@ Owns the choice between SDPA and oneDNN's bfloat16 kernels. Knows no family and 
 transformers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,9 @@ class Attention:
     window: "SlidingWindow | None" = None
     """None: a token sees any distance."""
     relative: RelativePositions | None = None
+    norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
+    """Of all heads of the queries together, and of the keys, float32 [T, heads · head dim]. The first contains the
+    scale."""
 
     @property
     def can_share(self) -> bool:
@@ -128,7 +131,7 @@ class Attention:
         """qkv [tokens of the run, W] → [tokens of the run, heads · head dim]."""
         query, key, value = self._split(qkv, run)
         keys = torch.from_numpy(run.attended_keys()) if run.attended else None
-        if self.window is not None and self.window.hides(run.length):
+        if self.window is not None and self.window.changes(run.length):
             pieces = self.window.pieces(run.length)
             parts = [
                 self._sdpa(query[:, :, q], key[:, :, k], value[:, :, k], _hiding(mask, keys, k))
@@ -148,8 +151,13 @@ class Attention:
     def _split(self, qkv: Tensor, run: Run, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key, value: float32 [count, heads or key heads, length, head dim], at positions from `first` on."""
         # SDPA's kernel for processors is no faster in bfloat16 than in float32, and slower for short sequences.
-        num_heads = self.num_heads + 2 * self.num_key_heads
-        heads = qkv.float().view(run.count, run.length, num_heads, self._head_dim(qkv))
+        num_heads, head_dim = self.num_heads + 2 * self.num_key_heads, self._head_dim(qkv)
+        rows = qkv.float()
+        if self.norms is not None:
+            sizes = [heads * head_dim for heads in (self.num_heads, self.num_key_heads, self.num_key_heads)]
+            queries, keys, values = torch.split(rows, sizes, dim=1)
+            rows = torch.cat([self.norms[0](queries), self.norms[1](keys), values], dim=1)
+        heads = rows.view(run.count, run.length, num_heads, head_dim)
         if self.rotation is not None:
             self.rotation.rotate_(heads[:, :, : self.num_heads + self.num_key_heads], first)
         query, key, value = torch.split(
@@ -191,7 +199,8 @@ class Attention:
         )
 
     def _is_long(self, length: int, qkv: Tensor) -> bool:
-        if self.rotation is not None or self.relative is not None or qkv.dtype is not torch.bfloat16:
+        others = (self.rotation, self.window, self.relative, self.norms)
+        if qkv.dtype is not torch.bfloat16 or any(other is not None for other in others):
             return False
         return length >= _LONG and qkv.shape[0] >= up_to(_LONG_STEP, length)
 
@@ -244,21 +253,25 @@ class SlidingWindow:
     """A largest distance between a token and those that it sees. A text is cut into pieces of at most PIECE_TOKENS
     queries, each with only those keys that one of its queries sees."""
 
-    def __init__(self, distance: int, is_causal: bool) -> None:
+    def __init__(self, distance: int, is_causal: bool, slopes: Sequence[float] = ()) -> None:
+        """`slopes`: of each head, how much a score falls with every token between the two."""
         self._before, self._after = distance, 0 if is_causal else distance
-        self._scores = torch.from_numpy(window_band(PIECE_TOKENS, self._before, self._after))
+        self._scores = torch.from_numpy(window_band(PIECE_TOKENS, self._before, self._after, falls=bool(slopes)))
         """[PIECE_TOKENS, keys], the first of them `_before` the first query."""
+        self._slopes = torch.tensor(slopes)[:, None, None] if slopes else None
 
-    def hides(self, length: int) -> bool:
-        return length - 1 > self._before
+    def changes(self, length: int) -> bool:
+        return self._slopes is not None or length - 1 > self._before
 
     def pieces(self, length: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Queries, keys, and what is added to their scores: 0, or -inf where a query does not see a key."""
+        """Queries, keys, and what is added to their scores, [queries, keys] or [heads, queries, keys]: -inf where a
+        query does not see a key."""
         for first in range(0, length, PIECE_TOKENS):
             last = min(first + PIECE_TOKENS, length)
             keys = slice(max(0, first - self._before), min(length, last + self._after))
             shift = self._before - first
-            yield slice(first, last), keys, self._scores[: last - first, keys.start + shift : keys.stop + shift]
+            scores = self._scores[: last - first, keys.start + shift : keys.stop + shift]
+            yield slice(first, last), keys, scores if self._slopes is None else scores * self._slopes
 
 
 PIECE_TOKENS = 256

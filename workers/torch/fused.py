@@ -27,7 +27,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
+from torch.nn.functional import layer_norm, linear, pad
 
 from vecd.model.card import ModelCard, ModelError
 from vecd.workers.activations import ACTIVATIONS
@@ -80,6 +80,8 @@ class Embeddings:
     words: Tensor
     positions: Tensor | None
     """With the row of token type 0 added, where a family has types."""
+    first_type: Tensor | None
+    """The row of type 0, float32 [H], where there is no such table."""
     type_difference: Tensor | None
     """The row of type 1 less that of type 0, float32 [H], for the second part of a pair. None where all have type 0."""
     norm: Callable[[Tensor], Tensor]
@@ -94,6 +96,8 @@ class Embeddings:
             after = self.positions_after
             positions = layout.offsets() if after is None else layout.positions_after(after)
             x += self.positions[_extended(positions, num_tokens)]
+        elif self.first_type is not None:
+            x += self.first_type
         if self.type_difference is not None and layout.borders is not None:
             x[torch.from_numpy(np.flatnonzero(layout.token_types()))] += self.type_difference
         x = self.norm(x).to(dtype)
@@ -107,17 +111,56 @@ def _extended(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
+class FeedForward:
+    gate: PrepackedLinear | None
+    up: PrepackedLinear
+    activation: tuple[str, str]
+    down: PrepackedLinear
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [T, H] → [T, H], plus `residual`."""
+        if self.gate is None:
+            return self.down.plus(self.up(x, self.activation), residual)
+        return self.down.plus(self.up.times(x, self.gate(x, self.activation)), residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Each token goes through the experts that the router chooses for it."""
+
+    router: Tensor
+    """float32 [experts, H]."""
+    per_token: int
+    ups: list[PrepackedLinear]
+    downs: list[PrepackedLinear]
+    activation: tuple[str, str]
+    bias: Tensor
+    """float32 [H], once for all."""
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """As that of `FeedForward`."""
+        parts, chosen = linear(x.float(), self.router).softmax(dim=-1).topk(self.per_token)
+        total = residual.float() + self.bias
+        for index, (up, down) in enumerate(zip(self.ups, self.downs, strict=True)):
+            tokens, ranks = torch.where(chosen == index)
+            if num_tokens := len(tokens):
+                given = x.index_select(0, pad(tokens, (0, _rounded(num_tokens) - num_tokens)))
+                made = down(up(given, self.activation))[:num_tokens].float()
+                total.index_add_(0, tokens, made * parts[tokens, ranks, None])
+        return total.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     is_norm_first: bool
     attention_norm: Callable[[Tensor], Tensor]
     qkv: PrepackedLinear
     attention: Attention
     out: PrepackedLinear
+    attended_norm: Callable[[Tensor], Tensor] | None
+    """Where the norms come last: of attention plus x, to which x is then added once more."""
     norm: Callable[[Tensor], Tensor]
-    gate: PrepackedLinear | None
-    up: PrepackedLinear
-    activation: tuple[str, str]
-    down: PrepackedLinear
+    fed_forward: FeedForward | Experts
 
     def __call__(
         self, x: Tensor, runs: list[Run], prefix: PrefixStates | None = None, wanted: Tensor | None = None
@@ -128,16 +171,13 @@ class Layer:
         attended = self.attention(self.qkv(normed), runs, prefix)
         if wanted is not None:
             x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-        x = self.out.plus(attended, x)
+        summed = self.out.plus(attended, x)
         if self.is_norm_first:
-            return self.down.plus(self._activated(self.norm(x)), x)
-        x = self.attention_norm(x)
-        return self.norm(self.down.plus(self._activated(x), x))
-
-    def _activated(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.up(x, self.activation)
-        return self.up.times(x, self.gate(x, self.activation))
+            return self.fed_forward.plus(self.norm(summed), summed)
+        if self.attended_norm is not None:
+            summed = x + self.attended_norm(summed)
+        x = self.attention_norm(summed)
+        return self.norm(self.fed_forward.plus(x, x))
 
 
 @dataclass
@@ -217,15 +257,14 @@ class _Builder:
         # Shared by the layers that have the same.
         self._bias = self._distance_bias()
         self._rotations = cache(partial(rotations, num_positions=card.max_tokens))
-        self._windows = cache(partial(SlidingWindow, is_causal=encoder.is_causal))
+        self._windows = cache(partial(SlidingWindow, is_causal=encoder.is_causal, slopes=encoder.slopes))
         self._rows_of_distances = cache(lambda: [*map(torch.from_numpy, relative_rows(encoder, card.max_tokens))])
 
     def build(self) -> FusedForward:
         """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
         encoder = self._encoder
-        has_others = encoder.words_factor != 1 or encoder.norm_offset != 0 or encoder.is_gate_last
-        has_others |= encoder.types is not None and encoder.positions is None
-        if has_others or any(layer.frequency_divisor != 1 or layer.attended_norm for layer in encoder.layers):
+        has_others = encoder.words_factor != 1 or encoder.norm_offset != 0
+        if has_others or any(layer.frequency_divisor != 1 or layer.fed_forward_norm for layer in encoder.layers):
             raise NotDescribed("the fused path does not compute all parts of layers like these")
         layers = [self._layer(layer) for layer in encoder.layers]
         between = type_between_layers(self._dtype)
@@ -236,14 +275,18 @@ class _Builder:
     def _embeddings(self) -> Embeddings:
         encoder = self._encoder
         positions = None if encoder.positions is None else self._weights[f"{encoder.positions}.weight"].float()
-        difference = None
-        if positions is not None and encoder.types is not None:
+        first_type = difference = None
+        if encoder.types is not None:
             types = self._weights[f"{encoder.types}.weight"][:2].float()
-            positions = positions + types[0]
+            if positions is None:
+                first_type = types[0]
+            else:
+                positions = positions + types[0]
             difference = types[1] - types[0] if self._card.has_segments and len(types) > 1 else None
         return Embeddings(
             words=self._weights[f"{encoder.words}.weight"],
             positions=positions,
+            first_type=first_type,
             type_difference=difference,
             norm=self._norm(encoder.embedding_norm),
             projection=None if encoder.projection is None else self._linear(encoder.projection),
@@ -251,12 +294,6 @@ class _Builder:
         )
 
     def _layer(self, layer: LayerSpec) -> Layer:
-        up, biases = self._rows(layer.up), self._biases(layer.up)
-        gate = None
-        if self._encoder.is_gated:
-            half = len(up) // 2
-            gate = make_linear(up[:half], None if biases is None else biases[:half], self._dtype)
-            up, biases = up[half:], None if biases is None else biases[half:]
         qkv, attention = self._attention(layer)
         return Layer(
             is_norm_first=self._encoder.final_norm is not None,
@@ -264,12 +301,34 @@ class _Builder:
             qkv=qkv,
             attention=attention,
             out=self._linear(layer.out),
+            attended_norm=None if layer.attended_norm is None else self._norm(layer.attended_norm),
             norm=self._norm(layer.norm),
-            gate=gate,
-            up=make_linear(up, biases, self._dtype),
-            activation=ACTIVATIONS[self._encoder.activation].onednn,
-            down=self._linear(layer.down),
+            fed_forward=self._fed_forward(layer),
         )
+
+    def _fed_forward(self, layer: LayerSpec) -> FeedForward | Experts:
+        activation = ACTIVATIONS[self._encoder.activation].onednn
+        if layer.router is not None:
+            router = self._weights[f"{layer.router}.weight"].float()
+            ups, downs = (self._weights[f"{layer.experts}.mlp.{name}"].chunk(len(router)) for name in ("w1", "w2"))
+            return Experts(
+                router=router,
+                per_token=self._encoder.experts_per_token,
+                ups=[make_linear(up, None, self._dtype) for up in ups],
+                downs=[make_linear(down.T.contiguous(), None, self._dtype) for down in downs],
+                activation=activation,
+                bias=self._weights[f"{layer.experts}.bias"].float(),
+            )
+        up, biases = self._rows(layer.up), self._biases(layer.up)
+        gate = None
+        if self._encoder.is_gated:
+            parts = zip(up.chunk(2), (None, None) if biases is None else biases.chunk(2), strict=True)
+            gate, made = (make_linear(weight, bias, self._dtype) for weight, bias in parts)
+            if self._encoder.is_gate_last:
+                gate, made = made, gate
+        else:
+            made = make_linear(up, biases, self._dtype)
+        return FeedForward(gate, made, activation, self._linear(layer.down))
 
     def _attention(self, layer: LayerSpec) -> tuple[PrepackedLinear, Attention]:
         """Without a rotation, the scale of the scores, 1/√(head dim), goes into the query."""
@@ -277,9 +336,11 @@ class _Builder:
         num_heads = self._encoder.num_heads
         head_dim = self._weights[f"{layer.out}.weight"].shape[1] // num_heads
         num_key_heads = (len(weight) // head_dim - num_heads) // 2
-        rotation = None
+        rotation = norms = None
         factor = head_dim**-0.5 if self._encoder.score_scale is None else self._encoder.score_scale
-        if layer.theta is None:
+        if layer.theta is None and layer.query_norm is not None:
+            norms = self._norm(layer.query_norm, factor), self._norm(layer.key_norm)
+        elif layer.theta is None:
             scale = torch.ones(len(weight))
             scale[: num_heads * head_dim] = factor
             weight, bias = weight.float() * scale[:, None], None if bias is None else bias.float() * scale
@@ -291,10 +352,10 @@ class _Builder:
             norm = self._head_norms(layer, num_heads, num_key_heads, head_dim)
             rotation = Rotation(self._rotations(layer.theta, head_dim), norm, self._encoder.epsilon)
         hides = layer.window is not None and layer.window < self._card.max_tokens - 1
-        window = self._windows(layer.window) if hides else None
+        window = self._windows(layer.window) if hides or self._encoder.slopes else None
         relative = None if self._encoder.relative is None else self._relative(layer, factor)
         is_causal = self._encoder.is_causal
-        attention = Attention(num_heads, num_key_heads, self._bias, rotation, is_causal, window, relative)
+        attention = Attention(num_heads, num_key_heads, self._bias, rotation, is_causal, window, relative, norms)
         return make_linear(weight, bias, self._dtype), attention
 
     def _relative(self, layer: LayerSpec, scale: float) -> RelativePositions:
@@ -329,9 +390,9 @@ class _Builder:
             return None
         return torch.cat([self._weights[name] for name in names])
 
-    def _norm(self, name: str | None) -> Callable[[Tensor], Tensor]:
+    def _norm(self, name: str | None, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         if name is None:
             return lambda x: x
         bias = None if self._encoder.is_rms else self._biases((name,))
-        weight = self._weights[f"{name}.weight"].float()
-        return Norm(weight, None if bias is None else bias.float(), self._encoder.epsilon, self._encoder.is_rms)
+        weight = self._weights[f"{name}.weight"].float() * scale
+        return Norm(weight, None if bias is None else bias.float() * scale, self._encoder.epsilon, self._encoder.is_rms)

@@ -28,6 +28,8 @@ from vecd.base.files import JsonObject
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelCard, ModelError, one_line
 from vecd.model.files import stored_tensors
+from vecd.workers.families import WITHOUT_CLASS
+from vecd.workers.torch.described import load_described
 
 # Their tokenizers give the tokens of one text different type ids, which the gateway does not send.
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
@@ -38,9 +40,12 @@ def load_model(
 ) -> PreTrainedModel:
     """The model of `card`, in evaluation mode, its weights in `dtype`, a name of torch's, on `device`. `classes`: one
     of transformers' mappings from the class of a configuration to that of a model with a head; None: with the head of a
-    model for classification, and without that of any other. On a CPU the weights are copies, which no change of a file
+    model for classification, and without that of any other. Where transformers has no class, vecd's own, without a
+    head. On a CPU the weights are copies, which no change of a file
     reaches. Raises ModelError, in one line, when the model cannot be loaded exactly as stored."""
     folder = card.weights_folder
+    if card.model_type in WITHOUT_CLASS:
+        return cast(PreTrainedModel, load_described(card, dtype, device))
     if card.model_type in _FAMILIES_WITH_TOKEN_TYPES:
         raise ModelError(f"{folder}: {card.model_type} models are not supported: their texts have several token types")
     with _silence():

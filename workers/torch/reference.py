@@ -1,4 +1,5 @@
-"""The rows of the reference model: transformers' own class, in its plain way, on one sequence at a time.
+"""The rows of the reference model: transformers' own class, in its plain way, on one sequence at a time. Where it has
+none, vecd's own plain model (`vecd.workers.torch.described`), and the heads that every engine has.
 
 Owns the table of what every engine of a model is compared with, by main output, and the logits of classifiers. What
 makes dense vectors and those of tokens of hidden states is `vecd.workers.heads`, as in every engine: of that, a
@@ -19,6 +20,7 @@ from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.batch import PackedBatch, arrange
 from vecd.workers.config import WorkerConfig
+from vecd.workers.families import WITHOUT_CLASS
 from vecd.workers.parity import vectors_one_by_one
 from vecd.workers.torch.heads import load_heads
 from vecd.workers.torch.loading import load_model
@@ -29,7 +31,8 @@ from vecd.workers.torch.transformer import Load, build_engine
 def reference_rows(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> Rows:
     """float32 [`probes.num_rows`, row_dim], of the model in `dtype`. Raises what the model raises."""
     config = replace(config, card=config.card.reference_card)
-    if make := _REFERENCES.get(config.card.main_output):
+    make = _REFERENCES.get(config.card.main_output)
+    if make is not None and config.card.model_type not in WITHOUT_CLASS:
         return make(config, dtype, load, probes)
     return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, config.card.row_dim)
 

@@ -18,6 +18,7 @@ from vecd.workers import prefix
 from vecd.workers.batch import Engine, Finish, Layout, PackedBatch, arrange, begin_or_halve
 from vecd.workers.config import WorkerConfig
 from vecd.workers.description import NotDescribed
+from vecd.workers.families import WITHOUT_CLASS
 from vecd.workers.heads import Heads
 from vecd.workers.parity import compare
 from vecd.workers.prefix import MIN_SHARED_TOKENS, PrefixCache, set_apart
@@ -164,6 +165,8 @@ def _forward(card: ModelCard, path: str, dtype: str, device: torch.device, load:
         return load_fused(card, dtype)
     if path not in ("packed", "padded", "unpadded"):
         raise ModelError(f"{card.folder}: there is no path {path}")
+    if path == "packed" and card.model_type in WITHOUT_CLASS:
+        raise NotDescribed(f"transformers has no class of {card.model_type} to pack")
     model = load(dtype)
     if card.score is not None and not has_head:
         model = cast("PreTrainedModel", model.base_model)

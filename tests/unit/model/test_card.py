@@ -191,6 +191,34 @@ NOMIC: dict[str, Any] = {
     "mlp_fc1_bias": False,
     "mlp_fc2_bias": False,
 }
+NOMIC_MOE: dict[str, Any] = {
+    **NOMIC,
+    "activation_function": "gelu",
+    **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), True),
+    "num_experts": 8,
+    "moe_top_k": 2,
+    "moe_every_n_layers": 2,
+}
+_CODE = "jinaai/jina-bert-v2-qk-post-norm"
+JINA_BERT: dict[str, Any] = {
+    **CONFIG,
+    "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
+    "position_embedding_type": "alibi",
+    "feed_forward_type": "geglu",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+}
+FLASH: dict[str, Any] = {
+    **JINA_BERT,
+    "model_type": "xlm-roberta",
+    "auto_map": {"AutoModel": "jinaai/xlm-roberta-flash-implementation--modeling_xlm_roberta.XLMRobertaModel"},
+    "position_embedding_type": "rotary",
+    "hidden_act": "gelu",
+    "rotary_emb_base": 20000.0,
+}
 GTE: dict[str, Any] = {
     **CONFIG,
     "model_type": "new",
@@ -216,6 +244,20 @@ GTE: dict[str, Any] = {
         ),
         (GTE, "gte", 100, 64),
         ({**GTE, "rope_scaling": {"type": "ntk", "factor": 8.0}}, "gte", 100, 64),
+        (NOMIC_MOE, "nomic_bert_moe", 100, 8192),
+        (JINA_BERT, "jina_bert", 100, 64),
+        ({**JINA_BERT, "auto_map": {"AutoModel": f"{_CODE}--modeling_bert.JinaBertModel"}}, "jina_bert_code", 100, 64),
+        # A copy of the code beside the weights.
+        (
+            {**JINA_BERT, "auto_map": {"AutoModel": "modeling_bert.JinaBertModel"}, "_name_or_path": _CODE},
+            "jina_bert_code",
+            100,
+            64,
+        ),
+        (FLASH, "jina_embeddings_v3", 100, 64),
+        ({**FLASH, "position_embedding_type": "absolute"}, "xlm_roberta_flash", 100, 63),
+        # The first of these configurations have no model_type.
+        ({key: value for key, value in FLASH.items() if key != "model_type"}, "jina_embeddings_v3", 100, 64),
         # Code for heads alone: hidden states come from transformers' own model, in sentence-transformers, too.
         ({**CONFIG, "auto_map": {"AutoModelForSequenceClassification": "a--b.C"}}, "bert", 100, 64),
     ],
@@ -392,16 +434,29 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (
-            {**CONFIG, "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"}},
-            "ALiBi",
-        ),
         ({**CONFIG, "model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "behind them"),
         ({**CONFIG, "auto_map": {"AutoModel": "modeling.BertModel"}}, "no architecture that is known to be the same"),
         ({**CONFIG, "auto_map": {"AutoConfig": "configuration.BertConfig"}}, "auto_map: configuration.BertConfig"),
         # The right class by name, of another family.
         ({**CONFIG, "auto_map": {"AutoModel": "x--y.NewModel"}}, "no architecture"),
-        ({**NOMIC, "num_experts": 8, "activation_function": "gelu"}, "is a mixture of 8 experts"),
+        ({**NOMIC_MOE, "activation_function": "swiglu"}, "activation_function is 'swiglu'"),
+        ({**NOMIC_MOE, "moe_top_k": 9}, "moe_top_k is 9, and there are 8 experts"),
+        ({**NOMIC_MOE, "moe_every_n_layers": 1}, "moe_every_n_layers is 1, and must be 2 or more"),
+        ({**NOMIC_MOE, "moe_normalize_expert_weights": True}, "moe_normalize_expert_weights is True"),
+        ({**NOMIC_MOE, "num_shared_experts": 1}, "num_shared_experts is 1"),
+        ({**NOMIC_MOE, "mlp_fc1_bias": False}, "mlp_fc1_bias is False"),
+        ({**JINA_BERT, "position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
+        ({key: value for key, value in JINA_BERT.items() if key != "position_embedding_type"}, "'absolute', and the"),
+        ({**JINA_BERT, "feed_forward_type": "original"}, "feed_forward_type is 'original'; known: geglu, reglu"),
+        ({**JINA_BERT, "num_attention_heads": 5}, "hidden_size 32 is no multiple of 5 heads"),
+        ({**JINA_BERT, "num_attention_heads": 0}, "hidden_size 32 is no multiple of 0 heads"),
+        ({**JINA_BERT, "is_decoder": True}, "is_decoder is True"),
+        ({**FLASH, "position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; known: rotary, absolute"),
+        ({**FLASH, "position_embedding_type": None}, "position_embedding_type is None"),
+        ({**FLASH, "hidden_act": "relu"}, "hidden_act is 'relu'; known: gelu, gelu_new"),
+        ({**FLASH, "num_attention_heads": 3}, "no multiple of 3 heads"),
+        ({**FLASH, "pad_vocab_size_multiple": 8}, "pad_vocab_size_multiple is 8"),
+        ({**FLASH, "rotary_emb_base": "10000"}, "rotary_emb_base is missing or not a number"),
         ({**NOMIC, "activation_function": "gelu"}, "activation_function is 'gelu'"),
         ({key: value for key, value in NOMIC.items() if key != "qkv_proj_bias"}, "qkv_proj_bias is True"),
         ({key: value for key, value in NOMIC.items() if key != "rotary_emb_fraction"}, "rotary_emb_fraction is 0.0"),
