@@ -122,6 +122,8 @@ class ModelCard:
     tokens: TokenHead | None = None
     assumes_pooling: bool = False
     text_template: TextTemplate | None = None
+    task: str | None = None
+    """Of the adapter that is merged into the weights; "": none is, of a model that has some; None: it has none."""
 
     @property
     def main_output(self) -> Output:
@@ -285,10 +287,6 @@ def _refuse_formats(folder: ModelFolder) -> None:
         raise ModelError(f"{path}: is in the GGUF format, which vecd does not serve")
     if not path.is_dir():
         raise ModelError(f"{path}: {'is a file, and a model is a folder' if path.exists() else 'no such folder'}")
-    if folder.has("adapter_config.json"):
-        adapter = folder.settings("adapter_config.json")
-        base = adapter.get("base_model_name_or_path") or "a model that it does not name"
-        raise adapter.error(f"is a LoRA adapter of {base}, and vecd serves whole models")
 
 
 # --- dense vectors ----------------------------------------------------------------------------------------------

@@ -87,6 +87,11 @@ class StoredTensors:
                 _new_name(name): (file, tensor) for name, tensor in tensors_in(path, file.size, file.read).items()
             }
 
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        """What the headers say of all of them."""
+        return {name: tensor for name, (_, tensor) in self._places.items()}
+
 
 def _new_name(name: str) -> str:
     """BERT's first files call the weight and the bias of a norm gamma and beta."""

@@ -100,13 +100,14 @@ def with_made_weights(folder: Path, file: str, model: str, cache_folder: Path, r
     try:
         for find in MAKINGS:
             if making := find(folder, file):
-                folder = _carry_out(making, folder, model, cache_folder, report)
+                folder = carry_out(making, folder, model, cache_folder, report)
         return folder
     except OSError as error:
         raise ModelError(f"{error.filename or folder}: the weights cannot be converted: {error}") from None
 
 
-def _carry_out(making: Making, folder: Path, model: str, cache_folder: Path, report: Callable[[str], None]) -> Path:
+def carry_out(making: Making, folder: Path, model: str, cache_folder: Path, report: Callable[[str], None]) -> Path:
+    """The folder of links in which the model has what is made. Raises ModelError and OSError."""
     place = cache_folder.resolve() / "converted"
     cached = {path: place / f"{_digest_of(made, cache_folder)}.safetensors" for path, made in making.made.items()}
     missing = [path for path, file in cached.items() if made_with(file) is None]

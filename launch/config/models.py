@@ -130,6 +130,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*(/[A-Za-z0-9._:-]+)*")
 """It stands in paths, where clients change "." and "..", and empty parts."""
 _ARGUMENT = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9._/:-]*)=(?P<source>.*)", re.DOTALL)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_IN_REPOSITORY, _TASK = re.compile(r"\w[\w.-]*/[\w.-]+/[\w.-]+"), re.compile(r"\w[\w.-]*")
 _NAMING = {
     "served_model_name": "the table's own name is the model's: [models.NAME]",
     "model_aliases": 'a table has aliases = ["NAME"]',
@@ -193,8 +194,22 @@ def names_configured(settings: Settings) -> dict[str, str]:
     return {each: name for name, aliases in named for each in (*aliases, name)}
 
 
+def split_task(model: str) -> tuple[str, str]:
+    """A model's source, and behind its last slash the task whose adapter it has, as in "jinaai/jina-embeddings-v3/
+    retrieval.query" or "./v3/retrieval.query"; "": none. A folder that exists has none."""
+    path = os.path.expanduser(model)
+    source, _, task = path.rpartition("/")
+    is_in_folder = os.path.isfile(os.path.join(source, "config.json"))
+    is_task = bool(_TASK.fullmatch(task)) and (
+        is_in_folder or (bool(_IN_REPOSITORY.fullmatch(model)) and path == model)
+    )
+    return (source, task) if is_task and not os.path.exists(path) else (model, "")
+
+
 def folder_of(model: str) -> Path | None:
-    """The folder that a model's source names, which need not exist; None for an id of the hub. Raises nothing."""
+    """The folder that a model's source names, without a task, which need not exist; None for an id of the hub. Raises
+    nothing."""
+    model, _ = split_task(model)
     path = os.path.expanduser(model)
     is_path = os.path.exists(path) or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     return Path(path).absolute() if is_path else None
@@ -203,8 +218,10 @@ def folder_of(model: str) -> Path | None:
 def name_of(model: str) -> str:
     if not model:
         return BUNDLED_NAME
-    folder = folder_of(model)
-    return model if folder is None else folder.resolve().name
+    source, task = split_task(model)
+    folder = folder_of(source)
+    name = source if folder is None else folder.resolve().name
+    return f"{name}/{task}" if task else name
 
 
 def _check_unknown_model(settings: Settings, num_models: int) -> list[str]:

@@ -21,6 +21,7 @@ from vecd.base.failures import ConfigurationError, StartFailure
 from vecd.base.programs import NEEDS_TORCH, are_installed, has_torch, not_installed
 from vecd.gateway.config import ApiKey, ChatTemplateSpec, GatewayConfig
 from vecd.gateway.http.tls import find_problems, why_unreadable
+from vecd.launch.config.adapters import with_adapter
 from vecd.launch.config.keys import load_keys
 from vecd.launch.config.made_weights import with_made_weights
 from vecd.launch.config.models import (
@@ -30,6 +31,7 @@ from vecd.launch.config.models import (
     check_defaults,
     folder_of,
     name_of,
+    split_task,
     with_prompts,
 )
 from vecd.launch.config.templates import read_chat_template, with_pair_template, with_text_template
@@ -240,9 +242,11 @@ def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[s
     settings = entry.settings
     source, name, file = _find_model(settings, report)
     path = with_made_weights(source, file, name, settings.cache_folder, report)
+    _, task = split_task(settings.model)
+    path, of_task = with_adapter(path, task, file, name, settings.cache_folder, report, _fetch)
     folder = ModelFolder(path, settings.kind, settings.pooling, file)
     model_files = _files_in(folder.path)
-    card = with_text_template(with_pair_template(card_of(folder), folder), folder)
+    card = replace(with_text_template(with_pair_template(card_of(folder), folder), folder), task=of_task)
     if card.export_file and not file and len(folder.exports) > 1:
         first = folder.exports[0].relative_to(folder.weights_folder)
         report(f"{name} is served from {first}, the first of {len(folder.exports)} exports: --file names another")
@@ -449,7 +453,7 @@ def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path
         if spec is None or spec.origin is None:
             raise ConfigurationError(f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}")
         return Path(spec.origin).parent / "model", BUNDLED_NAME, file
-    folder = folder_of(model) or _fetch(model, settings.revision, file, report)
+    folder = folder_of(model) or _fetch(split_task(model)[0], settings.revision, file, report)
     if folder.suffix == ".gguf" and folder.is_file() and not file:
         folder, file = folder.parent, folder.name
     if folder.is_dir():

@@ -39,7 +39,7 @@ IdsOf: TypeAlias = Callable[[str, str], Ids]
 @dataclass(frozen=True)
 class Layout:
     name: str
-    """Its hub id."""
+    """Its hub id, and behind a slash the task whose adapter is merged."""
     save: Callable[[Path], object]
     """Writes the checkpoint into an empty folder, the same bytes each time."""
     reference: Reference
@@ -70,6 +70,8 @@ def folder_of(layout: Layout) -> Path:
 
 def table_of(layout: Layout, source: Path | str, name: str = "", **settings: Any) -> str:
     """Its table in the configuration file, in TOML."""
+    if isinstance(source, Path) and layout.name.count("/") == 2:
+        source = source / layout.name.rpartition("/")[2]
     lines = [f"[models.{json.dumps(name or layout.name)}]"]
     values = {"source": str(source), **layout.settings, **settings}
     return "\n".join([*lines, *(f"{key} = {_in_toml(value)}" for key, value in values.items()), ""])

@@ -335,14 +335,10 @@ def test_a_text_model_inside_a_larger_one(folder: Folder) -> None:
         ("file", "is a file, and a model is a folder"),
         # The fetch leaves nothing there.
         ("models--a--b-GGUF/snapshots/0a1b", "is in the GGUF format"),
-        ("adapter", "is a LoRA adapter of BAAI/bge-m3"),
-        ("adapter of nothing", "is a LoRA adapter of a model that it does not"),
     ],
 )
 def test_what_is_no_folder_of_a_model(tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "file").touch()
-    ModelFolder(tmp_path / "adapter").write("adapter_config.json", {"base_model_name_or_path": "BAAI/bge-m3"})
-    ModelFolder(tmp_path / "adapter of nothing").write("adapter_config.json", {})
     with pytest.raises(ModelError, match=f"{name}.*: {why}"):
         read_card(tmp_path / name)
 

@@ -59,7 +59,7 @@ def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: s
         ("/x: no such folder", "check the path"),
         ("/x: is in the GGUF format, which vecd does not serve", "without GGUF"),
         ("/x/model.safetensors: is a file, and a model is a folder", "name the folder"),
-        ("/x/adapter_config.json: is a LoRA adapter of a/b, and vecd serves whole models", "merge_and_unload"),
+        ("/x/adapter_config.json: use_dora is True: such an adapter is more than a product", "merge_and_unload"),
         ("/x/config.json: a model of type clip has images; vecd serves text", "text alone"),
         ("/x/config.json: causal is True, and the version of this model that is served has", "take another model"),
         ("/x/config.json: BertForMaskedLM without modules.json may be a base model", "--kind"),
