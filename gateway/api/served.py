@@ -34,6 +34,18 @@ _RETRIEVAL = frozenset((*_QUERY, *_DOCUMENT, "code.query", "code.passage"))
 PURPOSES = tuple(_PURPOSES)
 """The purposes that are known for every model."""
 
+
+def _meant_by(purpose: str) -> tuple[str, ...]:
+    return (purpose, *_PURPOSES.get(purpose, ()))
+
+
+def _adapters_for(purpose: str) -> list[str]:
+    """What adapters for texts of a purpose may be called, the nearest first: the purpose's names, and each without what
+    is behind its dot. Without separators, for which published names have any."""
+    return [_SEPARATORS.sub("", name) for each in _meant_by(purpose) for name in (each, each.partition(".")[0])]
+
+
+_SEPARATORS = re.compile(r"[._-]")
 _NO_TEXTS = {"image": "this server embeds texts"}
 
 _MAX_LISTED_CHARS = 32
@@ -169,9 +181,16 @@ class ModelInfo:
         If the model has no such prompt: None, which means the default prompt; by an alias with a prompt the text of the
         model's own default prompt. For queries and documents it is "" instead if there is a default prompt, because
         that may be meant for the other of the two; sentence-transformers' `encode_query` and `encode_document` do the
-        same. Raises BadRequest, which names the field `param`, for an unknown purpose.
+        same. Raises BadRequest, which names the field `param`, for an unknown purpose, and for one that the adapter in
+        the model's weights is not for.
         """
-        for name in (purpose, *_PURPOSES.get(purpose, ())):
+        task = self.card.task
+        if task is not None and purpose in _PURPOSES and _SEPARATORS.sub("", task) not in _adapters_for(purpose):
+            has = f"the adapter of '{task}'" if task else "no adapter merged"
+            raise BadRequest(
+                f"'{param}' {quoted(purpose)} needs another adapter: model '{self.model}' has {has}", param=param
+            )
+        for name in _meant_by(purpose):
             if name in self.prompts:
                 return self.checked(self.prompts[name], param)
         if purpose not in _PURPOSES:
@@ -273,6 +292,13 @@ class Models:
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
         self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
 
+        self._by_task: dict[str, dict[str, ModelInfo]] = {}
+        for name, model in (*names, *aliases):
+            base, _, task = name.casefold().rpartition("/")
+            if model.card.task and task == model.card.task.casefold():
+                for each in filter(None, (base, _without_organization(base))):
+                    self._by_task.setdefault(each, {}).setdefault(model.card.task, model)
+
     def _only(self, names: tuple[str, ...]) -> "Models":
         """Those of the models that have these names in the configuration; there may be none."""
         models = [model for model in self.all if model.model in names]
@@ -309,12 +335,34 @@ class Models:
                 return f"{base if base in model.names else model.model}:{suffix}"
         return model.model if model.defaults is None else model.defaults.alias
 
-    def choose(self, name: str | None, needs: Sequence[str], *, refuses_unknown: bool = False) -> ModelInfo:
+    def _of_base(self, name: str, purpose: str) -> ModelInfo | None:
+        """Where `name` is that of a base of which adapters are served, as "base/task": the one for the purpose. None:
+        it is no such name, or the base is served, too, and the purpose is none of those known. Raises BadRequest."""
+        exact, (base, _, suffix) = self._exact.get(name), name[:_MAX_CHARS].partition(":")
+        tasks = self._by_task.get(base.casefold()) if exact is None or exact.card.task == "" else None
+        if not tasks:
+            return None
+        purpose = purpose or suffix
+        by_name = {_SEPARATORS.sub("", task): model for task, model in tasks.items()}
+        if found := next((by_name[each] for each in _adapters_for(purpose) if each in by_name), None):
+            return found
+        if self.find(base) is not None and purpose not in _PURPOSES:
+            return None
+        given = f", is {quoted(purpose)}" if purpose else ""
+        raise BadRequest(
+            f"'task' must be for one of the adapters of '{base}' that are served: {listed(tasks)}{given}",
+            param="task",
+        )
+
+    def choose(
+        self, name: str | None, needs: Sequence[str], *, purpose: str = "", refuses_unknown: bool = False
+    ) -> ModelInfo:
         """The model for a request that names one, or none: then, and for an unknown name if that is not refused, it is
         the first that has the first of the capabilities `needs`, or else the second, and so on; the first of all where
-        none is needed, and where no model has one. `refuses_unknown`: whatever the policy is. Raises ModelNotFound, and
-        Unavailable while models are still to come."""
-        found = self.find(name) if name else None
+        none is needed, and where no model has one. `purpose`: of the texts, which chooses among the adapters of the
+        base that is named. `refuses_unknown`: whatever the policy is. Raises ModelNotFound, BadRequest, and Unavailable
+        while models are still to come."""
+        found = (self._of_base(name, purpose) or self.find(name)) if name else None
         if found is not None:
             return found
         if not self.is_complete:

@@ -53,7 +53,7 @@ from vecd.gateway.app.routes import (
     served,
 )
 from vecd.gateway.config import ApiKey, GatewayConfig
-from vecd.gateway.dialects.ask import INPUT, MODEL, read
+from vecd.gateway.dialects.ask import INPUT, INPUT_TYPE, MODEL, PROMPT_NAME, read
 from vecd.gateway.encoding.result import Pieces
 from vecd.gateway.errors import ApiError, NotFound, Unavailable
 from vecd.gateway.request import HEADER, Durations, Embedded, HttpRequest, ModelChoice, Response, Source
@@ -268,8 +268,11 @@ class App:
         if choice.found is None:
             asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
             needs = [need for each in asked for need in each] if all(asked) else []
+            said = (each.fields.words.get(key, ()) for each in operations for key in (INPUT_TYPE.key, PROMPT_NAME.key))
+            purposes = (body.get(word) for words in said for word in words)
+            purpose = next((each for each in purposes if isinstance(each, str)), "")
             try:
-                info = models.choose(choice.named or name, needs)
+                info = models.choose(choice.named or name, needs, purpose=purpose)
             except ApiError as error:
                 error.dialect = claims[0].dialect.name
                 raise

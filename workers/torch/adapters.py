@@ -7,8 +7,11 @@ less than the last bit of what it is added to. All others stay as they are.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vecd.base.files import JsonMapping
@@ -17,7 +20,9 @@ from vecd.model.files import Folder
 from vecd.workers.torch.checkpoint import TYPES, Tensors
 from vecd.workers.torch.making import Content, Planned
 
-_BLOCK = 2**18
+Floats: TypeAlias = NDArray[np.float32]
+
+_BLOCK = 2**17
 """Floats of the rows that are summed at once, which a core's cache holds."""
 
 
@@ -51,17 +56,22 @@ def _sum(merge: Merge, base: Tensors, adapter: Tensors) -> Tensor:
     if merge.at is not None:
         left, right = left[merge.at], right[merge.at]
     weight = base[merge.weight].float()
-    _add(weight.T if merge.is_transposed else weight, left.float() * merge.scale, right.float())
+    _add(
+        (weight.T if merge.is_transposed else weight).numpy(),
+        (left.float() * merge.scale).numpy(),
+        right.float().numpy(),
+    )
     return weight
 
 
-def _add(weight: Tensor, left: Tensor, right: Tensor) -> None:
+def _add(weight: Floats, left: Floats, right: Floats) -> None:
     """Add the product of `left` [out, r] and `right` [r, in] to `weight`, in an order that is the same on every
-    machine, as no library's product is: the identity of the model is a digest of the sum."""
+    machine, as no library's product is: the identity of the model is a digest of the sum. By numpy, whose steps have
+    one thread: 8 to 10 s for the 440 million numbers of jina-embeddings-v5-text-small, of rank 32."""
     num_rows = max(1, _BLOCK // max(1, weight.shape[1]))
     for start in range(0, len(weight), num_rows):
         rows, factors = weight[start : start + num_rows], left[start : start + num_rows]
-        product = torch.zeros_like(rows)
+        product = np.zeros(rows.shape, np.float32)
         for column, row in zip(factors.T, right, strict=True):
             product += column[:, None] * row
         rows += product

@@ -28,7 +28,7 @@ from tests.support import tiny_tokenizers
 from tests.support.checkpoints import save_random
 from tests.support.published import Layout, RowsOf
 
-_SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+_SIZES: dict[str, Any] = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "max_position_embeddings": 96, "pad_token_id": 0}
 V3_TASKS = ("retrieval.query", "retrieval.passage", "separation", "classification", "text-matching")
 V5_TASKS = ("classification", "clustering", "retrieval", "text-matching")
@@ -139,8 +139,9 @@ def save_sentence_adapter(folder: Path) -> Path:
     return folder
 
 
-def _bert(folder: Path) -> Any:
-    model = BertModel.from_pretrained(folder / "base", dtype=torch.float32).eval()
+def bert_of(base: Path) -> Any:
+    """With the adapter of `save_bert_adapter`."""
+    model = BertModel.from_pretrained(base, dtype=torch.float32).eval()
     add(model, pairs_of(model, BERT_TARGETS, 4, 1), 2.0)
     return model
 
@@ -258,11 +259,11 @@ def v3_reference(folder: Path, task: str) -> RowsOf:
 
 
 def _mean(folder: Path) -> RowsOf:
-    return rows_of(_bert(folder), lambda states: states.mean(0))
+    return rows_of(bert_of(folder / "base"), lambda states: states.mean(0))
 
 
 def _cls(folder: Path) -> RowsOf:
-    return rows_of(_bert(folder), lambda states: states[0])
+    return rows_of(bert_of(folder / "base"), lambda states: states[0])
 
 
 def of_task(hub_id: str, task: str, save: Callable[[Path], object], reference: Callable[[Path, str], RowsOf]) -> Layout:

@@ -340,3 +340,71 @@ def test_the_longest_of_the_names_as_they_are_configured():
 def test_a_name_in_a_header_is_in_ascii():
     assert header_value("BAAI/bge-m3:query") == "BAAI/bge-m3:query"
     assert header_value("é\r\nx: y") == "%C3%A9%0D%0Ax%3A%20y"
+
+
+# --- adapters by task -------------------------------------------------------------------------------------------
+
+V3 = "jinaai/jina-embeddings-v3"
+OF_QUERIES = served(f"{V3}/retrieval.query", task="retrieval.query", prompts={"retrieval.query": "q: "}, prompt="q: ")
+OF_PASSAGES = served(f"{V3}/retrieval.passage", task="retrieval.passage", prompts={"retrieval.passage": "p: "})
+OF_CLUSTERS = served(f"{V3}/separation", task="separation", aliases=("clusters",))
+V5 = served("v5/retrieval", task="retrieval", prompts={"query": "Query: ", "document": "Document: "})
+V5_MATCHING = served("v5/text_matching", task="text_matching")
+PLAIN_V5 = served("v5", task="")
+OF_TASKS = (MINILM, OF_QUERIES, OF_PASSAGES, OF_CLUSTERS, V5, V5_MATCHING, PLAIN_V5)
+
+
+@pytest.mark.parametrize(
+    ("name", "purpose", "expected"),
+    [
+        (V3, "retrieval.query", OF_QUERIES),
+        ("jina-embeddings-V3", "search_document", OF_PASSAGES),
+        (V3, "clustering", OF_CLUSTERS),
+        (V3, "code.query", OF_QUERIES),
+        (f"{V3}:query", "", OF_QUERIES),
+        (f"{V3}/separation", "", OF_CLUSTERS),
+        ("clusters", "", OF_CLUSTERS),
+        ("v5", "retrieval.query", V5),
+        ("v5", "document", V5),
+        ("v5", "text-matching", V5_MATCHING),
+        ("v5", "", PLAIN_V5),
+        ("v5", "string", PLAIN_V5),
+        ("other", "retrieval.query", MINILM),
+        (None, "retrieval.query", MINILM),
+    ],
+)
+def test_a_task_chooses_among_the_adapters_of_a_base(name, purpose, expected):
+    assert Models(OF_TASKS, refuses_unknown=False).choose(name, ("dense",), purpose=purpose) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "purpose", "given"),
+    [
+        (V3, "", ""),
+        (V3, "classification", ", is 'classification'"),
+        (V3, "x" * 99, ", is 'xxx"),
+        ("v5", "clustering", ""),
+    ],
+)
+def test_a_task_without_an_adapter_is_refused_with_those_that_are_served(name, purpose, given):
+    with pytest.raises(BadRequest, match=r"'task' must be for one of the adapters of .* that are served: ") as caught:
+        Models(OF_TASKS, refuses_unknown=False).choose(name, ("dense",), purpose=purpose)
+    served_tasks = "'retrieval.query', 'retrieval.passage', 'separation'" if name == V3 else "'retrieval', 'text_match"
+    assert (caught.value.status, caught.value.param) == (400, "task")
+    assert f"served: {served_tasks}" in caught.value.message
+    assert given in caught.value.message
+    assert len(caught.value.message) < 300
+
+
+def test_an_adapter_is_for_its_task_alone():
+    assert OF_QUERIES.prompt_for("query") == OF_QUERIES.prompt_for("retrieval.query") == "q: "
+    assert V5.prompt_for("retrieval.passage") == "Document: "
+    assert OF_CLUSTERS.prompt_for("clustering") is None
+    for model_info, purpose, has in (
+        (OF_QUERIES, "retrieval.passage", "has the adapter of 'retrieval.query'"),
+        (OF_CLUSTERS, "search_query", "has the adapter of 'separation'"),
+        (PLAIN_V5, "retrieval.query", "has no adapter merged"),
+    ):
+        with pytest.raises(BadRequest, match=f"'task' '{purpose}' needs another adapter: model '.*' {has}") as caught:
+            model_info.prompt_for(purpose, "task")
+        assert caught.value.param == "task"
