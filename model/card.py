@@ -21,6 +21,7 @@ from vecd.model.files import export_files as export_files
 from vecd.model.files import one_line as one_line
 from vecd.model.folder import POSITIONS_AFTER_PADDING as POSITIONS_AFTER_PADDING
 from vecd.model.folder import ModelFolder, architecture_of, is_causal_model, names_of
+from vecd.model.known import published
 from vecd.model.multi_vector_card import MultiVector, Sparse, has_bge_m3, read_bge_m3
 from vecd.model.score_card import Classifier, LlmReranker
 from vecd.model.steps import (
@@ -33,41 +34,6 @@ from vecd.model.steps import (
     read_steps,
 )
 from vecd.shm.output import Output
-
-# What is published about models by name, where their files do not say it.
-#
-# Sources: the model cards on the Hugging Face hub, and jina.ai/models.
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    matryoshka_dims: tuple[int, ...] | None = None
-    """The lengths that the model's vectors may be cut to, some longer than its smaller variants' vectors; empty: any
-    length; None: nothing is published."""
-    instead: str = ""
-
-
-_UP_TO_1024 = (32, 64, 128, 256, 512, 768, 1024)
-_TABLE = (
-    (r"qwen3-embedding-[\d.]+b", Published(())),
-    (r"embeddinggemma-300m", Published((128, 256, 512, 768))),
-    (r"nomic-embed-text-v1\.5", Published((64, 128, 256, 512, 768))),
-    (r"modernbert-embed-base", Published((256, 768))),
-    (r"mxbai-embed-large-v1", Published(())),
-    (r"snowflake-arctic-embed-(m-v1\.5|[ml]-v2\.0)", Published((256,))),
-    (r"jina-embeddings-v3", Published(_UP_TO_1024, "jinaai/jina-embeddings-v3-hf")),
-    (r"jina-embeddings-v3-hf|jina-embeddings-v5-text-(small|nano)-\w.*", Published(_UP_TO_1024)),
-    (r"jina-embeddings-v5-text-small", Published(_UP_TO_1024, "jinaai/jina-embeddings-v5-text-small-retrieval")),
-    (r"static-(retrieval-mrl-en|similarity-mrl-multilingual)-v1", Published((32, 64, 128, 256, 512, 1024))),
-    (r"potion-[\w-]+", Published(())),
-)
-
-
-def published(names: str) -> Published:
-    parts = re.split(r"/|--|\s", names.lower())
-    found = (facts for pattern, facts in _TABLE if any(re.fullmatch(pattern, part) for part in parts))
-    return next(found, Published())
-
 
 _SPANNED_DIM = 1024
 """Floats of a row where an output spans several: a slot of 2,048 rows holds 68 sequences with BERT's vocabulary."""

@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -35,11 +35,13 @@ from vecd.base.status_line import StatusLine
 from vecd.client.bench.texts import Lengths, draw_text, read_texts
 from vecd.launch.check import model as check_model
 from vecd.launch.check.report import Problem, Report, new_report, render
-from vecd.launch.config.models import ModelEntry, load_models, name_of
+from vecd.launch.check.table import known_as_json, known_as_text, markdown_head, markdown_row, read_names
+from vecd.launch.config.models import ModelEntry, load_models, name_of, split_source
 from vecd.launch.config.plan import Plan, make_plan, version
 from vecd.launch.config.settings import load_settings
 from vecd.launch.config.tokens import tokenize
 from vecd.model.card import ModelError
+from vecd.model.known import known_models
 from vecd.shm.job import run_job
 from vecd.shm.settings import Settings
 from vecd.workers.batch import ReportProgress
@@ -60,7 +62,8 @@ _COMMAND = Command(
     "--device, --engine, --max-tokens, --revision, --cache-dir and every other flag, variable and file mean what they "
     "mean to vecd serve. Exit codes: 0 the model can be served, 2 bad usage, 3 it cannot or should not be served.",
     "vecd check [MODEL] [--all] [--quick] [--json] [--remember] [--texts FILE] [--seconds SECONDS] "
-    "[flags of vecd serve]\n       vecd check --fleet URL URL… [--json] [--api-key KEY]",
+    "[flags of vecd serve]\n       vecd check --table FILE [--quick] [flags of vecd serve]\n       "
+    "vecd check --known [--json]\n       vecd check --fleet URL URL… [--json] [--api-key KEY]",
 )
 
 
@@ -68,16 +71,24 @@ _COMMAND = Command(
 class CheckOptions:
     all: bool = flag(False, "check every configured model")
     fleet: bool = flag(False, "compare running servers (vecd check --fleet --help)")
+    known: bool = flag(False, "list the models that have a name of one word, and check nothing")
+    table: FilePath | None = flag(
+        None, "check the models in this file, [NAME=]MODEL a line, and print a table in Markdown", word="FILE"
+    )
     quick: bool = flag(False, "do not measure speed")
     json: bool = flag(False, "print the report as one JSON object")
     remember: bool = flag(False, "if the vectors are right, write the reference's beside the model")
     texts: FilePath | None = flag(None, 'compare with these: one a line, or JSON objects with a "text"', word="FILE")
     seconds: float = flag(2.5, "to measure each dtype and length of text (2.5)", above=0, at_most=600, unit="seconds")
 
+    @property
+    def takes_several(self) -> bool:
+        return self.all or self.table is not None
+
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 the model can be served, 2 bad arguments or settings, 3 it cannot, or should not, 130 interrupted.
-    With --all it is 3 if one of the models cannot. Those of --fleet are `vecd.launch.check.fleet`'s.
+    With --all and --table it is 3 if one of the models cannot. Those of --fleet are `vecd.launch.check.fleet`'s.
 
     The report goes to standard output, stages and errors of usage to standard error.
     """
@@ -89,11 +100,17 @@ def main(argv: Sequence[str]) -> int:
         given = FieldValues(flags_in(CheckOptions))
         rest = given.add_argv(argv, _COMMAND)
         options = CheckOptions(**given.read())
-        entries = load_models(load_settings(rest, beside=given))
-        if len(entries) > 1 and not options.all:
+        comments = _read_table(options)
+        entries = load_models(load_settings([*rest, *comments], beside=given))
+        if options.known:
+            _print(
+                orjson.dumps(known_as_json(known_models())).decode() if options.json else known_as_text(known_models())
+            )
+            return EXIT_OK
+        if len(entries) > 1 and not options.takes_several:
             names = ", ".join(entry.name for entry in entries)
             raise ConfigurationError(f"MODEL: vecd check takes one model, or --all, and these are given: {names}")
-        return _check(entries, options)
+        return _check(entries, options, {split_source(model)[1]: comment for model, comment in comments.items()})
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
@@ -105,31 +122,51 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_INTERNAL_ERROR
 
 
-def _check(entries: Sequence[ModelEntry], options: CheckOptions) -> int:
-    """Print each report when it is complete, unless all are to be one object. Returns the exit code. Raises
-    ConfigurationError for the arguments; with --all, what is wrong with the settings of a model is a problem of its
-    report."""
+def _read_table(options: CheckOptions) -> dict[str, str]:
+    """As `read_names`; empty without --table. Raises ConfigurationError."""
+    path = options.table
+    if path is None:
+        return {}
+    if options.json:
+        raise ConfigurationError("--json: given with --table, which prints Markdown; --all --json has the same figures")
+    try:
+        found = read_names(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--table: {path}: cannot be read: {error}") from None
+    if not found:
+        raise ConfigurationError(f"--table: {path}: names no model")
+    return found
+
+
+def _check(entries: Sequence[ModelEntry], options: CheckOptions, comments: Mapping[str, str]) -> int:
+    """Print each report when it is complete, unless all are to be one object. `comments`: by model, for the table.
+    Returns the exit code. Raises ConfigurationError for the arguments; of several models, what is wrong with the
+    settings of one is a problem of its report."""
     texts: list[str] = []
     for entry in entries:
         texts = _read_texts(options, entry.settings)
     reports: dict[str, Report] = {}
+    if options.table is not None:
+        _print(markdown_head())
     for entry in entries:
         name = entry.name or name_of(entry.settings.model)
         try:
             reports[name] = report = _examine(entry.settings, texts, options)
         except ConfigurationError as error:
-            if not options.all:
+            if not options.takes_several:
                 raise
             problems = [Problem(problem, "change the setting") for problem in error.problems]
             reports[name] = report = new_report(version(), *problems)
-        if not options.json:
+        if options.table is not None:
+            _print(markdown_row(name, report, comments.get(entry.settings.model, "")))
+        elif not options.json:
             _print(f"# {name}\n\n{render(report)}\n" if options.all else render(report))
     failed = [name for name, report in reports.items() if report["problems"]]
     described = {name: {"is_servable": name not in failed, **report} for name, report in reports.items()}
     if options.json:
         whole = {"is_servable": not failed, "models": described} if options.all else next(iter(described.values()))
         _print(orjson.dumps(whole).decode())
-    elif options.all:
+    elif options.all and options.table is None:
         which = f"{len(failed)} of {len(reports)} models cannot be served: {', '.join(failed)}"
         _print(which if failed else "All models can be served.")
     return EXIT_COULD_NOT_START if failed else EXIT_OK

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.launch.check.report import Problem
-from vecd.model.card import ModelCard, ModelError, published
+from vecd.model.card import ModelCard, ModelError
 from vecd.model.files import Folder, source_of, stored_tensors, vocabulary_files
 from vecd.model.folder import architecture_of, names_of
+from vecd.model.known import published
 from vecd.model.steps import Step
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}

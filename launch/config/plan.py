@@ -39,6 +39,7 @@ from vecd.launch.config.tokens import ordered_pair
 from vecd.model.card import ModelCard, ModelError, card_of
 from vecd.model.files import check_named, files_of, source_of
 from vecd.model.folder import ModelFolder
+from vecd.model.known import known_id, refuse_unknown_word
 from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
 from vecd.shm.control import parse_keep_alive
@@ -453,12 +454,27 @@ def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path
         if spec is None or spec.origin is None:
             raise ConfigurationError(f"MODEL: none is named, and the bundled one is {not_installed('vecd[minilm]')}")
         return Path(spec.origin).parent / "model", BUNDLED_NAME, file
-    folder = folder_of(model) or _fetch(split_task(model)[0], settings.revision, file, report)
+    folder = folder_of(model)
+    hub_id = _named_by(split_task(model)[0], folder, report)
+    folder = folder or _fetch(hub_id, settings.revision, file, report)
     if folder.suffix == ".gguf" and folder.is_file() and not file:
         folder, file = folder.parent, folder.name
     if folder.is_dir():
         check_named(folder, file)
     return folder, name_of(model), file
+
+
+def _named_by(model: str, folder: Path | None, report: Callable[[str], None]) -> str:
+    """The id on the hub, also of a word. `folder`: what `model` is, if that is there. Raises ModelError for a word that
+    is neither."""
+    hub_id = known_id(model)
+    if folder is None:
+        refuse_unknown_word(model)
+    if hub_id and folder is None:
+        report(f"{model}: there is no such folder, so {hub_id} of the hub is taken, which is known by this name")
+    elif hub_id:
+        report(f"{model}: the folder {folder} is taken, not {hub_id} of the hub, which is known by this name")
+    return hub_id or model
 
 
 def _fetch(model: str, revision: str, file: str, report: Callable[[str], None]) -> Path:

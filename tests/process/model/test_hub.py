@@ -11,7 +11,8 @@ from tests.support.pickled import pickled
 from vecd.base import programs
 from vecd.launch.config import made_weights
 from vecd.launch.config.identity import read_identity
-from vecd.launch.config.plan import Plan, make_plan
+from vecd.launch.config.models import load_models
+from vecd.launch.config.plan import Plan, make_plan, make_plans
 from vecd.launch.config.settings import load_settings
 from vecd.model import hub
 from vecd.model.card import ModelError
@@ -162,3 +163,33 @@ def test_without_torch_no_pickle_is_fetched(monkeypatch, tmp_path):
     why = "has neither safetensors nor onnx/model.onnx, and making safetensors of pickles"
     assert str(caught.value) == f"org/model: {why} {programs.NEEDS_TORCH}"
     assert "pytorch_model*.bin" not in asked
+
+
+def test_a_name_of_one_word_is_the_model_of_the_hub_unless_a_folder_has_it(connect, tmp_path, monkeypatch):
+    folder = save_template(tmp_path / "model")
+    flags = ["--device", "cpu", "--cache-dir", str(tmp_path / "cache")]
+    said: list[str] = []
+
+    def planned(*words: str) -> Plan:
+        [plan] = make_plans(load_models(load_settings([*words, *flags])), said.append)
+        return plan
+
+    monkeypatch.chdir(tmp_path)
+    with Hub({"sentence-transformers/all-MiniLM-L6-v2": folder}) as stand_in:
+        connect(stand_in)
+        by_word = planned("all-minilm")
+        assert by_word.gateway.model == "all-minilm"
+        assert "models--sentence-transformers--all-MiniLM-L6-v2" in by_word.card.folder
+        taken = "sentence-transformers/all-MiniLM-L6-v2 of the hub is taken, which is known by this name"
+        assert said[0] == f"all-minilm: there is no such folder, so {taken}"
+        (tmp_path / "vecd.toml").write_text('[models.mine]\nsource = "all-minilm"\n')
+        assert planned("--config", "vecd.toml").card.folder == by_word.card.folder
+        said.clear()
+        (tmp_path / "all-minilm").symlink_to(folder)
+        by_folder = planned("all-minilm")
+        assert by_folder.card.folder == str(folder)
+        assert said[0].startswith(f"all-minilm: the folder {tmp_path}/all-minilm is taken, not sentence-transformers/")
+    for plan in (by_word, by_folder):
+        plan.close()
+    with pytest.raises(ModelError, match=r"^all-minilms: no such folder, .*; did you mean all-minilm\?$"):
+        planned("all-minilms")

@@ -316,3 +316,42 @@ def test_bad_usage(arguments: list[str], says: str, environment: Path, capfd: py
     assert out == ""
     assert says in err
     assert all(line.startswith("vecd check: ") for line in err.splitlines())
+
+
+# --- tables of models ---------------------------------------------------------------------------------------------
+
+
+def test_a_table_has_a_line_for_each_model_in_a_file(environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also for those that cannot be served."""
+    names = environment.parent / "names.txt"
+    names.write_text(f"# two of ours\ntiny={folders()['cls']}  # a tiny checkpoint\nall-minilms\n")
+    assert check.main(["--table", str(names), "--dtype", "float32", "--quick"]) == 3
+    head, rule, tiny, unknown = capfd.readouterr().out.splitlines()
+    assert rule.count("|") == head.count("|") == tiny.count("|") == unknown.count("|")
+    assert tiny.startswith("| tiny | dense | **lean float32** 1.000000 |  | ")
+    assert tiny.endswith(" MB |  | a tiny checkpoint |")
+    assert "not served: all-minilms: no such folder" in unknown
+    assert "did you mean all-minilm?" in unknown
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--table", "missing.txt"], "--table: missing.txt: cannot be read: "),
+        (["--table", os.devnull], f"--table: {os.devnull}: names no model"),
+        (["--table", os.devnull, "--json"], "--json: given with --table, which prints Markdown"),
+    ],
+)
+def test_a_table_that_cannot_be_made(
+    flags: list[str], says: str, environment: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert check.main(flags) == 2
+    assert f"vecd check: {says}" in capfd.readouterr().err
+
+
+def test_the_models_that_have_a_name(environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--known"]) == 0
+    assert "BAAI/bge-m3" in capfd.readouterr().out
+    assert check.main(["--known", "--json"]) == 0
+    by_name = {model["names"][0]: model for model in json.loads(capfd.readouterr().out)}
+    assert by_name["embeddinggemma"]["matryoshka_dims"] == [128, 256, 512, 768]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests.support.checkpoints import FLOATS_OF_FUSED, cosines_of
 from tests.support.published import Layout, folder_of, layouts
 from tests.support.published._configured import configured
+from vecd.model.known import known_models
 from vecd.shm.output import Output, span_of
 from vecd.workers.batch import Engine, PackedBatch
 from vecd.workers.config import WorkerConfig
@@ -32,6 +33,8 @@ Rows = NDArray[np.float32]
 BOUND = 1e-5
 """Of numbers in float32, as a part of them or, below 1, as it is."""
 COSINES = {"float32": 0.99999, "bfloat16": 0.998}
+NOBODY = ("org", "a-firm")
+"""Owners of layouts that are of no published model."""
 MOST_TOKENS = 300
 LENGTHS = (2, 3, 7, 64, 1, 33, 2, 12, MOST_TOKENS)
 _OUTPUTS = {"dense": Output.VECTORS, "sparse": Output.SPARSE, "multi-vector": Output.TOKEN_VECTORS}
@@ -48,7 +51,7 @@ def sequences_of(config: WorkerConfig) -> list[tuple[NDArray[np.int32], int]]:
     """Random ids between the special tokens that the model's sequences have, and where a second part begins."""
     card, rng = config.card, np.random.default_rng(0)
     before, behind = special_tokens(card)
-    others = np.setdiff1d(np.arange(card.vocab_size, dtype=np.int32), [*before, *behind])
+    others = np.setdiff1d(np.arange(card.vocab_size, dtype=np.int32), [*before, *behind, *card.ignored_ids])
     most = min(MOST_TOKENS, card.max_tokens)
     lengths = [max(len(before) + 1 + len(behind), min(length, most)) for length in LENGTHS]
     found = []
@@ -137,3 +140,10 @@ def offered(config: WorkerConfig, path: str, dtype: str, layout: Layout) -> Engi
     with mock.patch.object(FusedForward, "warm"), suppress(NotDescribed, PackingError):
         return build(config, path, dtype)
     return None
+
+
+def test_every_layout_of_the_hub_has_a_name_of_one_word() -> None:
+    """But for those of no model that is named in public."""
+    known = {model.hub_id for model in known_models()}
+    ids = {"/".join(layout.name.split("/")[:2]) for layout in layouts()}
+    assert {each for each in ids if each.partition("/")[0] not in NOBODY} <= known

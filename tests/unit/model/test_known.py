@@ -1,0 +1,62 @@
+"""The names of one word: each means one model, in any case, and a word that is none suggests the nearest."""
+
+from collections import Counter
+
+import pytest
+
+from vecd.launch.config.models import folder_of
+from vecd.model.files import ModelError
+from vecd.model.known import known_id, known_models, published, refuse_unknown_word
+from vecd.model.steps import CAPABILITIES
+
+
+def test_each_name_is_one_word_of_one_model() -> None:
+    models = list(known_models())
+    names = Counter(name for model in models for name in model.names)
+    assert set(names.values()) == {1}
+    for model in models:
+        assert model.kind in CAPABILITIES
+        assert model.hub_id.count("/") == 1
+        for name in model.names:
+            assert name == name.lower()
+            assert "/" not in name
+            assert folder_of(name) is None
+            assert known_id(name) == model.hub_id
+    assert len({model.hub_id for model in models}) == len(models)
+
+
+@pytest.mark.parametrize(
+    ("source", "hub_id"),
+    [
+        ("qwen3-embedding", "Qwen/Qwen3-Embedding-0.6B"),
+        ("Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-4B"),
+        ("all-minilm", "sentence-transformers/all-MiniLM-L6-v2"),
+        ("nomic-embed-text", "nomic-ai/nomic-embed-text-v1.5"),
+        ("jina-embeddings-v3/retrieval.query", "jinaai/jina-embeddings-v3/retrieval.query"),
+        ("Qwen/Qwen3-Embedding-0.6B", ""),
+        ("no-such-model", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_word_means(source: str, hub_id: str) -> None:
+    assert known_id(source) == hub_id
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [("qwen3-embeding", "did you mean qwen3-embedding?"), ("zzzzzz", "vecd check --known lists them")],
+)
+def test_an_unknown_word(source: str, hint: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        refuse_unknown_word(source)
+    assert str(caught.value) == f"{source}: no such folder, and no model is known by this name; {hint}"
+    refuse_unknown_word(f"owner/{source}")  # may be on the hub
+    refuse_unknown_word("bge-m3")
+
+
+def test_shorter_vectors_are_those_of_the_whole_name() -> None:
+    assert published("x/models--nomic-ai--nomic-embed-text-v1.5/snapshots ").matryoshka_dims == (64, 128, 256, 512, 768)
+    assert published("/models/nomic-embed-text-v1.5-tuned").matryoshka_dims is None
+    by_id = {model.hub_id: model.matryoshka_dims for model in known_models()}
+    assert by_id["Qwen/Qwen3-Embedding-4B"] == ()
+    assert by_id["BAAI/bge-m3"] is None
