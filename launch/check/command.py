@@ -101,7 +101,11 @@ def main(argv: Sequence[str]) -> int:
         rest = given.add_argv(argv, _COMMAND)
         options = CheckOptions(**given.read())
         comments = _read_table(options)
-        entries = load_models(load_settings([*rest, *comments], beside=given))
+        settings = load_settings(rest, beside=given)
+        tables = settings.given.tables if isinstance(settings.given.tables, Mapping) else {}
+        if models := [model for model in comments if model not in tables]:
+            settings = load_settings([*rest, *models], beside=given)
+        entries = load_models(settings)
         if options.known:
             _print(
                 orjson.dumps(known_as_json(known_models())).decode() if options.json else known_as_text(known_models())
@@ -110,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
         if len(entries) > 1 and not options.takes_several:
             names = ", ".join(entry.name for entry in entries)
             raise ConfigurationError(f"MODEL: vecd check takes one model, or --all, and these are given: {names}")
-        return _check(entries, options, {split_source(model)[1]: comment for model, comment in comments.items()})
+        return _check(entries, options, comments | {split_source(model)[1]: comments[model] for model in models})
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)
@@ -139,9 +143,9 @@ def _read_table(options: CheckOptions) -> dict[str, str]:
 
 
 def _check(entries: Sequence[ModelEntry], options: CheckOptions, comments: Mapping[str, str]) -> int:
-    """Print each report when it is complete, unless all are to be one object. `comments`: by model, for the table.
-    Returns the exit code. Raises ConfigurationError for the arguments; of several models, what is wrong with the
-    settings of one is a problem of its report."""
+    """Print each report when it is complete, unless all are to be one object. `comments`: of the table, by name or by
+    model. Returns the exit code. Raises ConfigurationError for the arguments; of several models, what is wrong with
+    the settings of one is a problem of its report."""
     texts: list[str] = []
     for entry in entries:
         texts = _read_texts(options, entry.settings)
@@ -158,7 +162,7 @@ def _check(entries: Sequence[ModelEntry], options: CheckOptions, comments: Mappi
             problems = [Problem(problem, "change the setting") for problem in error.problems]
             reports[name] = report = new_report(version(), *problems)
         if options.table is not None:
-            _print(markdown_row(name, report, comments.get(entry.settings.model, "")))
+            _print(markdown_row(name, report, comments.get(name) or comments.get(entry.settings.model, "")))
         elif not options.json:
             _print(f"# {name}\n\n{render(report)}\n" if options.all else render(report))
     failed = [name for name, report in reports.items() if report["problems"]]
