@@ -62,6 +62,7 @@ _KNOWN: dict[str, dict[str, str]] = {
         "sentence-transformers/msmarco-distilbert-base-tas-b": "",
         "sentence-transformers/distiluse-base-multilingual-cased-v2": "distiluse",
         "sentence-transformers/LaBSE": "",
+        "setu4993/LEALLA-small": "lealla",
         "sentence-transformers/sentence-t5-base": "sentence-t5",
         "sentence-transformers/gtr-t5-base": "gtr-t5",
         "sentence-transformers/static-retrieval-mrl-en-v1": "static-retrieval",
@@ -107,6 +108,7 @@ _KNOWN: dict[str, dict[str, str]] = {
         "google/embeddinggemma-2": "embeddinggemma2",
         "microsoft/harrier-oss-v1-270m": "",
         "microsoft/harrier-oss-v1-0.6b": "harrier",
+        "EuroBERT/EuroBERT-210m": "eurobert",
         "jinaai/jina-embeddings-v2-base-en": "jina-embeddings-v2",
         "jinaai/jina-embeddings-v2-small-en": "",
         "jinaai/jina-embeddings-v2-base-code": "",
@@ -114,6 +116,7 @@ _KNOWN: dict[str, dict[str, str]] = {
         "jinaai/jina-embeddings-v2-base-es": "",
         "jinaai/jina-embeddings-v2-base-zh": "",
         "jinaai/jina-embeddings-v3": "",
+        "jinaai/jina-embeddings-v3-hf": "",
         "jinaai/jina-embeddings-v5-text-small": "jina-embeddings-v5",
         "jinaai/jina-embeddings-v5-text-small-retrieval": "",
         "jinaai/jina-code-embeddings-0.5b": "jina-code-embeddings",
@@ -135,6 +138,7 @@ _KNOWN: dict[str, dict[str, str]] = {
         "ibm-granite/granite-embedding-reranker-english-r2": "granite-reranker",
         "jinaai/jina-reranker-v2-base-multilingual": "jina-reranker",
         "Qwen/Qwen3-Reranker-0.6B": "qwen3-reranker",
+        "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": "",
         "zeroentropy/zerank-1-small": "",
         "zeroentropy/zerank-2-reranker": "zerank",
         "ContextualAI/ctxl-rerank-v2-instruct-multilingual-1b": "ctxl-rerank",
@@ -143,13 +147,18 @@ _KNOWN: dict[str, dict[str, str]] = {
     "classify": {
         "SamLowe/roberta-base-go_emotions": "go-emotions",
         "unitary/toxic-bert": "",
+        "cardiffnlp/twitter-roberta-base-sentiment-latest": "twitter-sentiment",
         "protectai/deberta-v3-base-prompt-injection-v2": "prompt-injection",
         "distilbert/distilbert-base-uncased-finetuned-sst-2-english": "",
         "cross-encoder/nli-deberta-v3-base": "nli-deberta-v3",
+        "FacebookAI/roberta-large-mnli": "roberta-mnli",
+        "facebook/bart-large-mnli": "bart-mnli",
+        "MoritzLaurer/ModernBERT-base-zeroshot-v2.0": "modernbert-zeroshot",
     },
     "token-classify": {"dslim/bert-base-NER": ""},
     "sparse": {
         "naver/splade-v3": "",
+        "naver/splade-cocondenser-ensembledistil": "splade-cocondenser",
         "naver/splade-code-06B": "splade-code",
         "ibm-granite/granite-embedding-30m-sparse": "",
         "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill": "opensearch-sparse",
@@ -168,7 +177,10 @@ _KNOWN: dict[str, dict[str, str]] = {
 
 _NOTES = {
     "BAAI/bge-m3": "sparse and multi-vector, too",
+    "EuroBERT/EuroBERT-210m": "a base model: with --kind dense",
     "google/embeddinggemma-2": "text alone",
+    "jinaai/jina-embeddings-v3": "a task behind it: jina-embeddings-v3/retrieval.query",
+    "jinaai/jina-embeddings-v5-text-small": "a task behind it: jina-embeddings-v5/retrieval",
     "sentence-transformers/all-MiniLM-L6-v2": "the bundled model is the same",
 }
 
@@ -197,11 +209,9 @@ def known_models() -> Iterator[KnownModel]:
 _BY_NAME = {name: model.hub_id for model in known_models() for name in model.names}
 
 
-def known_id(source: str) -> str:
-    """The id on the hub that is known by a word, in any case, or by that before the first slash; empty for none."""
-    word, slash, behind = source.partition("/")
-    hub_id = _BY_NAME.get(word.lower(), "")
-    return hub_id and f"{hub_id}{slash}{behind}"
+def known_id(word: str) -> str:
+    """The id on the hub that is known by a word, in any case; empty for none."""
+    return _BY_NAME.get(word.lower(), "")
 
 
 def refuse_unknown_word(source: str) -> None:

@@ -19,6 +19,7 @@ from vecd.gateway.config import AliasDefaults, GatewayConfig
 from vecd.launch.config.settings import SETTINGS, read_settings
 from vecd.model.card import ModelCard
 from vecd.model.files import Folder
+from vecd.model.known import known_id
 from vecd.shm.settings import Settings, names_of
 
 _SHOWN_CHARACTERS = 60
@@ -196,12 +197,13 @@ def names_configured(settings: Settings) -> dict[str, str]:
 
 def split_task(model: str) -> tuple[str, str]:
     """A model's source, and behind its last slash the task whose adapter it has, as in "jinaai/jina-embeddings-v3/
-    retrieval.query" or "./v3/retrieval.query"; "": none. A folder that exists has none."""
+    retrieval.query", "jina-embeddings-v3/retrieval.query" or "./v3/retrieval.query"; "": none. A folder that exists
+    has none."""
     path = os.path.expanduser(model)
     source, _, task = path.rpartition("/")
     is_in_folder = os.path.isfile(os.path.join(source, "config.json"))
     is_task = bool(_TASK.fullmatch(task)) and (
-        is_in_folder or (bool(_IN_REPOSITORY.fullmatch(model)) and path == model)
+        is_in_folder or ((bool(_IN_REPOSITORY.fullmatch(model)) or bool(known_id(source))) and path == model)
     )
     return (source, task) if is_task and not os.path.exists(path) else (model, "")
 

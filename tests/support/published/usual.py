@@ -2,9 +2,11 @@
 present one, and what its own classes compute."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn import functional
 from transformers import (
@@ -27,9 +30,10 @@ from transformers import (
 )
 
 from tests.support import tiny_tokenizers
-from tests.support.checkpoints import save_random
+from tests.support.checkpoints import VOCAB_SIZE, save_random
+from tests.support.multi_vector_checkpoints import save_stanford
 from tests.support.published import Layout, RowsOf
-from tests.support.sparse_checkpoints import SparseReference
+from tests.support.sparse_checkpoints import SparseReference, save_splade
 
 WIDTH = 64
 MAX_TOKENS = 64
@@ -241,6 +245,12 @@ def save_scores(
     change_json(folder / "config.json", **(stated or {}))
 
 
+def _save_pickled_scores(folder: Path) -> None:
+    save_scores(folder, "roberta", "roberta", ["negative", "neutral", "positive"])
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 def scores_reference(folder: Path) -> RowsOf:
     return _logits(AutoModelForSequenceClassification, folder)
 
@@ -263,8 +273,8 @@ def _logits(auto: Any, folder: Path) -> RowsOf:
     return rows
 
 
-def _save_splade(folder: Path) -> None:
-    save_transformer(folder, "bert", "bert", MODEL_FOR_MASKED_LM_MAPPING)
+def _save_splade(folder: Path, family: str, tokenizer: str) -> None:
+    save_transformer(folder, family, tokenizer, MODEL_FOR_MASKED_LM_MAPPING)
     kinds = (
         ("sentence_transformers.sparse_encoder.models.MLMTransformer", ""),
         ("sentence_transformers.sparse_encoder.models.SpladePooling", "1_SpladePooling"),
@@ -277,6 +287,14 @@ def _save_splade(folder: Path) -> None:
     change_json(folder / "1_SpladePooling/config.json", **pooling)
     stated = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}, "similarity_fn_name": "dot"}
     change_json(folder / "config_sentence_transformers.json", **stated, default_prompt_name=None)
+
+
+def _save_opensearch(folder: Path) -> None:
+    """Queries have static weights."""
+    with TemporaryDirectory() as place:
+        weights = torch.rand(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+        saved = save_splade(Path(place), "distilbert", activation="log1p_relu", query_weights=weights)
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
 
 
 def _splade_reference(folder: Path) -> RowsOf:
@@ -323,17 +341,138 @@ def _save_colbert(folder: Path) -> None:
     )
 
 
-def _colbert_reference(folder: Path) -> RowsOf:
+def _colbert_reference(folder: Path, prefix: str = "") -> RowsOf:
+    """`prefix`: of the transformer's tensors, where the projection is in the same file."""
+    weights = load_file(folder / ("model.safetensors" if prefix else "1_Dense/model.safetensors"))
     model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    projection = load_file(folder / "1_Dense/model.safetensors")["linear.weight"]
+    if prefix:
+        words = model.get_input_embeddings().weight
+        assert torch.equal(words, weights[f"{prefix}embeddings.word_embeddings.weight"])
 
     def rows(ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
         with torch.inference_mode():
-            states = model(**_tensor(ids)).last_hidden_state[0] @ projection.T
+            states = model(**_tensor(ids)).last_hidden_state[0] @ weights["linear.weight"].T
         vectors: NDArray[np.float32] = functional.normalize(states, dim=-1).numpy()
         return vectors
 
     return rows
+
+
+# --- tables without a transformer ---------------------------------------------------------------------------------
+
+
+def _save_static(folder: Path) -> None:
+    tokenizer = tiny_tokenizers.bert()
+    table = torch.randn(tokenizer.get_vocab_size(), 64, generator=torch.Generator().manual_seed(0))
+    SentenceTransformer(modules=[StaticEmbedding(tokenizer, table)], device="cpu").save(str(folder))
+
+
+def _save_potion(folder: Path) -> None:
+    """As Model2Vec saves it."""
+    tokenizer = tiny_tokenizers.bert()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    table = torch.randn(tokenizer.get_vocab_size(), 32, generator=torch.Generator().manual_seed(1))
+    save_file({"embeddings": table}, folder / "model.safetensors")
+    stated = {"model_type": "model2vec", "architectures": ["StaticModel"], "hidden_dim": 32, "normalize": True}
+    change_json(folder / "config.json", **stated, seq_length=1_000_000)
+
+
+def _mean_of_rows(folder: Path, name: str, is_normalized: bool) -> RowsOf:
+    [file] = folder.rglob("model.safetensors")
+    table = load_file(file)[name]
+
+    def rows(ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
+        mean = table[torch.from_numpy(np.asarray(ids, np.int64))].double().mean(dim=0)
+        vector: NDArray[np.float32] = (mean / mean.norm() if is_normalized else mean).float().numpy()
+        return vector
+
+    return rows
+
+
+# --- code of their own, which transformers has under other names ---------------------------------------------------
+
+
+def _save_original(
+    folder: Path, native: partial[None], config: Mapping[str, Any], renamed: Mapping[str, str], prefix: str = ""
+) -> None:
+    """With the settings of the original code. `renamed`: those of transformers' configuration that have another name,
+    by that."""
+    native(folder)
+    path = folder / "config.json"
+    had = json.loads(path.read_text())
+    path.write_text(json.dumps({**{name: had[key] for name, key in renamed.items()}, **config}))
+    if prefix:
+        weights = folder / "model.safetensors"
+        tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(weights).items()}
+        save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def _native_reference(folder: Path, native: partial[None]) -> RowsOf:
+    """Of the same weights, as transformers saves them."""
+    with TemporaryDirectory() as place:
+        native(Path(place))
+        return dense_reference(Path(place))
+
+
+_NOMIC_CODE = "nomic-ai/nomic-bert-2048--{}_hf_nomic_bert.NomicBert{}"
+_NOMIC = {
+    "model_type": "nomic_bert",
+    "architectures": ["NomicBertModel"],
+    "auto_map": {
+        "AutoConfig": _NOMIC_CODE.format("configuration", "Config"),
+        "AutoModel": _NOMIC_CODE.format("modeling", "Model"),
+    },
+    "activation_function": "swiglu",
+    "n_positions": 8192,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "pad_vocab_size_multiple": 64,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "prenorm": False,
+    "causal": False,
+}
+_NOMIC_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps", "vocab_size": "vocab_size",
+    "type_vocab_size": "type_vocab_size",
+}  # fmt: skip
+_NEW_NAMES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
+    "layer_norm_eps", "type_vocab_size", "pad_token_id", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _new(architecture: str, code: str = "Alibaba-NLP/new-impl--modeling.NewModel") -> dict[str, Any]:
+    return {
+        "model_type": "gte" if "GteModel" in code else "new",
+        "architectures": [architecture],
+        "auto_map": {"AutoModel": code},
+        "position_embedding_type": "rope",
+        "layer_norm_type": "layer_norm",
+        "pack_qkv": True,
+        "rope_theta": 20_000.0,
+        "rope_scaling": None,
+        "unpad_inputs": False,
+        "use_memory_efficient_attention": False,
+    }
+
+
+def _original(
+    name: str,
+    family: str,
+    tokenizer: str,
+    pooling: str,
+    config: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    prefix: str = "",
+    **settings: Any,
+) -> Layout:
+    native = partial(save_dense, family=family, tokenizer=tokenizer, pooling=pooling, **settings)
+    save = partial(_save_original, native=native, config=config, renamed=renamed, prefix=prefix)
+    return Layout(name, save, partial(_native_reference, native=native), family)
 
 
 # --- the models ---------------------------------------------------------------------------------------------------
@@ -344,6 +483,7 @@ def _dense(name: str, family: str, tokenizer: str, pooling: str, path: str = "le
     return Layout(name, save, dense_reference, family, path=path)
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 20_000.0}
 _TANH = "torch.nn.modules.activation.Tanh"
 _QUERY = "Represent this sentence for searching relevant passages: "
 _E5 = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
@@ -372,6 +512,54 @@ LAYOUTS = (
     _dense(
         "sentence-transformers/distiluse-base-multilingual-cased-v2", "distilbert", "bert", "mean_tokens",
         dense=_TANH, is_normalized=False,
+    ),
+    _original(
+        "nomic-ai/nomic-embed-text-v1.5", "nomic_bert", "bert", "mean_tokens", _NOMIC, _NOMIC_NAMES,
+        vocab_size=320, intermediate_size=256, type_vocab_size=2, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    ),
+    _original(
+        "Alibaba-NLP/gte-base-en-v1.5", "gte", "bert", "cls_token", _new("NewModel"),
+        {name: name for name in _NEW_NAMES}, is_normalized=False, type_vocab_size=0,
+        rope_parameters=_ROPE,
+    ),
+    _original(
+        "Alibaba-NLP/gte-multilingual-base", "gte", "xlm-roberta", "cls_token", _new("NewForTokenClassification"),
+        {name: name for name in _NEW_NAMES}, "new.", type_vocab_size=1, rope_parameters=_ROPE,
+    ),
+    _original(
+        "NovaSearch/stella_en_400M_v5", "gte", "bert", "mean_tokens", _new("NewModel"),
+        {name: name for name in _NEW_NAMES}, dense="torch.nn.modules.linear.Identity", is_normalized=False,
+        type_vocab_size=2, rope_parameters=_ROPE, **_LONGER,
+        prompts={"s2p_query": _E5, "s2s_query": "Instruct: Retrieve semantically similar text.\nQuery: "},
+    ),
+    _original(
+        "Snowflake/snowflake-arctic-embed-m-v2.0", "gte", "xlm-roberta", "cls_token",
+        _new("GteModel", "modeling_hf_alibaba_nlp_gte.GteModel"), {name: name for name in _NEW_NAMES},
+        type_vocab_size=1, rope_parameters=_ROPE, prompts={"query": "query: "},
+    ),
+    _dense(
+        "sentence-transformers/msmarco-distilbert-base-tas-b", "distilbert", "bert", "cls_token", is_normalized=False,
+    ),
+    _dense(
+        "sentence-transformers/all-distilroberta-v1", "roberta", "roberta", "mean_tokens",
+        classes=MODEL_FOR_MASKED_LM_MAPPING,
+    ),
+    _dense(
+        "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2", "bert", "xlm-roberta", "mean_tokens",
+        is_normalized=False,
+    ),
+    _dense(
+        "HIT-TMG/KaLM-embedding-multilingual-mini-instruct-v1.5", "qwen2", "qwen", "mean_tokens", stored="bfloat16",
+    ),
+    _dense("microsoft/harrier-oss-v1-0.6b", "qwen3", "qwen", "lasttoken", prompts={"sts_query": _E5}, **_LONGER),
+    Layout(
+        "sentence-transformers/static-retrieval-mrl-en-v1", _save_static,
+        partial(_mean_of_rows, name="embedding.weight", is_normalized=False), "static", path="static",
+    ),
+    Layout(
+        "minishlab/potion-base-8M", _save_potion,
+        partial(_mean_of_rows, name="embeddings", is_normalized=True), "static", path="static",
     ),
     _dense("Alibaba-NLP/gte-modernbert-base", "modernbert", "modernbert", "cls_token", stored="float16"),
     _dense(
@@ -404,11 +592,43 @@ LAYOUTS = (
         scores_reference, "roberta scores", "classify",
     ),
     Layout(
+        "distilbert/distilbert-base-uncased-finetuned-sst-2-english",
+        partial(save_scores, family="distilbert", tokenizer="bert", labels=["NEGATIVE", "POSITIVE"]),
+        scores_reference, "distilbert scores", "classify",
+    ),
+    Layout(
+        "cardiffnlp/twitter-roberta-base-sentiment-latest", _save_pickled_scores,
+        scores_reference, "roberta scores", "classify",
+    ),
+    Layout(
+        "Alibaba-NLP/gte-reranker-modernbert-base",
+        partial(
+            save_scores, family="modernbert", tokenizer="modernbert", labels=["LABEL_0"], classifier_pooling="mean",
+            stored="float16",
+        ),
+        scores_reference, "modernbert scores", "rerank",
+    ),
+    Layout(
         "dslim/bert-base-NER",
         partial(save_scores, family="bert", tokenizer="bert", labels=["O", "B-PER", "I-PER"], is_of_tokens=True),
         token_scores_reference, "bert token scores", "token-classify",
     ),
-    Layout("naver/splade-v3", _save_splade, _splade_reference, "bert splade", "sparse"),
+    Layout(
+        "naver/splade-v3", partial(_save_splade, family="bert", tokenizer="bert"),
+        _splade_reference, "bert splade", "sparse",
+    ),
+    Layout(
+        "ibm-granite/granite-embedding-30m-sparse", partial(_save_splade, family="roberta", tokenizer="roberta"),
+        _splade_reference, "roberta splade", "sparse",
+    ),
+    Layout(
+        "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill", _save_opensearch,
+        _splade_reference, "distilbert splade", "sparse",
+    ),
+    Layout(
+        "colbert-ir/colbertv2.0", save_stanford, partial(_colbert_reference, prefix="bert."),
+        "bert colbert", "multi-vector",
+    ),
     Layout("lightonai/GTE-ModernColBERT-v1", _save_colbert, _colbert_reference, "modernbert colbert", "multi-vector"),
     Layout("BAAI/bge-m3", _save_bge_m3, dense_reference, "bge-m3"),
 )  # fmt: skip

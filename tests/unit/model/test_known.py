@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from vecd.launch.config.models import folder_of
+from vecd.launch.config.models import folder_of, name_of, split_task
 from vecd.model.files import ModelError
 from vecd.model.known import known_id, known_models, published, refuse_unknown_word
 from vecd.model.steps import CAPABILITIES
@@ -32,7 +32,6 @@ def test_each_name_is_one_word_of_one_model() -> None:
         ("Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-4B"),
         ("all-minilm", "sentence-transformers/all-MiniLM-L6-v2"),
         ("nomic-embed-text", "nomic-ai/nomic-embed-text-v1.5"),
-        ("jina-embeddings-v3/retrieval.query", "jinaai/jina-embeddings-v3/retrieval.query"),
         ("Qwen/Qwen3-Embedding-0.6B", ""),
         ("no-such-model", ""),
         ("", ""),
@@ -60,3 +59,9 @@ def test_shorter_vectors_are_those_of_the_whole_name() -> None:
     by_id = {model.hub_id: model.matryoshka_dims for model in known_models()}
     assert by_id["Qwen/Qwen3-Embedding-4B"] == ()
     assert by_id["BAAI/bge-m3"] is None
+
+
+def test_a_task_of_a_known_model() -> None:
+    assert split_task("jina-embeddings-v3/retrieval.query") == ("jina-embeddings-v3", "retrieval.query")
+    assert name_of("jina-embeddings-v3/retrieval.query") == "jina-embeddings-v3/retrieval.query"
+    assert split_task("jina-embeddings-v33/retrieval.query") == ("jina-embeddings-v33/retrieval.query", "")
