@@ -247,10 +247,10 @@ def _refuse_formats(folder: ModelFolder) -> None:
     """Raises ModelError."""
     path = folder.path
     suffixes = {each.suffix for each in (path, *path.glob("*"))}
-    # The fetch of a hub id takes no GGUF.
+    # The fetch of a hub id takes none in another format.
     is_gguf = ".gguf" in suffixes or any("gguf" in part.lower() for part in path.parts if part.startswith("models--"))
     if is_gguf and not suffixes & {".safetensors", ".bin"}:
-        raise ModelError(f"{path}: is in the GGUF format, which vecd does not serve")
+        raise ModelError(f"{path}: is in the GGUF format, and has no file in F32, F16, BF16 or Q8_0")
     if not path.is_dir():
         raise ModelError(f"{path}: {'is a file, and a model is a folder' if path.exists() else 'no such folder'}")
 

@@ -26,7 +26,7 @@ from vecd.base.failures import source_of
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.digests import digest_of_file
-from vecd.model.files import PICKLED_HEADS, ModelError, files_of, made_with, shards, weights_in
+from vecd.model.files import PICKLED_HEADS, PICKLED_WEIGHTS, ModelError, files_of, made_with, shards, weights_in
 from vecd.model.steps import folders_without_safetensors
 from vecd.shm.job import run_job
 from vecd.workers.config import REFERENCE_FILE
@@ -82,7 +82,24 @@ def _of_pickles(folder: Path, file: str) -> Making | None:
     return Making("a pickle", "pickled", made) if made else None
 
 
-MAKINGS: tuple[Callable[[Path, str], Making | None], ...] = (_of_pickles,)
+_OWN_SETTINGS = ("modules.json", "1_Pooling/config.json", "tokenizer.json")
+"""What GGUF has as well, less exactly."""
+
+
+def _of_gguf(folder: Path, file: str) -> Making | None:
+    """The one that is named, or the first where there are no other weights."""
+    others = [path for pattern in ("model*.safetensors*", PICKLED_WEIGHTS) for path in folder.glob(pattern)]
+    found = [folder / file]
+    if not file.endswith(".gguf"):
+        found = [] if file or others or weights_in(folder, ".onnx") else weights_in(folder, ".gguf")
+    if not found:
+        return None
+    own = [name for name in _OWN_SETTINGS if (folder / name).is_file()]
+    made = {folder / "model.safetensors": Made("gguf", found[:1], {"own": own})}
+    return Making("GGUF", "GGUF", made, replaced=frozenset((*others, *folder.glob("*.gguf"))))
+
+
+MAKINGS: tuple[Callable[[Path, str], Making | None], ...] = (_of_gguf, _of_pickles)
 """In this order, each for the folder that the one before has given, and the file of weights that is named there. Raise
 ModelError and OSError."""
 

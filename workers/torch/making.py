@@ -30,6 +30,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 READERS = {
     "pickles": "vecd.workers.torch.pickles",
     "adapters": "vecd.workers.torch.adapters",
+    "gguf": "vecd.workers.torch.gguf",
 }
 """By how a file is made: the module whose function `read(sources, options)` gives its `Content`. Raises ModelError."""
 

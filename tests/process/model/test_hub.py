@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gguf_files import save_gguf, save_plain
 from tests.support.hub_stand_in import Hub
 from tests.support.multi_vector_checkpoints import save_bge_m3, save_body, save_own, save_stanford
 from tests.support.pickled import pickled
@@ -127,6 +128,21 @@ def test_of_several_exports_one_is_fetched(flags, served, fetched, connect, tmp_
         assert sorted(path for path in stand_in.fetched if "onnx" in path) == [f"onnx/{name}" for name in fetched]
         with pytest.raises(ModelError, match=r"--file 'onnx/model_q8.onnx' given, and must be one of the .onnx and"):
             plan_of("org/model", tmp_path / "cache", "--file", "onnx/model_q8.onnx")
+
+
+def test_of_several_files_of_gguf_one_is_fetched(connect, tmp_path, monkeypatch):
+    monkeypatch.setattr(made_weights, "make", lambda title, orders: make_all(orders))
+    (tmp_path / "model").mkdir()
+    plain = save_plain(tmp_path / "plain", "bert")
+    for form in ("F16", "Q8_0"):
+        save_gguf(plain, tmp_path / f"model/bge-{form.lower()}.gguf", form)
+    (tmp_path / "model/bge-q4_k_m.gguf").write_bytes(b"GGUF")
+    with Hub(model=tmp_path / "model") as stand_in:
+        connect(stand_in)
+        plan_of("org/model", tmp_path / "cache")
+        assert stand_in.fetched == ["bge-f16.gguf"]
+        plan_of("org/model", tmp_path / "cache", "--file", "bge-q8_0.gguf")
+        assert stand_in.fetched == ["bge-f16.gguf", "bge-q8_0.gguf"]
 
 
 def test_a_folder_with_several_exports_says_which_one_is_served(tmp_path, capfd):

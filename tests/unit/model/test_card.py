@@ -535,7 +535,7 @@ def test_weights_in_gguf(folder: Folder, has_config: bool) -> None:
     (folder.path / "model.safetensors").rename(folder.path / "q8.gguf")
     if not has_config:
         (folder.path / "config.json").unlink()
-    assert folder.refusal() == ": is in the GGUF format, which vecd does not serve"
+    assert folder.refusal() == ": is in the GGUF format, and has no file in F32, F16, BF16 or Q8_0"
     folder.write("model.safetensors", "")  # beside others
     assert not has_config or folder.read().dim == 32
 

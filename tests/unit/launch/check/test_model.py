@@ -57,7 +57,7 @@ def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: s
         ("a/b@x: the hub has the model, but not this revision", "--revision"),
         ("a/b: the hub asks for permission: accept the model's terms there and set HF_TOKEN", "HF_TOKEN"),
         ("/x: no such folder", "check the path"),
-        ("/x: is in the GGUF format, which vecd does not serve", "without GGUF"),
+        ("/x: is in the GGUF format, and has no file in F32, F16, BF16 or Q8_0", "without GGUF"),
         ("/x/model.safetensors: is a file, and a model is a folder", "name the folder"),
         ("/x/adapter_config.json: use_dora is True: such an adapter is more than a product", "merge_and_unload"),
         ("/x/config.json: a model of type clip has images; vecd serves text", "text alone"),
