@@ -26,8 +26,19 @@ from vecd.base.failures import source_of
 from vecd.base.files import JsonMapping, JsonObject
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.digests import digest_of_file
-from vecd.model.files import PICKLED_HEADS, PICKLED_WEIGHTS, ModelError, files_of, made_with, shards, weights_in
-from vecd.model.steps import folders_without_safetensors
+from vecd.model.files import (
+    PICKLED_HEADS,
+    PICKLED_WEIGHTS,
+    Folder,
+    ModelError,
+    files_of,
+    has_safetensors,
+    made_with,
+    shards,
+    weight_files,
+    weights_in,
+)
+from vecd.model.steps import folders_without_safetensors, read_modules
 from vecd.shm.job import run_job
 from vecd.workers.config import REFERENCE_FILE
 
@@ -99,7 +110,17 @@ def _of_gguf(folder: Path, file: str) -> Making | None:
     return Making("GGUF", "GGUF", made, replaced=frozenset((*others, *folder.glob("*.gguf"))))
 
 
-MAKINGS: tuple[Callable[[Path, str], Making | None], ...] = (_of_gguf, _of_pickles)
+def _of_quantized(folder: Path, file: str) -> Making | None:
+    modules = read_modules(Folder(folder))
+    part = folder / modules[0].path if modules and not modules[0].leads_out else folder
+    is_quantized = "quantization_config" in Folder(part).optional("config.json")
+    if not is_quantized or not has_safetensors(part) or file:
+        return None
+    made = {part / "model.safetensors": Made("quantized", [part / "config.json", *weight_files(part)])}
+    return Making("quantized", "quantized", made, replaced=frozenset({part / "model.safetensors.index.json"}))
+
+
+MAKINGS: tuple[Callable[[Path, str], Making | None], ...] = (_of_gguf, _of_pickles, _of_quantized)
 """In this order, each for the folder that the one before has given, and the file of weights that is named there. Raise
 ModelError and OSError."""
 

@@ -30,6 +30,9 @@ class Tensors(StoredTensors, Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._places[name][1].shape
 
+    def dtype(self, name: str) -> torch.dtype:
+        return TYPES[self._places[name][1].kind]
+
     def rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Some rows of a matrix, [rows, K]: the others are not read."""
         file, tensor = self._places[name]

@@ -31,6 +31,7 @@ READERS = {
     "pickles": "vecd.workers.torch.pickles",
     "adapters": "vecd.workers.torch.adapters",
     "gguf": "vecd.workers.torch.gguf",
+    "quantized": "vecd.workers.torch.quantized",
 }
 """By how a file is made: the module whose function `read(sources, options)` gives its `Content`. Raises ModelError."""
 
