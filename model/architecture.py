@@ -36,6 +36,9 @@ def native_config(config: JsonMapping) -> JsonObject | None:
         if model_type == "nomic_bert" and "n_embd" in config:
             return _ported(config, _NOMIC)
         return None
+    # zerank-1: another name of Qwen3's settings, and code that scores pairs as `vecd.model.score_card` has it.
+    if model_type == "qwen3" and str(wanted).rpartition("--")[2].startswith("modeling_zeranker."):
+        return None
     key = (model_type, str(wanted).rpartition(".")[2])
     port = _PORTS.get(key)
     if port is _JINA_BERT and _NORMALIZED_QUERIES in f"{wanted} {config.get('_name_or_path')}":

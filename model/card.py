@@ -9,7 +9,6 @@ sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -183,6 +182,11 @@ class ModelCard:
         return self.truncate_dim or self.dim
 
     @property
+    def takes_template(self) -> bool:
+        """Whether it ranks, and may get a pair as one text (`PairTemplate`)."""
+        return self.score is not None and self.score.pooling == "lasttoken" and "rerank" in self.capabilities
+
+    @property
     def pools_states(self) -> bool:
         are_final = Output.TOKENS in self.outputs and not self.is_static
         return are_final and self.pooling == ("mean",) and all(step.kind == "normalize" for step in self.steps)
@@ -240,6 +244,12 @@ def card_of(folder: ModelFolder) -> ModelCard:
         raise ModelError(
             f"{folder.path}: --pooling {folder.pooling} given, and the model {what}: it is for dense transformers"
         )
+    given = next((name for name in ("yes", "no", "template") if getattr(folder, name)), None)
+    if given == "no" or (
+        given and not (card.takes_template and (given == "template" or is_causal_model(folder.config)))
+    ):
+        why = "yes is not" if given == "no" else f"the model is for {' and '.join(card.capabilities)}"
+        raise ModelError(f"{folder.path}: {given} given, and {why}: it is for causal language models that rank")
     return card
 
 
@@ -313,18 +323,15 @@ def _refuse_guess(folder: ModelFolder) -> None:
         )
     if is_causal_model(config) and _is_named_reranker(folder):
         raise config.error(
-            f"{architecture} without modules.json, and its name or tags say that it is a reranker: --kind "
-            "rerank serves one that is known, --kind dense makes vectors of its hidden states"
+            f"{architecture} without modules.json, and its name or tags say that it is a reranker that is not known: "
+            "yes, no and template in a table [models.NAME] say how it scores a pair, --kind dense makes vectors of its "
+            "hidden states"
         )
 
 
 def _is_named_reranker(folder: ModelFolder) -> bool:
     """By the model's names, and by the tags at the beginning of its README.md."""
-    front = ""
-    with suppress(OSError):
-        front = (folder.path / "README.md").read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
-    tags = re.findall(r"^(?:tags|pipeline_tag):.*(?:\n[ \t]*-.*)*", front, re.MULTILINE)
-    words = " ".join((folder.names, *tags))
+    words = f"{folder.names} {folder.stated_in_front('tags|pipeline_tag')}"
     return re.search("rerank|zerank|text-ranking|cross-encoder", words, re.IGNORECASE) is not None
 
 

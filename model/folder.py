@@ -6,6 +6,8 @@ JSON and no weights, and knows no kind of head.
 Sources of the formats: the files as saved by sentence-transformers 2 to 6.
 """
 
+import re
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -73,11 +75,23 @@ _TASKS = {
 class ModelFolder(Folder):
     """What it has raises ModelError for a model that cannot be served."""
 
-    def __init__(self, path: Path, kind: str = "auto", pooling: str = "auto", file: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        kind: str = "auto",
+        pooling: str = "auto",
+        file: str = "",
+        *,
+        yes: str = "",
+        no: str = "",
+        template: str = "",
+    ) -> None:
         """`kind` and `pooling`: as `vecd.model.card.read_card` gets them. `file`: of the weights, as --file names it;
-        an export is taken also where there are safetensors."""
+        an export is taken also where there are safetensors. `yes`, `no` and `template`: of the model's table in the
+        configuration; empty for none."""
         super().__init__(path.resolve())
         self.kind, self.pooling, self.file = kind, pooling, file
+        self.yes, self.no, self.template = yes, no, template
 
     @cached_property
     def stated(self) -> ModelSettings:
@@ -160,9 +174,21 @@ class ModelFolder(Folder):
         config["vocab_size"] = config.positive("vocab_size")
         return config
 
+    @cached_property
+    def front(self) -> str:
+        """What README.md says about the model before its text, as YAML; empty for none."""
+        with suppress(OSError):
+            return (self.path / "README.md").read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
+        return ""
+
+    def stated_in_front(self, names: str) -> str:
+        """The lines of the front that begin with one of `names`, a regular expression, and of the lists under them."""
+        return " ".join(re.findall(rf"^(?:{names}):.*(?:\n[ \t]*-.*)*", self.front, re.MULTILINE))
+
     @property
     def names(self) -> str:
-        return names_of(self.path, self.config)
+        """Its own, and those of the models that it was made from."""
+        return f"{names_of(self.path, self.config)} {self.stated_in_front('base_model')}"
 
     def sentence_bert(
         self, wanted: str = "feature-extraction", default: str = "", *, may_expand: bool = False

@@ -25,6 +25,8 @@ from vecd.model.files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS
 from vecd.model.steps import folders_without_safetensors
 from vecd.shm.job import Report
 
+_README = "README.md"
+"""Its tags, and the model that this one was made from. It is none of the files whose change makes another model."""
 _UNWANTED = ["openvino/*", "coreml/*"]
 _EXPORTS = ["onnx/*", "*/onnx/*"]
 
@@ -64,7 +66,7 @@ _FAULTS = (
 
 def _fetch(model: str, revision: str | None, file: str) -> Path:
     def download(*weights: str, unwanted: Sequence[str] = ()) -> Path:
-        wanted = [*MODEL_FILES, *PICKLED_HEADS, *weights]
+        wanted = [*MODEL_FILES, _README, *PICKLED_HEADS, *weights]
         unwanted = [*_UNWANTED, *unwanted]
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
 

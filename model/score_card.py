@@ -8,10 +8,11 @@ the settings: sentence-transformers 6.2's CrossEncoder, and transformers' pipeli
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.files import JsonObject
 from vecd.model.files import ModelError, ModelSettings, token_ids
 from vecd.model.folder import ModelFolder, architecture_of, is_causal_model
 from vecd.model.steps import MODERNBERT, HeadLayers, PairTemplate, ScoreHead, Step, UnknownActivation
@@ -185,8 +186,9 @@ def _steps(config: ModelSettings, num_labels: int, *, is_of_tokens: bool) -> tup
 #
 # The parts of a chat template are found by `vecd.launch.config.templates`.
 #
-# Sources: sentence-transformers 6.2, `LogitScore` and `CrossEncoder`; the model cards of Qwen3-Reranker and of
-# bge-reranker-v2-gemma; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank.
+# Sources: sentence-transformers 6.2, `LogitScore` and `CrossEncoder`; the model cards of Qwen3-Reranker, of
+# bge-reranker-v2-gemma and of ctxl-rerank-v2; `mxbai_rerank_v2.py` of mixedbread's package mxbai-rerank;
+# `modeling_zeranker.py` of zerank-1-small, whose score is the sigmoid of a fifth of the logit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +196,13 @@ class _KnownModel:
     name: str
     """A regular expression."""
     model_type: str
-    yes: str
+    yes: str | int
+    """A token, or its id."""
     no: str | None
     template: PairTemplate
+    scale: float = 1.0
+    sign: str = ""
+    """What the chat template of a copy under another name has."""
 
 
 _KNOWN = (
@@ -213,6 +219,7 @@ _KNOWN = (
             after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
             instruction="Given a web search query, retrieve relevant passages that answer the query",
         ),
+        sign="Judge whether the Document meets the requirements based on the Query and the Instruct",
     ),
     _KnownModel(
         r"mxbai-rerank-(base|large)-v2",
@@ -241,6 +248,30 @@ _KNOWN = (
             "query by providing a prediction of either 'Yes' or 'No'.",
         ),
     ),
+    _KnownModel(
+        r"zerank-[12]",
+        "qwen3",
+        "Yes",
+        None,
+        PairTemplate(
+            before="<|im_start|>system\n",
+            between="<|im_end|>\n<|im_start|>user\n",
+            after="<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        scale=1 / 5,
+    ),
+    _KnownModel(
+        r"ctxl-rerank-v2",
+        "qwen3",
+        0,
+        None,
+        PairTemplate(
+            before="Check whether a given document contains information helpful to answer the query.\n<Document> ",
+            between="\n<Query> ",
+            after="{ instruction} ??",
+            is_document_first=True,
+        ),
+    ),
 )
 
 _TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gemma3")
@@ -252,7 +283,7 @@ _CAP_BY_DEFAULT = {"gemma2": 30.0}
 
 
 class LlmReranker:
-    """A causal language model that says yes or no: with the module LogitScore, or known by its name."""
+    """A causal language model that says yes or no: with the module LogitScore, known by its files, or by settings."""
 
     def claims(self, folder: ModelFolder) -> bool:
         if folder.kinds == ["Transformer", "LogitScore"]:
@@ -260,10 +291,11 @@ class LlmReranker:
         if not folder.is_plain or folder.kind not in ("auto", "rerank") or not is_causal_model(folder.config):
             return False
         # A known name is enough: such a model has no vectors to embed texts with.
-        return folder.kind == "rerank" or known_template(folder.config, folder.names) is not None
+        return folder.kind == "rerank" or bool(folder.yes) or known_template(folder) is not None
 
     def card(self, folder: ModelFolder) -> JsonObject:
-        head = _stated_head(folder) if folder.modules_behind("Transformer") else _known_head(folder)
+        is_stated = bool(folder.modules_behind("Transformer")) and not folder.yes
+        head = _stated_head(folder) if is_stated else _known_head(folder)
         own = {"dim": 1, "num_labels": 1, "pooling": (head.pooling,), "capabilities": ("rerank",), "score": head}
         return {**folder.of_transformer(folder.sentence_bert("text-generation")), **own}
 
@@ -286,30 +318,49 @@ def _stated_head(folder: ModelFolder) -> ScoreHead:
 
 def _known_head(folder: ModelFolder) -> ScoreHead:
     """Raises ModelError for an unknown model, and for a vocabulary without its words."""
-    ids = token_ids(folder.settings(folder.place, "tokenizer.json"))
-    known = _find(folder.config, folder.names)
-    if known is None:
+    known, scale = _find(folder), 1.0
+    words: tuple[str | int | None, ...]
+    if folder.yes:
+        words = folder.yes, folder.no or None
+    elif known is not None:
+        words, scale = (known.yes, known.no), known.scale
+    else:
         raise ModelError(
             f"{folder.weights_folder}: is a causal language model, and nothing says which tokens mean yes and no: it "
-            "needs the module LogitScore of sentence-transformers, or the name of a known reranker (Qwen3-Reranker, "
-            "mxbai-rerank-base-v2 or -large-v2, bge-reranker-v2-gemma)"
+            "needs yes, no and template in a table [models.NAME], the module LogitScore of sentence-transformers, or "
+            "the name of a known reranker (Qwen3-Reranker, mxbai-rerank-base-v2 or -large-v2, bge-reranker-v2-gemma, "
+            "zerank-1 or -2, ctxl-rerank-v2)"
         )
-    words = [word for word in (known.yes, known.no) if word is not None]
-    for word in words:
-        if word not in ids:
-            raise ModelError(f"{folder.weights_folder}: {word!r} is not one token of the vocabulary")
-    return _head(folder.config, tuple(ids[word] for word in words), "sigmoid", known.template)
+    ids = token_ids(folder.settings(folder.place, "tokenizer.json"))
+    rows = tuple(_row_of(word, ids, folder) for word in words if word is not None)
+    head = _head(folder.config, rows, "sigmoid", None if known is None else known.template)
+    return replace(head, steps=tuple(replace(step, scale=scale) for step in head.steps))
 
 
-def known_template(config: JsonMapping, names: str) -> PairTemplate | None:
-    """How a pair is put to the model, also to its conversion for sequence classification, if its name is known."""
-    known = _find(config, names)
+def _row_of(word: str | int, ids: Mapping[str, int], folder: ModelFolder) -> int:
+    if isinstance(word, int):
+        return word
+    written = (word, word.replace(" ", "Ġ"), word.replace(" ", "▁"))  # a blank, as vocabularies have it
+    found = next((ids[each] for each in written if each in ids), None)
+    if found is None:
+        raise ModelError(f"{folder.weights_folder}: {word!r} is not one token of the vocabulary")
+    return found
+
+
+def known_template(folder: ModelFolder) -> PairTemplate | None:
+    """How a pair is put to the model, also to its conversion for sequence classification, if it is known."""
+    known = _find(folder)
     return None if known is None else known.template
 
 
-def _find(config: JsonMapping, names: str) -> _KnownModel | None:
-    of_type = (known for known in _KNOWN if known.model_type == config["model_type"])
-    return next((known for known in of_type if re.search(known.name, names, re.IGNORECASE)), None)
+def _find(folder: ModelFolder) -> _KnownModel | None:
+    """By the name of the model or of one that it was made from, or by the sign in its chat template."""
+    of_type = [known for known in _KNOWN if known.model_type == folder.config["model_type"]]
+    names, chat = folder.names, str(folder.optional(folder.place, "tokenizer_config.json").get("chat_template"))
+    with suppress(OSError, ValueError):
+        chat = (folder.weights_folder / "chat_template.jinja").read_text(encoding="utf-8")
+    by_name = (known for known in of_type if re.search(known.name, names, re.IGNORECASE))
+    return next(by_name, next((known for known in of_type if known.sign and known.sign in chat), None))
 
 
 def _head(config: ModelSettings, rows: tuple[int, ...], activation: str, template: PairTemplate | None) -> ScoreHead:

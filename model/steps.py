@@ -3,6 +3,7 @@
 Owns the types, which are a part of the model card (`vecd.model.card`).
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,18 +48,51 @@ class Step:
     """Of "dense": the input is added to the output, through a matrix of its own where they differ in width."""
     cap: float = 0.0
     """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
+    scale: float = 1.0
+    """Of "logit": what the difference is multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
     """How a model without a template for pairs in its tokenizer gets a query and a document, as one text: `before`, the
-    query, `between`, the document and `after`. "{instruction}" in the first three stands for the instruction. What is
-    too long is cut at the end of the document."""
+    query, `between`, the document and `after`. "{instruction}" in these three stands for the instruction, and
+    "{ instruction}" for a blank and the instruction, or for nothing where it is empty. What is too long is cut at the
+    end of the document."""
 
     before: str
     between: str
     after: str
     instruction: str = ""
+    is_document_first: bool = False
+    """The query and the document have changed places."""
+
+    @property
+    def has_instruction(self) -> bool:
+        return _INSTRUCTION.search(self.before + self.between + self.after) is not None
+
+
+_INSTRUCTION = re.compile(r"\{( ?)instruction\}")
+_PLACES = re.compile(r"\{([^{}]*)\}")
+
+
+def with_instruction(part: str, instruction: str) -> str:
+    """A part of a `PairTemplate`, with an instruction in its place."""
+    return _INSTRUCTION.sub(lambda found: instruction and found[1] + instruction, part)
+
+
+def read_pair_template(text: str, instruction: str = "") -> PairTemplate:
+    """Of a text with {query} and {document}, and perhaps {instruction}. Raises ValueError, with a reason that goes on
+    from the setting's name."""
+    names = _PLACES.findall(text)
+    for name in names:
+        if name not in ("query", "document", "instruction", " instruction"):
+            raise ValueError(f"has {{{name:.40}}}; known are {{query}}, {{document}} and {{instruction}}")
+    for name in ("query", "document"):
+        if names.count(name) != 1:
+            raise ValueError(f"must have {{{name}}} once, and has it {names.count(name)} times")
+    before, between, after = re.split(r"\{(?:query|document)\}", text)
+    is_document_first = names.index("document") < names.index("query")
+    return PairTemplate(before, between, after, instruction, is_document_first)
 
 
 @dataclass(frozen=True, slots=True)

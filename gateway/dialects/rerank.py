@@ -284,8 +284,7 @@ def parse(
 def _instruction(call: Call) -> str | None:
     instruction, score = call.wanted.get(INSTRUCTION), call.model_info.card.score
     template = None if score is None else score.pair_template
-    has_place = template is not None and "{instruction}" in template.before + template.between + template.after
-    if instruction is not None and not has_place:
+    if instruction is not None and not (template is not None and template.has_instruction):
         raise BadRequest(f"'{INSTRUCTION.name}': this model has no place for one", param=INSTRUCTION.name)
     return instruction
 

@@ -23,7 +23,7 @@ import tokenizers
 from vecd.gateway.errors import INPUT, BadRequest, InputTooLong
 from vecd.gateway.request import ALL, MAX_PROMPT_CHARS, Overflow, Pair, TokenizedInput, Tokenizing
 from vecd.gateway.tokenization.text_tokens import TextTokens, exhaust
-from vecd.model.steps import PairTemplate
+from vecd.model.steps import PairTemplate, with_instruction
 
 
 class PairFrame(NamedTuple):
@@ -57,6 +57,8 @@ class Opening(NamedTuple):
     """Text that follows these tokens, and is tokenized with each document."""
     is_cut: bool = False
     """The query was longer than a limit of its own, and was cut."""
+    query: str = ""
+    """Of a template with the document first: what follows that."""
 
 
 class PairTokens:
@@ -202,10 +204,11 @@ def checked(ids: "array[int]", border: int, index: int, *, is_truncated: bool) -
 # be characters. The text is cut at special tokens and at the last split point before the document, and what is left of
 # it there (`rest`) is tokenized with each document.
 #
+# Where the document is first, the query is a part of the end.
+#
 # What is too long is cut at the end of the document, and of the query where that is too long by itself: the model reads
 # its score from the template's end. Source: `_restore_chat_template_suffix` of sentence-transformers 6.
 
-_INSTRUCTION = "{instruction}"
 _PROBES = (("a b", "c, d"), ("", ""), (" x\n", "\n\n y "))
 
 
@@ -250,7 +253,8 @@ class TemplatedPairs:
             raise BadRequest(
                 f"The instruction has {len(instruction)} characters, at most {MAX_PROMPT_CHARS} are allowed"
             )
-        end = self._end(instruction)
+        is_query_behind = self._template.is_document_first
+        end = self._end(instruction, "")
         if len(end.kept) >= how.max_tokens:
             raise BadRequest(
                 f"A pair has to have room for the {len(end.kept)} tokens at the end of the model's template, and at "
@@ -263,33 +267,37 @@ class TemplatedPairs:
             if query not in openings:
                 openings.clear()
                 openings[query] = yield from self._open(query, documents[0][1], instruction, how)
+            if is_query_behind:
+                end = self._end(instruction, openings[query].query)
             sequences += yield from self._sequences(openings[query], documents, end, how)
             yield
         return sequences
 
     def _open(self, query: str, index: int, instruction: str, how: Tokenizing) -> Generator[None, None, Opening]:
         before, between = self._template.before, self._template.between
-        num_chars = len((before + between).replace(_INSTRUCTION, instruction))
+        num_chars = len(with_instruction(before + between, instruction))
         read = query[: max(0, self._texts.max_chars - num_chars)]
         if how.max_query_tokens < ALL:
             read = yield from self._first_tokens(read, how.max_query_tokens)
         elif len(read) < len(query) and how.overflow is not Overflow.TRUNCATE:
             raise beyond(index, self._texts.max_chars)
-        parts = [*self._parts(before, instruction), read, *self._parts(between, instruction)]
+        parts = self._parts(before, instruction)
+        if not self._template.is_document_first:
+            parts += [read, *self._parts(between, instruction)]
         ids, rest = yield from self._read(parts)
         cuts = self._texts.cuts
         cut = 0 if cuts is None else max((found.start() for found in cuts.finditer(rest)), default=0)
         self._texts.long_parts.check(rest[cut:])
         if cut:
             ids += yield from self._texts.all_steps(rest[:cut], "")
-        return Opening(ids, rest[cut:], is_cut=len(read) < len(query))
+        return Opening(ids, rest[cut:], is_cut=len(read) < len(query), query=read)
 
     def _sequences(
         self, opening: Opening, documents: Sequence[tuple[str, int]], end: _End, how: Tokenizing
     ) -> Generator[None, None, list[TokenizedInput]]:
         """`documents`: with the index of each pair."""
-        head, rest, is_query_cut = opening
-        max_chars = self._texts.max_chars - len(end.text)
+        head, rest, is_query_cut, _ = opening
+        max_chars = max(0, self._texts.max_chars - len(end.text))
         max_own = how.max_tokens - len(head) - len(end.ids)
         num_rest, num_end = (len(self._ids(text)) for text in (rest, end.text))
         if max_own <= num_rest + num_end:
@@ -326,11 +334,17 @@ class TemplatedPairs:
             sequences.append(checked(array("i", ids), 0, index, is_truncated=is_truncated))
         return sequences
 
-    def _end(self, instruction: str) -> _End:
+    def _end(self, instruction: str, query: str) -> _End:
         parts = self._parts(self._template.after, instruction)
+        if self._template.is_document_first:
+            parts = [*self._parts(self._template.between, instruction), query, *parts]
         text = "".join(map(str, takewhile(lambda part: isinstance(part, str), parts)))
-        rest = dropwhile(lambda part: isinstance(part, str), parts)
-        ids = [token_id for part in rest for token_id in ([part] if isinstance(part, int) else self._ids(part))]
+        rest = groupby(dropwhile(lambda part: isinstance(part, str), parts), lambda part: isinstance(part, str))
+        ids = [
+            token_id
+            for is_text, group in rest
+            for token_id in (self._ids("".join(map(str, group))) if is_text else map(int, group))
+        ]
         pair = zip(reversed(self._ids("0" + text)), reversed(self._ids("1 2 3 4" + text)), strict=False)
         common = [first for first, _ in takewhile(lambda both: both[0] == both[1], pair)] if text else []
         return _End(text, ids, [*reversed(common), *ids])
@@ -338,10 +352,10 @@ class TemplatedPairs:
     def _parts(self, template: str, instruction: str) -> list[str | int]:
         """A part of the template as texts and special tokens."""
         if not self._special:
-            return [template.replace(_INSTRUCTION, instruction)]
+            return [with_instruction(template, instruction)]
         names = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         found = re.split(f"({names})", template)
-        return [self._special.get(part, part.replace(_INSTRUCTION, instruction)) for part in found if part]
+        return [self._special.get(part, with_instruction(part, instruction)) for part in found if part]
 
     def _read(self, parts: Sequence[str | int]) -> Generator[None, None, tuple[list[int], str]]:
         """The tokens up to the last special token, and the text behind it."""
@@ -374,7 +388,7 @@ class TemplatedPairs:
         try:
             for query, document in _PROBES:
                 parts = (template.before, query, template.between, document, template.after)
-                whole = self._ids("".join(part.replace(_INSTRUCTION, "") for part in parts))
+                whole = self._ids("".join(with_instruction(part, "") for part in parts))
                 texts = [[part] if at in (1, 3) else self._parts(part, "") for at, part in enumerate(parts)]
                 ids, rest = exhaust(self._read([part for some in texts for part in some]))
                 if ids + self._ids(rest) != whole:

@@ -37,7 +37,7 @@ from vecd.launch.check import model as check_model
 from vecd.launch.check.report import Problem, Report, new_report, render
 from vecd.launch.check.table import known_as_json, known_as_text, markdown_head, markdown_row, read_names
 from vecd.launch.config.models import ModelEntry, load_models, name_of, split_source
-from vecd.launch.config.plan import Plan, make_plan, version
+from vecd.launch.config.plan import Plan, make_plans, version
 from vecd.launch.config.settings import load_settings
 from vecd.launch.config.tokens import tokenize
 from vecd.model.card import ModelError
@@ -155,7 +155,7 @@ def _check(entries: Sequence[ModelEntry], options: CheckOptions, comments: Mappi
     for entry in entries:
         name = entry.name or name_of(entry.settings.model)
         try:
-            reports[name] = report = _examine(entry.settings, texts, options)
+            reports[name] = report = _examine(entry, texts, options)
         except ConfigurationError as error:
             if not options.takes_several:
                 raise
@@ -204,7 +204,7 @@ def _print(text: str) -> None:
             raise SystemExit(EXIT_INTERNAL_ERROR) from None
 
 
-def _examine(settings: Settings, texts: list[str], options: CheckOptions) -> Report:
+def _examine(entry: ModelEntry, texts: list[str], options: CheckOptions) -> Report:
     """The report, with as much as a faulty model allows. Raises ConfigurationError."""
     status = StatusLine("vecd check", plain_s=0)
 
@@ -216,7 +216,7 @@ def _examine(settings: Settings, texts: list[str], options: CheckOptions) -> Rep
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = new_report(version())
     try:
-        _fill(report, settings, texts, options, show)
+        _fill(report, entry, texts, options, show)
     except (ModelError, StartFailure) as error:
         report["problems"].append(check_model.problem(str(error)))
     finally:
@@ -225,9 +225,9 @@ def _examine(settings: Settings, texts: list[str], options: CheckOptions) -> Rep
     return report
 
 
-def _fill(report: Report, settings: Settings, texts: list[str], options: CheckOptions, show: ReportProgress) -> None:
+def _fill(report: Report, entry: ModelEntry, texts: list[str], options: CheckOptions, show: ReportProgress) -> None:
     """Fill the report as far as possible. Raises ModelError or StartFailure for what ends it, ConfigurationError."""
-    plan = make_plan(settings)
+    [plan], settings = make_plans([entry]), entry.settings
     try:
         report["model"] = model = check_model.describe(plan.workers[0].card, plan.gateway.model)
         report["problems"], report["warnings"] = check_model.purpose(model)

@@ -150,6 +150,9 @@ class ModelEntry:
     default_prompt: str | None = flag(
         None, 'name of the prompt of texts that have no other; "": they have none. None: as the model\'s files say'
     )
+    yes: str = flag("", "token that a causal language model gives a document that answers its query")
+    no: str = flag("", "its opposite, if there is one")
+    template: str = flag("", "text that such a model gets, with {query}, {document} and perhaps {instruction}")
     weight: float = flag(1.0, "share of the cores while other models need them, too", above=0, at_most=1000)
 
 

@@ -245,7 +245,8 @@ def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[s
     path = with_made_weights(source, file, name, settings.cache_folder, report)
     _, task = split_task(settings.model)
     path, of_task = with_adapter(path, task, file, name, settings.cache_folder, report, _fetch)
-    folder = ModelFolder(path, settings.kind, settings.pooling, file)
+    scoring = {"yes": entry.yes, "no": entry.no, "template": entry.template}
+    folder = ModelFolder(path, settings.kind, settings.pooling, file, **scoring)
     model_files = _files_in(folder.path)
     card = replace(with_text_template(with_pair_template(card_of(folder), folder), folder), task=of_task)
     if card.export_file and not file and len(folder.exports) > 1:

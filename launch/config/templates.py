@@ -18,7 +18,7 @@ from vecd.gateway.config import ChatTemplateSpec
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.folder import ModelFolder
 from vecd.model.score_card import known_template
-from vecd.model.steps import PairTemplate, TextTemplate
+from vecd.model.steps import PairTemplate, TextTemplate, read_pair_template
 from vecd.shm.job import JobDied, run_job
 
 _MAX_CHARS = 256 * 1024
@@ -90,10 +90,15 @@ def with_pair_template(card: ModelCard, folder: ModelFolder) -> ModelCard:
     with a template is its default instruction. Raises ModelError for a causal reranker whose files do not say how it
     gets a pair: its order would mean nothing."""
     score = card.score
-    if score is None or score.pooling != "lasttoken" or "rerank" not in card.capabilities:
+    if score is None or not card.takes_template:
         return card
     template = score.pair_template
-    if template is None:
+    if folder.template:
+        try:
+            template = read_pair_template(folder.template, card.prompt)
+        except ValueError as error:
+            raise ModelError(f"{folder.path}: template {error}") from None
+    elif template is None:
         template = _template_of(card, folder)
         if template is None:
             return card
@@ -101,7 +106,7 @@ def with_pair_template(card: ModelCard, folder: ModelFolder) -> ModelCard:
 
 
 def _template_of(card: ModelCard, folder: ModelFolder) -> PairTemplate | None:
-    known = known_template(folder.config, folder.names)
+    known = known_template(folder)
     spec = read_chat_template(folder)
     why = "there is no chat template"
     if spec is not None and (known is None or _is_for_pairs(spec, folder)):
@@ -115,8 +120,8 @@ def _template_of(card: ModelCard, folder: ModelFolder) -> PairTemplate | None:
         return None
     raise ModelError(
         f"{folder.weights_folder}: nothing says how the model gets a query and a document: {why}, and its tokenizer "
-        "has no template for pairs; add a chat_template.jinja that renders messages with the roles 'query' and "
-        "'document'"
+        "has no template for pairs; give it a template in a table [models.NAME], or add a chat_template.jinja that "
+        "renders messages with the roles 'query' and 'document'"
     )
 
 

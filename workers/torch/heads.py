@@ -113,7 +113,7 @@ class TorchOperations(Operations[Tensor]):
             logits = states @ matrix.T
             if step.cap:
                 logits = step.cap * torch.tanh(logits / step.cap)
-            return logits if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:]
+            return step.scale * (logits if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
         return score
 

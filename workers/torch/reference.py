@@ -6,7 +6,7 @@ makes dense vectors and those of tokens of hidden states is `vecd.workers.heads`
 comparison shows no fault that numpy and torch have alike. The tests do, beside sentence-transformers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from vecd.model.card import ModelCard
+from vecd.model.steps import Step
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
 from vecd.workers.batch import PackedBatch, arrange
@@ -86,7 +87,7 @@ def _scores(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -
     card, head = config.card, config.card.score
     assert head is not None
     if [step.kind for step in head.steps] == ["logit"]:
-        return _differences_of_logits(config, dtype, head.steps[0].rows, probes)
+        return _differences_of_logits(config, dtype, head.steps[0], probes)
     model = load(dtype)
 
     def logits_of(probe: PackedBatch, ids: Tensor, border: int) -> Tensor:
@@ -102,7 +103,7 @@ def _scores(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -
     return _one_by_one(card, probes, logits_of)
 
 
-def _differences_of_logits(config: WorkerConfig, dtype: str, tokens: Sequence[int], probes: PackedBatch) -> Rows:
+def _differences_of_logits(config: WorkerConfig, dtype: str, step: Step, probes: PackedBatch) -> Rows:
     """The score of a causal language model, by transformers' own class with its whole output layer: slow, for the
     comparison at load alone."""
     device = torch.device(config.device)
@@ -110,8 +111,8 @@ def _differences_of_logits(config: WorkerConfig, dtype: str, tokens: Sequence[in
 
     def score_of(probe: PackedBatch, ids: Tensor, border: int) -> Tensor:
         logits = model(input_ids=ids.to(device), use_cache=False, logits_to_keep=1).logits[0, -1].float()
-        chosen = [float(logits[token]) for token in tokens]
-        return torch.tensor([[chosen[0] - sum(chosen[1:])]])
+        chosen = [float(logits[token]) for token in step.rows]
+        return torch.tensor([[step.scale * (chosen[0] - sum(chosen[1:]))]])
 
     return _one_by_one(config.card, probes, score_of)
 

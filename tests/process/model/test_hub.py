@@ -84,15 +84,17 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hub], 
 def test_a_hub_id_is_the_model_of_the_folder(name, connect, tmp_path, monkeypatch):
     monkeypatch.setattr(made_weights, "make", lambda title, orders: make_all(orders))  # starts no process
     folder = LAYOUTS[name](tmp_path / "model")
-    for other in ("README.md", "tf_model.h5", "flax_model.msgpack", "training_args.bin", "openvino/openvino_model.bin"):
+    for other in ("notes.md", "tf_model.h5", "flax_model.msgpack", "training_args.bin", "openvino/openvino_model.bin"):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_text("not asked for")
+    (folder / "README.md").write_text("its front is read")
     with Hub(model=folder) as stand_in:
         connect(stand_in)
         first = plan_of("org/model", tmp_path / "cache")
         fetched = sorted(stand_in.fetched)
         assert identity_of(first) == identity_of(plan_of(str(folder), tmp_path / "cache"))
-        assert not [path for path in fetched if path.endswith((".md", ".h5", ".msgpack", "args.bin"))]
+        assert not [path for path in fetched if path.endswith(("notes.md", ".h5", ".msgpack", "args.bin"))]
+        assert "README.md" in fetched
         assert not [path for path in fetched if path.startswith("openvino") and not path.endswith(".json")]
         assert plan_of("org/model", tmp_path / "cache").card == first.card
         assert sorted(stand_in.fetched) == fetched, "the second start fetches nothing"

@@ -100,6 +100,10 @@ def schema_of(kind: Any, rules: Rules) -> dict[str, Any]:
     return {"type": "boolean" if one is bool else "string"}
 
 
+_OF_TABLES = ("source", "aliases", "prompts", "default-prompt", "yes", "no", "template", "weight")
+"""What no flag says."""
+
+
 def test_the_schema_knows_the_settings_of_vecd() -> None:
     described = {name: schema_of(kind, rules) for name, (kind, rules) in SETTINGS.items()}
     config = {
@@ -110,7 +114,7 @@ def test_the_schema_knows_the_settings_of_vecd() -> None:
     own = {name.replace("_", "-"): described[name] for name, (_, rules) in SETTINGS.items() if rules.is_per_model}
     found = schema()
     model = found["$defs"]["model"]["properties"]
-    of_tables = {name: model[name] for name in ("source", "aliases", "prompts", "default-prompt", "weight")}
+    of_tables = {name: model[name] for name in _OF_TABLES}
     if WRITES:
         found["$defs"]["config"]["properties"], found["$defs"]["model"]["properties"] = config, of_tables | own
         (CHART / "values.schema.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -511,8 +511,8 @@ _OF_AN_EMBEDDER = "---\ntags: [mteb]\nmodel-index:\n- task:\n    type: Reranking
 @pytest.mark.parametrize(
     ("place", "readme", "is_refused"),
     [
-        ("zerank-1-small", "", True),
-        ("models--a--ctxl-rerank-v2/snapshots/0a1b", "", True),
+        ("zerank-9-small", "", True),
+        ("models--a--some-rerank-v3/snapshots/0a1b", "", True),
         ("a", _TAGS, True),
         ("a", "---\npipeline_tag: text-ranking\n---\n", True),
         ("a", _OF_AN_EMBEDDER, False),
@@ -525,7 +525,10 @@ def test_a_causal_model_that_is_named_a_reranker(tmp_path: Path, place: str, rea
     folder.write("README.md", readme)
     assert read_card(folder.path, "dense").pooling == ("lasttoken",)
     if is_refused:
-        assert "name or tags say that it is a reranker: --kind rerank" in folder.refusal()
+        assert (
+            "name or tags say that it is a reranker that is not known: yes, no and template in a table"
+            in folder.refusal()
+        )
     else:
         assert "lasttoken pooling without normalisation is assumed" in folder.read().assumption
 

@@ -1,12 +1,15 @@
 """Which causal language models are rerankers, and by which tokens they score."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.model_folders import ModelFolder
-from vecd.model.steps import ScoreHead
+from vecd.model.card import ModelCard, ModelError, card_of
+from vecd.model.folder import ModelFolder as LibraryFolder
+from vecd.model.steps import PairTemplate, ScoreHead, read_pair_template, with_instruction
 from vecd.shm.output import Output
 
 CONFIG = {
@@ -98,6 +101,8 @@ def test_a_broken_module_is_refused(module: dict[str, Any], tmp_path: Path) -> N
         ("models--Qwen--Qwen3-Reranker-0.6B/snapshots/abc", "qwen3", (3, 4), "<think>\n\n</think>\n\n"),
         ("mxbai-rerank-base-v2", "qwen2", (6, 7), "Relevance:<|im_end|>\n<|im_start|>assistant\n"),
         ("bge-reranker-v2-gemma", "gemma", (5,), "\n{instruction}"),
+        ("zerank-1", "qwen3", (5,), "assistant\n"),
+        ("ctxl-rerank-v2-instruct-multilingual-1b", "qwen3", (0,), "{ instruction} ??"),
     ],
 )
 @pytest.mark.parametrize("kind", ["auto", "rerank"])
@@ -112,6 +117,91 @@ def test_known_models_are_found_by_name(
     assert head.steps[0].rows == rows
     assert head.pair_template.after.endswith(after)
     assert folder.read("dense").capabilities == ("dense",)
+
+
+@pytest.mark.parametrize("sign", ["base_model", "chat_template", "chat_template.jinja"])
+def test_a_copy_under_another_name_is_known_by_its_files(sign: str, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "legal-ranker")
+    assert folder.read().capabilities == ("dense",)
+    judge = "<|im_start|>\nJudge whether the Document meets the requirements based on the Query and the Instruct …"
+    if sign == "base_model":
+        folder.write("README.md", "---\ntags:\n- legal\nbase_model:\n- Qwen/Qwen3-Reranker-0.6B\n---\n")
+    elif sign == "chat_template":
+        folder.write("tokenizer_config.json", {"chat_template": judge})
+    else:
+        folder.write(sign, judge)
+    assert folder.head.steps[0].rows == (3, 4)
+    assert folder.read("dense").score is None
+
+
+def test_zerank_s_score_is_a_fifth_of_the_logit_and_its_code_is_not_run(tmp_path: Path) -> None:
+    code = {"AutoConfig": "zeroentropy/zerank-1-small--modeling_zeranker.ZEConfig"}
+    folder = Folder(tmp_path / "zerank-1-small", auto_map=code)
+    assert (folder.head.steps[0].scale, folder.head.activation) == (0.2, "sigmoid")
+    folder.change("config.json", auto_map={"AutoConfig": "modeling_other.ZEConfig"})
+    assert "asks for Python code" in folder.refusal()
+
+
+def read_with(path: Path, **settings: str) -> ModelCard:
+    return card_of(LibraryFolder(path, **settings))
+
+
+def test_settings_say_how_any_causal_model_scores(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "my-llm")
+    folder.change("tokenizer.json", model={"vocab": {**VOCAB, "\u0120yes": 8, "\u2581no": 9}})
+    head = read_with(folder.path, yes="1", no="0").score
+    assert head is not None
+    assert (head.steps[0].rows, head.steps[0].scale, head.pair_template) == ((6, 7), 1.0, None)
+    spaced = read_with(folder.path, yes=" yes", no=" no").score
+    assert spaced is not None
+    assert spaced.steps[0].rows == (8, 9)
+    one = read_with(folder.path, kind="rerank", yes="1").score
+    assert one is not None
+    assert one.steps[0].rows == (6,)
+    of_module = folder.add_module(true_token_id=9)
+    instead = read_with(of_module.path, yes="1").score
+    assert instead is not None
+    assert instead.steps[0].rows == (6,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"yes": "yes yes"}, "'yes yes' is not one token of the vocabulary"),
+        ({"yes": "yes", "no": "nope"}, "'nope' is not one token of the vocabulary"),
+        ({"no": "no"}, "no given, and yes is not"),
+        ({"template": "{query} {document}"}, "template given, and the model is for dense"),
+        ({"kind": "dense", "yes": "yes"}, "yes given, and the model is for dense"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_a_line(settings: dict[str, str], reason: str, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "my-llm")
+    with pytest.raises(ModelError) as refused:
+        read_with(folder.path, **settings)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{query}", "must have {document} once, and has it 0 times"),
+        ("{query}{document}{query}", "must have {query} once, and has it 2 times"),
+        ("{query}{document}{passage}", "has {passage}; known are {query}, {document} and {instruction}"),
+        ("{}{query}{document}", "has {}; known"),
+    ],
+)
+def test_a_template_has_each_place_once(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        read_pair_template(text)
+
+
+def test_a_template_as_text_is_cut_at_its_places() -> None:
+    template = read_pair_template("<s>{document} / {query}{ instruction}?", "find")
+    assert template == PairTemplate("<s>", " / ", "{ instruction}?", "find", is_document_first=True)
+    assert template.has_instruction
+    assert [with_instruction(template.after, each) for each in ("", "now")] == ["?", " now?"]
+    assert not read_pair_template("{query}|{document}").has_instruction
 
 
 def test_other_causal_models_stay_what_they_were(tmp_path: Path) -> None:

@@ -131,8 +131,10 @@ KNOWN = {"_name_or_path": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls"}
 
 
 def test_a_known_model_s_template_comes_before_one_that_prints_any_role(card):
-    found = template_of(card(CHATML, KNOWN))
-    assert found == known_template({"model_type": "qwen3"}, KNOWN["_name_or_path"])
+    made = card(CHATML, KNOWN)
+    found = template_of(made)
+    assert found == known_template(ModelFolder(Path(made.folder)))
+    assert found.between == "\n<Document>: "
     assert template_of(card(CHATML)) == OF_CHATML  # as sentence-transformers renders it for a model of another name
 
 

@@ -31,6 +31,16 @@ KINDS = {
         PairTemplate("<s>{instruction}<mask> q: ", " d: ", "</s> end</s>"),
         None,
     ),
+    "document first": (
+        tiny_tokenizers.qwen,
+        PairTemplate("Check.\n<Document> ", "\n<Query> ", "{ instruction} ??", "of today", is_document_first=True),
+        None,
+    ),
+    "special tokens behind": (
+        tiny_tokenizers.qwen,
+        PairTemplate("<|im_start|>d: ", "<|im_end|>q: ", "\n<|im_start|>a\n", is_document_first=True),
+        None,
+    ),
 }
 texts = texts_of([*WORDS, "{instruction}", "{document}", "<bos>", "x:"])
 
@@ -49,9 +59,11 @@ def make(card_of, make_tokenizer) -> Callable[..., Tokenizer]:
 def whole_ids(library: tokenizers.Tokenizer, template: PairTemplate, pair: Pair, instruction: str = "") -> list[int]:
     instruction = instruction or template.instruction
     before, between, after = (
-        part.replace("{instruction}", instruction) for part in (template.before, template.between, template.after)
+        part.replace("{instruction}", instruction).replace("{ instruction}", f" {instruction}")
+        for part in (template.before, template.between, template.after)
     )
-    text = before + pair.query + between + pair.document + after
+    first, second = (pair.document, pair.query) if template.is_document_first else (pair.query, pair.document)
+    text = before + first + between + second + after
     found: list[int] = library.encode(text, add_special_tokens=False).ids
     return found
 
@@ -62,8 +74,11 @@ def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tok
     make_library, template, _ = KINDS[kind]
     library = make_library()
     ours = make(library, template, max_tokens)
-    end = common_end(lambda document: whole_ids(library, template, Pair("0", document)))
-    assert len(end) < max_tokens
+
+    def end_of(query: str) -> list[int]:
+        return common_end(lambda document: whole_ids(library, template, Pair(query, document)))
+
+    assert len(end_of("0")) < max_tokens
 
     @settings(max_examples=15)
     @given(texts, st.lists(texts, min_size=1, max_size=3))
@@ -82,6 +97,7 @@ def test_the_tokens_are_the_whole_text_s_and_the_end_is_kept(kind, make, max_tok
             expected = whole_ids(library, template, pair)
             is_long = len(expected) > max_tokens
             if is_long:
+                end = end_of(pair.query)
                 expected = [*expected[: max_tokens - len(end)], *end]
             assert (ids_of(item), item.is_truncated, item.border) == (expected, is_long, 0)
 

@@ -156,6 +156,8 @@ weight = 2
 model = "org/r"
 kind = "rerank"
 workers = 1
+yes = "true"
+template = "{query}|{document}"
 """
 
 
@@ -164,6 +166,7 @@ def test_tables() -> None:
     assert named((embed, rerank)) == [("embed", "org/e"), ("org/rerank", "org/r")]
     assert (embed.weight, rerank.weight) == (2, 1)
     assert embed.aliases == ("text-embedding-3-small", "e")
+    assert (rerank.yes, rerank.no, rerank.template) == ("true", "", "{query}|{document}")
     assert (rerank.settings.kind, rerank.settings.workers, embed.settings.workers) == ("rerank", 1, "auto")
 
 
