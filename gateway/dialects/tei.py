@@ -46,7 +46,7 @@ from vecd.gateway.api.fields import (
 )
 from vecd.gateway.api.operation import Call, Dialect, Operation, ParsedDecode, ParsedEmbed, ParsedTokenize, posted
 from vecd.gateway.api.served import ModelInfo
-from vecd.gateway.dialects import ask, classify, outputs, rerank
+from vecd.gateway.dialects import ask, classify, outputs, rerank, zero_shot
 from vecd.gateway.dialects.ask import (
     ACTIVATION,
     ANY_ACTIVATION,
@@ -61,7 +61,6 @@ from vecd.gateway.dialects.ask import (
     encoding_of,
     parse_inputs,
     parse_texts,
-    refused,
     resolve,
 )
 from vecd.gateway.dialects.rerank import QUERY, RAW_SCORES, TOP_N, Relevance, read_documents
@@ -99,11 +98,11 @@ DIRECTION = replace(
 TOKENIZING_FIELDS: tuple[Field[Any], ...] = (TRUNCATE, DIRECTION, PROMPT_NAME)
 
 
-def _with_parameters(own: Iterable[Field[Any]], options: Iterable[Field[Any]], *refused: Field[None]) -> Fields:
+def _with_parameters(own: Iterable[Field[Any]], options: Iterable[Field[Any]]) -> Fields:
     """Options may be in an object as well: clients use it with texts to compare, and for Hugging Face's endpoints with
-    every model. `refused`: what is in there alone."""
+    every model."""
     about = "the other fields may be in here as well, and mean the same"
-    return Fields(*own, *options, *inside("parameters", about, *options, *refused))
+    return Fields(*own, *options, *inside("parameters", about, *options))
 
 
 def _check_not_empty(value: Any, name: str) -> None:
@@ -166,14 +165,13 @@ FUNCTION = fields.choice(
     key=ACTIVATION.key,
 )
 TOP_K = replace(ask.TOP_K, description="most labels of a text; default: all")
-PREDICT_OPTIONS = (TRUNCATE, DIRECTION, RAW_LABELS, FUNCTION, TOP_K, classify.AGGREGATION, classify.IGNORED)
-CANDIDATE_LABELS = refused(
-    "candidate_labels", "to choose among labels of a request is POST /v1/classify with 'labels'", nullable("array")
+PREDICT_OPTIONS: tuple[Field[Any], ...] = (
+    *(TRUNCATE, DIRECTION, RAW_LABELS, FUNCTION, TOP_K, classify.AGGREGATION, classify.IGNORED),
+    *zero_shot.FIELDS,
 )
-"""Of Hugging Face's zero-shot classification, whose clients post it to the same paths."""
 
 _FLAT_LABELS = (list_of(classify.LABEL), list_of(classify.ENTITY))
-LABELS_OF_INPUTS = any_of(*(each for flat in _FLAT_LABELS for each in (flat, list_of(flat))))
+LABELS_OF_INPUTS = any_of(*(each for flat in _FLAT_LABELS for each in (flat, list_of(flat))), zero_shot.RESPONSE)
 
 _COMPARED = record(source_sentence=STRING, sentences=fields.TEXTS)
 
@@ -551,10 +549,11 @@ _PAIR_SCORES = list_of(record(score=NUMBER))
 _SPARSE = list_of(record(index=fields.COUNT, value=NUMBER))
 _PREDICT = Operation(
     summary="Classify texts, pairs of texts, or their tokens",
-    fields=_with_parameters((PREDICTED,), PREDICT_OPTIONS, CANDIDATE_LABELS),
-    parse=parse_predict,
+    fields=_with_parameters((PREDICTED,), PREDICT_OPTIONS),
+    parse=zero_shot.parse_or(parse_predict),
     response=LABELS_OF_INPUTS,
     needs=classify.NEEDS,
+    asks_for=zero_shot.asks_for,
 )
 _DEFAULT_FIELDS = (
     *(replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)),
@@ -563,28 +562,30 @@ _DEFAULT_FIELDS = (
 _DEFAULT = replace(
     _EMBED,
     summary="Embed, compare, classify or rank texts, by what the model is for",
-    fields=_with_parameters(_DEFAULT_FIELDS, ALL_OPTIONS, CANDIDATE_LABELS),
-    parse=parse_default,
+    fields=_with_parameters(_DEFAULT_FIELDS, ALL_OPTIONS),
+    parse=zero_shot.parse_or(parse_default),
     response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
     needs=tuple(dict.fromkeys((*_KINDS, *rerank.NEEDS))),
+    asks_for=zero_shot.asks_for,
     claims=(INPUTS.name, QUERY.name),
 )
 _INVOCATION = replace(
     _DEFAULT,
-    fields=_with_parameters((*_DEFAULT_FIELDS, TEXT_INPUTS), ALL_OPTIONS, CANDIDATE_LABELS),
+    fields=_with_parameters((*_DEFAULT_FIELDS, TEXT_INPUTS), ALL_OPTIONS),
     claims=(INPUTS.name, TEXT_INPUTS.name, RANKED.name),
     bare_list=INPUTS.name,
 )
 _EMBED_BY_MODEL = replace(
     _EMBED,
     summary="Embed or classify texts, where clients of Hugging Face look for it",
-    fields=_with_parameters((_INPUTS_OF_HUB, MODEL), ALL_OPTIONS, CANDIDATE_LABELS),
-    parse=partial(parse_by_kind, is_for_hub=True),
+    fields=_with_parameters((_INPUTS_OF_HUB, MODEL), ALL_OPTIONS),
+    parse=zero_shot.parse_or(partial(parse_by_kind, is_for_hub=True), is_for_hub=True),
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
+    asks_for=zero_shot.asks_for,
 )
 _HUB_PATHS = ("/models/*/pipeline/{}", "/pipeline/{}/*", "/hf-inference/models/*/pipeline/{}")
-_HUB_TASKS = ("feature-extraction", "text-classification", "token-classification")
+_HUB_TASKS = ("feature-extraction", "text-classification", "token-classification", "zero-shot-classification")
 
 DIALECT = Dialect(
     name="tei",

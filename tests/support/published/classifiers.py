@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.checkpoints import change_weights
 from tests.support.llm_checkpoints import CHATML, save_causal, save_reranker
 from tests.support.published import Layout, RowsOf
 from tests.support.score_checkpoints import logits_of, save_classifier
@@ -109,7 +110,17 @@ def _by_class(folder: Path) -> RowsOf:
 
 def _nli(family: str, labels: Sequence[str], **settings: Any) -> Callable[[Path], object]:
     sizes = {"hidden_size": 64, "intermediate_size": 128}
-    return lambda folder: save_classifier(folder, family, labels=labels, **{**sizes, **settings})
+
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in weights.items():
+            if name.startswith("classifier."):
+                tensor.mul_(8)
+
+    def save(folder: Path) -> None:
+        save_classifier(folder, family, labels=labels, **{**sizes, **settings})
+        change_weights(folder, enlarge)
+
+    return save
 
 
 _CROSS_ENCODER = ("contradiction", "entailment", "neutral")

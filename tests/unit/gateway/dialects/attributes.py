@@ -1,6 +1,7 @@
 """What clients can ask for, as data: each attribute of a request, the words that each dialect has for it, and what
 their values mean. `test_attributes` runs every rule for every row."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ ROUTES = {
     "classify tokens": Route("/classify", "vllm", "tagger", {"input": "a"}, ("/v1/classify", "/openai/v1/classify")),
     "invocations classify": Route("/invocations", "vllm", "classifier", {"input": "a"}),
     "predict": Route("/predict", "tei", "classifier", {"inputs": "a"}, ("/",)),
+    "choose": Route("/predict", "tei", "judge", {"inputs": "a"}, ("/", "/invocations")),
     "predict tokens": Route("/predict", "tei", "tagger", {"inputs": "a"}, ("/", *_HUB_S)),
     "hub labels": Route("/models/m", "tei", "classifier", {"inputs": "a"}, _HUB_S),
     "rerank": Route("/v1/rerank", "rerank", "ranker", _RANKED, _RERANK_S),
@@ -127,7 +129,7 @@ SIMILARITY = ("similarity", "root similarity")
 OLLAMA = ("ollama", "ollama old")
 TEI_DENSE = ("tei", "hub", "root", "invocations tei")
 TEI_SPARSE = ("embed_sparse", "root sparse")
-TEI_LABELS = ("predict", "predict tokens", "hub labels")
+TEI_LABELS = ("predict", "predict tokens", "hub labels", "choose")
 DOCUMENTS = ("rerank", "voyage", "rerank multi", "invocations rerank")
 MESSAGES = ("openai messages", "pooling messages", "classify messages", "invocations messages", "tokenize messages")
 RERANK = (*DOCUMENTS, "score", "invocations pairs", "invocations scores")
@@ -273,6 +275,11 @@ def _member(name: str) -> Callable[[Exchange], Any]:
     return lambda exchange: exchange.asked.get(name)
 
 
+def _hypotheses(exchange: Exchange) -> list[str]:
+    pairs = [each.document for each in exchange.asked.inputs if isinstance(each, Pair)]
+    return pairs or ["This example is {}."]
+
+
 OWN_PROMPT, SERVER_S_OVERFLOW = "own: ", Overflow.TRUNCATE
 """Of every model here."""
 ERROR, CUT, LEFT, CHUNK = Overflow.ERROR, Overflow.TRUNCATE, Overflow.TRUNCATE_LEFT, Overflow.CHUNK
@@ -317,6 +324,11 @@ ATTRIBUTES: dict[str, Attribute] = {
     "shape of rankings": Attribute(lambda exchange: next(iter(exchange.json))),
     "spans": Attribute(lambda exchange: not any("entity" in each for each in _entities(exchange))),
     "labels left out": Attribute(lambda exchange: len(_entities(exchange))),
+    "candidates": Attribute(lambda exchange: [each for text in _hypotheses(exchange) for each in text if each in "bc"]),
+    "hypothesis": Attribute(lambda exchange: {re.sub("[bc]", "{}", text) for text in _hypotheses(exchange)}),
+    "several true labels": Attribute(
+        lambda exchange: isinstance(exchange.json, dict) and sum(exchange.json["scores"]) > 1.1
+    ),
     "temperature": Attribute(lambda exchange: round(exchange.json["data"][0]["score"], 1)),
     "ids": Attribute(_member("lists")),
     "texts": Attribute(_member("texts")),
@@ -588,6 +600,14 @@ TABLE = (
     Row("labels left out", ("predict tokens",), words("ignore_labels", inside=True),
         ((["a", "b", "c"], 0), ([], UNSAID)), ("a", [5])),
     Row("temperature", ("zero-shot",), words("temperature"), ((1, UNSAID), (0.001, 1.0)), (0, "1", True)),
+    Row("candidates", ("choose",), words("candidate_labels", inside=True),
+        tuple((each, ["b", "c"]) for each in (["b", "c"], "b, c", " b,,c ")),
+        ([], "", " , ", ["b", ""], ["b", 5], 5, {"secret": 1}, ["b"] * 9)),
+    Row("hypothesis", ("choose",), words("hypothesis_template", inside=True), (("It is {}!", {"It is {}!"}),),
+        ("", "no place", "{} and {}", "{} in {0}", "{}}", 5, ["{}"]),
+        {"candidate_labels": ["b", "c"]}),
+    Row("several true labels", ("choose",), words("multi_label", inside=True), _FLAGS, _NO_FLAG,
+        {"candidate_labels": ["b", "c"]}),
     # --- tokens ---
     Row("added special tokens", ("tokenize", "tei tokenize"), words("add_special_tokens"), _FLAGS, _NO_FLAG),
     Row("skipped special tokens", ("decode",), words("skip_special_tokens"), _FLAGS, _NO_FLAG),
@@ -611,7 +631,6 @@ TABLE = (
     Row("nothing", (*OPENAI, *POOLING), words("chat_template", "mm_processor_kwargs", "late_chunking_params"), (),
         ("x", {}, True)),
     Row("nothing", POOLING, words("return_multivector", "late_chunking"), ((False, UNSAID),), (True, {})),
-    Row("nothing", (*TEI_LABELS, "root"), words("parameters.candidate_labels"), (), (["a"], "a")),
     Row("nothing", COHERE, words("images"), (([], UNSAID),), (["data:image/png;base64,AA"],)),
     Row("nothing", ("show",), words("verbose"), ((True, UNSAID),)),
     Row("nothing", EMBEDDING, words("unknown"), (({"a": 1}, UNSAID),)),

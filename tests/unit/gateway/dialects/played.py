@@ -37,6 +37,7 @@ MODELS = {
     "multi": replace(MULTI_VECTOR, **_TEXTS),
     "ranker": replace(RERANKER, score=ScoreHead(("score",), "sigmoid", "cls", pair_template=_HAS_INSTRUCTION)),
     "classifier": replace(CLASSIFIER, **_TEXTS),
+    "judge": replace(CLASSIFIER, score=ScoreHead(("contradiction", "entailment", "neutral"), "softmax", "cls")),
     "tagger": replace(TOKEN_CLASSIFIER, **_TEXTS),
 }  # fmt: skip
 """All but the ranker have prompts."""

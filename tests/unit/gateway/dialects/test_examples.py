@@ -18,7 +18,7 @@ from jsonschema_rs import validator_for
 from tests.support.cards import CLASSIFIER, DENSE, HYBRID, MULTI_VECTOR, RERANKER, SPARSE, TOKEN_CLASSIFIER
 from tests.unit.gateway.dialects.played import Client
 from vecd.gateway.request import FloatRows
-from vecd.model.steps import Step
+from vecd.model.steps import ScoreHead, Step
 
 MODELS = {
     "dense": replace(DENSE, dim=2, hidden_size=2, steps=(Step("normalize"),), prompts=(("query", "query: "),)),
@@ -27,6 +27,7 @@ MODELS = {
     "multi": replace(MULTI_VECTOR, token_dim=2),
     "ranker": RERANKER,
     "classifier": CLASSIFIER,
+    "judge": replace(CLASSIFIER, score=ScoreHead(("Entailment", "neutral", "contradiction"), "softmax", "cls")),
     "tagger": TOKEN_CLASSIFIER,
 }
 _VOLATILE = {"created", "modified_at", "total_duration", "digest", "version"}
@@ -395,6 +396,27 @@ classifier POST /predict {"inputs": "a"}
 classifier POST /predict {"inputs": [["a", "b"]], "raw_scores": true}
 200
 [[{"score": 0.8, "label": "b"}, {"score": 0.6, "label": "a"}, {"score": 0.6, "label": "c"}]]
+
+judge POST /predict {"inputs": "a", "parameters": {"candidate_labels": ["b", "c"]}}
+200
+{"sequence": "a", "labels": ["c", "b"], "scores": [0.549834, 0.450166]}
+
+judge POST / {"inputs": ["a", "b"], "parameters": {"candidate_labels": "b, c", "multi_label": true}}
+200
+[{"sequence": "a", "labels": ["b", "c"], "scores": [0.5, 0.5]}, {"sequence": "b", "labels": ["b", "c"], "scores": [0.5,
+ 0.5]}]
+
+judge POST /pipeline/zero-shot-classification/judge {"inputs": "a", "parameters": {"candidate_labels": ["b", "c"]}}
+200
+[{"label": "c", "score": 0.549834}, {"label": "b", "score": 0.450166}]
+
+judge POST /models/judge {"inputs": ["a"], "parameters": {"candidate_labels": ["b"]}}
+200
+[[{"label": "b", "score": 0.5}]]
+
+dense POST / {"inputs": "a", "parameters": {"candidate_labels": ["b", "c"]}}
+424
+{"error": "This server's model is for: dense: 'parameters.candidate_lab…", "error_type": "Backend"}
 
 tagger POST /predict {"inputs": "a"}
 200
