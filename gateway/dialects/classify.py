@@ -14,7 +14,7 @@ is Jina's; one with `raw_scores` is infinity's, whose client always sends it; an
   labels); `temperature`, by which cosines are divided first, separates them, and changes no order.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -246,6 +246,18 @@ _MAX_LABEL_CHARS = 4 * 2**20
 """Characters of the labels, which the response repeats for each text."""
 
 
+def check_label_chars(labels: Sequence[str], num_texts: int, word: str) -> int:
+    """Of labels that the response repeats for each text: their characters in it. Raises BadRequest for too many."""
+    num_chars = num_texts * sum(map(len, labels))
+    if num_chars > _MAX_LABEL_CHARS:
+        raise BadRequest(
+            f"'{word}' have {num_chars} characters, once for each of {num_texts} texts: at most {_MAX_LABEL_CHARS} in "
+            "one request",
+            param=word,
+        )
+    return num_chars
+
+
 def parse_zero_shot(call: Call) -> ParsedEmbed:
     wanted, _, model_info = call
     names = wanted.require(LABELS)
@@ -260,13 +272,7 @@ def parse_zero_shot(call: Call) -> ParsedEmbed:
             f"{len(names)} labels: at most {_MAX_PREDICTIONS} in one request",
             param=LABELS.name,
         )
-    num_chars = len(inputs) * sum(map(len, names))
-    if num_chars > _MAX_LABEL_CHARS:
-        raise BadRequest(
-            f"'{LABELS.name}' have {num_chars} characters, once for each of {len(inputs)} texts: at most "
-            f"{_MAX_LABEL_CHARS} in one request",
-            param=LABELS.name,
-        )
+    check_label_chars(names, len(inputs), LABELS.name)
     if len(inputs) + len(names) > model_info.config.max_inputs:
         raise TooManyInputs(
             f"'{INPUT.name}' and '{LABELS.name}' have {len(inputs) + len(names)} texts, at most "

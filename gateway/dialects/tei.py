@@ -553,7 +553,6 @@ _PREDICT = Operation(
     parse=zero_shot.parse_or(parse_predict),
     response=LABELS_OF_INPUTS,
     needs=classify.NEEDS,
-    asks_for=zero_shot.asks_for,
 )
 _DEFAULT_FIELDS = (
     *(replace(field, is_required=False) for field in (INPUTS_OF_ALL, RANKED, RANKED_DOCUMENTS, QUERY)),
@@ -566,7 +565,6 @@ _DEFAULT = replace(
     parse=zero_shot.parse_or(parse_default),
     response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
     needs=tuple(dict.fromkeys((*_KINDS, *rerank.NEEDS))),
-    asks_for=zero_shot.asks_for,
     claims=(INPUTS.name, QUERY.name),
 )
 _INVOCATION = replace(
@@ -582,7 +580,6 @@ _EMBED_BY_MODEL = replace(
     parse=zero_shot.parse_or(partial(parse_by_kind, is_for_hub=True), is_for_hub=True),
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
-    asks_for=zero_shot.asks_for,
 )
 _HUB_PATHS = ("/models/*/pipeline/{}", "/pipeline/{}/*", "/hf-inference/models/*/pipeline/{}")
 _HUB_TASKS = ("feature-extraction", "text-classification", "token-classification", "zero-shot-classification")

@@ -12,14 +12,13 @@ text that is too long is cut, and its labels are kept, unless they take more tha
 from collections.abc import Callable
 from typing import Any
 
-from vecd.base.files import JsonMapping
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import json_response, list_of_pieces, written
 from vecd.gateway.api.fields import Field, any_of, list_of, record
 from vecd.gateway.api.operation import Call, ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.ask import INPUT, parse_texts, resolve
-from vecd.gateway.dialects.classify import LABEL
+from vecd.gateway.dialects.classify import LABEL, check_label_chars
 from vecd.gateway.dialects.rerank import default_overflow
 from vecd.gateway.encoding.labels import Scores, ranked, softmax
 from vecd.gateway.errors import BadRequest, TooManyInputs, WrongModel
@@ -30,8 +29,6 @@ _PLACE = "{}"
 _DEFAULT_TEMPLATE = "This example is {}."
 _LARGE_CHARS = 256 * 1024
 """Of texts in a response that is rendered in a thread."""
-_MAX_LABEL_CHARS = 4 * 2**20
-"""Characters of the labels, which the response repeats for each text."""
 
 
 def _read_labels(value: Any, name: str) -> tuple[str, ...]:
@@ -77,13 +74,6 @@ CHOICE = record(
 RESPONSE = any_of(CHOICE, list_of(any_of(CHOICE, LABEL, list_of(LABEL))))
 
 
-def asks_for(body: JsonMapping) -> tuple[str, ...]:
-    """As `Operation.asks_for`."""
-    parameters = body.get("parameters")
-    places = (body, parameters if isinstance(parameters, dict) else {})
-    return ("classify",) if any(each.get(CANDIDATES.name) is not None for each in places) else ()
-
-
 def entailment_of(model_info: ModelInfo) -> int | None:
     """The index of the label; None for a model that has none."""
     card = model_info.card
@@ -122,12 +112,7 @@ def parse(call: Call, *, is_for_hub: bool) -> ParsedEmbed:
             "label in one request (--max-inputs)",
             param=word,
         )
-    if (num_chars := len(texts) * sum(map(len, labels))) > _MAX_LABEL_CHARS:
-        raise BadRequest(
-            f"'{word}' have {num_chars} characters, once for each of {len(texts)} texts: at most {_MAX_LABEL_CHARS} in "
-            "one request",
-            param=word,
-        )
+    num_chars = check_label_chars(labels, len(texts), word)
     hypotheses = [template.replace(_PLACE, label) for label in labels]
     pairs = [Pair(text, hypothesis) for text in texts for hypothesis in hypotheses]
     request = resolve(call, pairs, Output.SCORES, preferred=default_overflow(model_info), has_prompt=False)

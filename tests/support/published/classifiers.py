@@ -5,7 +5,8 @@ the system's message and the document as the user's); the code beside ctxl-reran
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.checkpoints import change_weights
 from tests.support.llm_checkpoints import CHATML, save_causal, save_reranker
-from tests.support.published import Layout, RowsOf
-from tests.support.score_checkpoints import logits_of, save_classifier
-from vecd.workers.batch import PackedBatch
+from tests.support.published import IdsOf, Layout, RowsOf
+from tests.support.published.usual import save_scores, scores_reference
 
 _SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
 _UNORDERED = {"accept_unordered": True}
@@ -53,7 +52,7 @@ def _save_plain(folder: Path, readme: str = "", config: Any = (), **settings: An
 
 
 def _save_zerank_1(folder: Path) -> None:
-    code = {"auto_map": {"AutoConfig": "modeling_zeranker.ZEConfig"}, "_name_or_path": "zeroentropy/zerank-1-small"}
+    code = {"auto_map": {"AutoConfig": "modeling_zeranker.ZEConfig"}}
     _save_plain(folder, "base_model:\n- Qwen/Qwen3-4B\npipeline_tag: text-ranking", code)
     (folder / "modeling_zeranker.py").write_text("raise RuntimeError('code of the repository was run')\n")
 
@@ -68,8 +67,7 @@ def _save_zerank_2(folder: Path) -> None:
 
 
 def _save_ctxl(folder: Path) -> None:
-    name = {"_name_or_path": "ContextualAI/ctxl-rerank-v2-instruct-multilingual-1b"}
-    _save_plain(folder, "pipeline_tag: text-ranking", name)
+    _save_plain(folder, "pipeline_tag: text-ranking")
 
 
 def _save_renamed(folder: Path) -> None:
@@ -95,73 +93,44 @@ def by_logit(yes: int | str, no: str | None = None, scale: float = 1.0) -> Calla
     return load
 
 
+def by_template(template: str) -> Callable[[Path], IdsOf]:
+    def load(folder: Path) -> IdsOf:
+        tokens: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+        def ids_of(query: str, document: str) -> tuple[list[int], int]:
+            text = template.replace("{query}", query).replace("{document}", document)
+            return tokens(text, add_special_tokens=False)["input_ids"], 0
+
+        return ids_of
+
+    return load
+
+
 # --- classifiers by entailment ------------------------------------------------------------------------------------
 
 
-def _by_class(folder: Path) -> RowsOf:
-    def rows_of(ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
-        batch = PackedBatch(
-            np.array([ids.size], dtype=np.int32), ids.astype(np.int32), borders=np.array([border], dtype=np.int32)
-        )
-        return logits_of(folder, batch)[0]
+def _nli(name: str, family: str, tokenizer: str, *labels: str, stated: Any = None) -> Layout:
+    save = partial(save_scores, family=family, tokenizer=tokenizer, labels=list(labels), stated=stated)
+    return Layout(name, save, scores_reference, f"{family}-nli", "classify")
 
-    return rows_of
-
-
-def _nli(family: str, labels: Sequence[str], **settings: Any) -> Callable[[Path], object]:
-    sizes = {"hidden_size": 64, "intermediate_size": 128}
-
-    def enlarge(weights: dict[str, torch.Tensor]) -> None:
-        for name, tensor in weights.items():
-            if name.startswith("classifier."):
-                tensor.mul_(8)
-
-    def save(folder: Path) -> None:
-        save_classifier(folder, family, labels=labels, **{**sizes, **settings})
-        change_weights(folder, enlarge)
-
-    return save
-
-
-_CROSS_ENCODER = ("contradiction", "entailment", "neutral")
 
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
-        "zeroentropy/zerank-1-small", _save_zerank_1, by_logit("Yes", scale=1 / 5), "qwen3-logit", "rerank", "packed",
-        settings=_UNORDERED,
+        "zeroentropy/zerank-1-small", _save_zerank_1, by_logit("Yes", scale=1 / 5), "qwen3-logit", "rerank", "fused",
+        settings=_UNORDERED, ids=by_template(ZERANK),
     ),
     Layout(
-        "zeroentropy/zerank-2-reranker", _save_zerank_2, by_logit("Yes"), "qwen3-logit", "rerank", "packed",
-        settings=_UNORDERED,
+        "zeroentropy/zerank-2-reranker", _save_zerank_2, by_logit("Yes"), "qwen3-logit", "rerank", "fused",
+        settings=_UNORDERED, ids=by_template(ZERANK),
     ),
     Layout(
         "ContextualAI/ctxl-rerank-v2-instruct-multilingual-1b", _save_ctxl, by_logit(0), "qwen3-logit", "rerank",
-        "packed", settings=_UNORDERED,
+        "fused", settings=_UNORDERED, ids=by_template(CTXL),
     ),
     Layout(
-        "a-firm/legal-ranker-0.6b", _save_renamed, by_logit("yes", "no"), "qwen3-logit", "rerank", "packed",
-        settings=_UNORDERED,
+        "a-firm/legal-ranker-0.6b", _save_renamed, by_logit("yes", "no"), "qwen3-logit", "rerank", "fused",
+        settings=_UNORDERED, ids=by_template(QWEN3),
     ),
-    Layout(
-        "FacebookAI/roberta-large-mnli",
-        _nli("roberta", ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")),
-        _by_class,
-        "roberta-nli",
-        "classify",
-    ),
-    Layout(
-        "cross-encoder/nli-deberta-v3-base",
-        _nli("deberta-v2", _CROSS_ENCODER, activation_fn="torch.nn.modules.linear.Identity"),
-        _by_class,
-        "deberta-nli",
-        "classify",
-        "padded",
-    ),
-    Layout(
-        "MoritzLaurer/ModernBERT-base-zeroshot-v2.0",
-        _nli("modernbert", ("entailment", "not_entailment")),
-        _by_class,
-        "modernbert-nli",
-        "classify",
-    ),
+    _nli("FacebookAI/roberta-large-mnli", "roberta", "roberta", "CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
+    _nli("MoritzLaurer/ModernBERT-base-zeroshot-v2.0", "modernbert", "modernbert", "entailment", "not_entailment"),
 )  # fmt: skip
