@@ -291,6 +291,8 @@ def _read_config(config: ModelSettings) -> ModelSettings:
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
         config.update(text_config)
+    if config["model_type"] == "embedding_gemma2_text":  # its hidden states are those behind a projection
+        config["hidden_size"] = config.positive("embedding_dim")
     if type(config.get("pad_token_id")) not in (int, NoneType):
         raise config.error(f"pad_token_id is {config['pad_token_id']!r:.80}, and must be a whole number")
     return config

@@ -34,6 +34,9 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         raise NotDescribed(f"{card.model_type} has no table of its layers")
     stored = json.loads((Path(card.weights_folder) / "config.json").read_text(encoding="utf-8"))
     config = native_config(stored) or stored
+    placeholders: tuple[int, ...] = ()
+    if config["model_type"] == "embedding_gemma2":
+        config, placeholders = config["text_config"], _placeholders(config)
     if config["model_type"] != card.model_type:
         raise NotDescribed("an architecture under another name")
     config, family = _settled(config, family)
@@ -54,7 +57,8 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         epsilon=float(config[epsilon]) if isinstance(epsilon, str) else epsilon,
         activation=config[family.activation],
         is_causal=encoder.is_causal and not _sees_later(config),
-        words_factor=card.hidden_size**0.5 if family.is_scaled_by_width else 1.0,
+        words_factor=int(config["hidden_size"]) ** 0.5 if family.is_scaled_by_width else 1.0,
+        placeholders=placeholders,
         positions_after=int(config[after]) if isinstance(after, str) else after,
         layers=layers,
     )
@@ -63,6 +67,12 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         types=found.types if config.get("type_vocab_size") != 0 else None,
         projection=found.projection if f"{found.projection}.weight" in names else None,
     )
+
+
+def _placeholders(config: JsonMapping) -> tuple[int, ...]:
+    """Where a text has a token that stands for images or sounds, the whole model reads padding."""
+    names = (f"{kind}_token_id" for kind in ("image", "video", "audio"))
+    return int(config["text_config"]["pad_token_id"]), *(int(config[name]) for name in names)
 
 
 def _settled(config: JsonMapping, family: Family) -> tuple[JsonMapping, Family]:
@@ -185,6 +195,8 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
             is_local = config["sliding_window"] is not None
         case "gemma3_text":
             is_local = (index + 1) % int(config.get("sliding_window_pattern", 6)) > 0
+        case "embedding_gemma2_text":
+            is_local = False
         case _:
             return None
     types = config.get("layer_types")
@@ -195,6 +207,8 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
     # Where tokens see later ones, the setting counts both sides; elsewhere the token itself.
     if config["model_type"] == "modernbert":
         return int(config["local_attention"]) // 2
+    if config["model_type"] == "embedding_gemma2_text":
+        return int(config["sliding_window"])
     return int(config["sliding_window"]) // 2 if _sees_later(config) else int(config["sliding_window"]) - 1
 
 

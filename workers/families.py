@@ -43,6 +43,9 @@ class LayerSpec:
     position_key: str | None = None
     position_query: str | None = None
     """DeBERTa's products by the table of relative positions, whose rows are keys and queries of their own."""
+    words_gate: tuple[str, ...] = ()
+    """EmbeddingGemma 2's third part of a layer, with a residual sum: a product, activation, times the layer's part of
+    `EncoderSpec.gated_words`, another product, norm; and the whole name of a factor of all that leaves the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,14 @@ class EncoderSpec:
     is_gated: bool = False
     is_gate_last: bool = False
     """In one tensor with the rows of both, the gate comes second."""
+    has_value_norm: bool = False
+    """Values are normalized, each head by itself and without weights."""
+    gated_words: str | None = None
+    gated_words_norm: str | None = None
+    """A product of the embeddings, divided by the root of their width, with a part for each layer, which is normalized
+    by itself."""
     final_norm: str | None = None
+    final_projection: str | None = None
     num_heads: int = 0
     score_scale: float | None = None
     """Of the scores; None: 1/√(head dim)."""
@@ -100,6 +110,8 @@ class EncoderSpec:
     activation: str = ""
     words_factor: float = 1.0
     experts_per_token: int = 0
+    placeholders: tuple[int, ...] = ()
+    """Ids that are read as the first of them."""
     positions_after: int | None = None
     """The padding id after which positions begin; None: positions begin at 0."""
     layers: tuple[LayerSpec, ...] = ()
@@ -266,6 +278,32 @@ _GEMMA3 = replace(
     may_see_later=True,
     activation="hidden_activation",
 )
+_EMBEDDING_GEMMA2 = Family(
+    prefixes=("language_model.", ""),
+    encoder=replace(
+        _QWEN3.encoder,
+        is_causal=False,
+        has_value_norm=True,
+        gated_words="ple.per_layer_model_projection",
+        gated_words_norm="ple.per_layer_projection_norm",
+        final_projection="embedding_projection",
+        score_scale=1.0,
+    ),
+    layer_prefix="layers.{}.",
+    layer=replace(
+        _GEMMA3.layer,
+        words_gate=(
+            "ple_block.per_layer_input_gate",
+            "ple_block.per_layer_projection",
+            "ple_block.post_per_layer_input_norm",
+            "layer_scalar",
+        ),
+    ),
+    is_scaled_by_width=True,
+    thetas=_ONE_THETA,
+    activation="hidden_activation",
+    norm_epsilon="rms_norm_eps",
+)
 
 # Both as transformers saves them, which is as the original's own code did.
 _NOMIC = Family(
@@ -364,8 +402,9 @@ FAMILIES = MappingProxyType(
         "qwen2": _MISTRAL,
         "qwen3": _QWEN3,
         "gemma3_text": _GEMMA3,
+        "embedding_gemma2_text": _EMBEDDING_GEMMA2,
     }
 )
 
-FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma3_text"}
+FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma3_text", "embedding_gemma2_text"}
 WITHOUT_CLASS = frozenset(name for name, family in FAMILIES.items() if not family.has_class)

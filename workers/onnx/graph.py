@@ -86,13 +86,19 @@ class GraphBuilder:
         whole = _Pieces(starts, starts, counts, lengths, lengths)
         if any(layer.theta is not None for layer in self._encoder.layers):
             self._positions = graph.node("Unsqueeze", positions, graph.constant([1]))
+        words_of_layers = self._words_for_gates(x)
         firsts = graph.input("firsts", Element.INT64, ["sequences"]) if self._made.has_first_tokens_only else None
         last = len(self._encoder.layers) - 1
         for index, layer in enumerate(self._encoder.layers):
             wanted = firsts if index == last else None
             x = self._layer(layer, x, self._attention(layer, whole), f"attention_{index}", wanted)
+            if layer.words_gate:
+                x = self._gated(layer, x, self._some(words_of_layers[index], wanted))
         if self._encoder.final_norm is not None:
             x = self._norm(self._encoder.final_norm, x)
+        if self._encoder.final_projection is not None:
+            x = self._linear(self._encoder.final_projection, x)
+            width = int(self._tensor(self._encoder.final_projection).shape[0])
         graph.output(x, Element.FLOAT32, ["tokens" if firsts is None else "sequences", width])
         self._made.content = graph.to_bytes()
         return self._made
@@ -132,6 +138,23 @@ class GraphBuilder:
         x = self._node("Add", self._norm(layer.attended_norm, attended), self._some(x, wanted))
         fed = self._fed_forward(layer, self._norm(layer.norm, x))
         return self._node("Add", self._norm(layer.fed_forward_norm, fed), x)
+
+    def _words_for_gates(self, x: Value) -> list[Value]:
+        """From the embeddings: of each layer, [T, D]. None where layers have no such gate."""
+        name = self._encoder.gated_words
+        if name is None:
+            return []
+        weight, num_layers = self._tensor(name), len(self._encoder.layers)
+        words = self._product(name, x, weight * np.float32(weight.shape[1] ** -0.5))
+        width = len(weight) // num_layers
+        words = self._of_heads(lambda parts: self._norm(self._encoder.gated_words_norm, parts), words, width)
+        return self._graph.nodes("Split", words, self._constant([width] * num_layers), num_outputs=num_layers, axis=1)
+
+    def _gated(self, layer: LayerSpec, x: Value, words: Value) -> Value:
+        up, down, norm, factor = layer.words_gate
+        gated = self._node("Mul", self._activation(self._linear(up, x)), words)
+        x = self._node("Add", self._norm(norm, self._linear(down, gated)), x)
+        return self._node("Mul", x, self._weight(factor, self._tensors[factor]))
 
     def _some(self, x: Value, wanted: Value | None) -> Value:
         return x if wanted is None else self._node("Gather", x, wanted)
@@ -179,14 +202,18 @@ class GraphBuilder:
         if layer.theta is not None:
             base = layer.theta, layer.frequency_divisor
             query, key = (self._rotate(each, base, head_dim) for each in (query, key))
+        if self._encoder.has_value_norm:
+            ones = np.ones(head_dim, dtype=np.float32)
+            value = self._of_heads(lambda heads: self._normalized(f"ones/{head_dim}", heads, ones), value, head_dim)
         key, value = (self._for_all_heads(each, num_key_heads, head_dim) for each in (key, value))
         return query, key, value
 
     def _head_norm(self, name: str | None, x: Value) -> Value:
-        if name is None:
-            return x
-        heads = self._node("Reshape", x, self._constant([-1, len(self._tensor(name))]))
-        return self._node("Reshape", self._norm(name, heads), self._node("Shape", x))
+        return x if name is None else self._of_heads(lambda heads: self._norm(name, heads), x, len(self._tensor(name)))
+
+    def _of_heads(self, norm: Callable[[Value], Value], x: Value, head_dim: int) -> Value:
+        heads = self._node("Reshape", x, self._constant([-1, head_dim]))
+        return self._node("Reshape", norm(heads), self._node("Shape", x))
 
     def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
         if base not in self._rotations:
@@ -296,9 +323,11 @@ class GraphBuilder:
         weight = self._tensor(name)
         if self._encoder.norm_offset:
             weight = weight + np.float32(self._encoder.norm_offset)
+        return self._normalized(name, x, weight, None if self._encoder.is_rms else self._bias(name))
+
+    def _normalized(self, name: str, x: Value, weight: Array, bias: Array | None = None) -> Value:
         inputs = [x, self._weight(f"{name}.weight", weight)]
         operator = "SimplifiedLayerNormalization" if self._encoder.is_rms else "LayerNormalization"
-        bias = None if self._encoder.is_rms else self._bias(name)
         if bias is not None:
             inputs.append(self._weight(f"{name}.bias", bias))
         return self._node(operator, *inputs, axis=1, epsilon=self._encoder.epsilon)

@@ -71,8 +71,11 @@ class LeanForward:
         sequence's first token, [B, H]."""
         after, made = self._encoder.positions_after, self._made
         positions = layout.offsets() if after is None else layout.positions_after(after)
+        token_ids, placeholders = layout.token_ids, self._encoder.placeholders
+        if placeholders:
+            token_ids = np.where(np.isin(token_ids, placeholders), placeholders[0], token_ids)
         feeds = {
-            "token_ids": layout.token_ids,
+            "token_ids": token_ids,
             "positions": positions,
             "starts": np.array([run.start for run in layout.runs]),
             "counts": np.array([run.count for run in layout.runs]),

@@ -32,6 +32,7 @@ from vecd.workers.families import WITHOUT_CLASS
 from vecd.workers.torch.described import load_described
 
 # Their tokenizers give the tokens of one text different type ids, which the gateway does not send.
+_GEMMA_2 = "embedding_gemma2"
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
 
@@ -67,6 +68,10 @@ def load_model(
     if device.type == "cpu":  # tensors that are stored in `dtype` are mapped from the file
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
+    if placeholders := getattr(config, "placeholder_ids", None):
+        # Where a text has one without an image or a sound, the whole model has padding.
+        words = cast(Any, model).get_input_embeddings().weight
+        words[placeholders] = words[config.pad_token_id].clone()
     return cast(PreTrainedModel, cast(torch.nn.Module, model).to(device))
 
 
@@ -76,13 +81,20 @@ def _config_of(folder: str) -> PretrainedConfig:
     if native is not None:
         return AutoConfig.for_model(**native)
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return config
+    if config.model_type != _GEMMA_2:
+        return config
+    # Of the whole model, which has towers for images and sounds, the part for text alone is loaded.
+    text: PretrainedConfig = config.text_config
+    text.placeholder_ids = [getattr(config, f"{kind}_token_id") for kind in ("image", "video", "audio")]
+    return text
 
 
 def _load(folder: str, model_class: Any, config: PretrainedConfig, dtype: str) -> tuple[PreTrainedModel, JsonObject]:
     arguments: JsonObject = {}
     if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         arguments["add_pooling_layer"] = False
+    if config.model_type == f"{_GEMMA_2}_text":
+        arguments["key_mapping"] = {r"^language_model\.": ""}
     model, loaded = model_class.from_pretrained(
         folder,
         config=config,
