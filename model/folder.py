@@ -60,6 +60,8 @@ _OTHER_RANKINGS = {
 # first.
 _SENTENCE_BERT_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
+_ROLES = ("document", "query")
+
 _WITHOUT_EFFECT = ("padding", "padding_side", "pad_to_multiple_of", "return_tensors", "logits_to_keep")
 """Arguments for the tokenizer that change no token of a text."""
 
@@ -85,13 +87,14 @@ class ModelFolder(Folder):
         yes: str = "",
         no: str = "",
         template: str = "",
+        task: str = "",
     ) -> None:
         """`kind` and `pooling`: as `vecd.model.card.read_card` gets them. `file`: of the weights, as --file names it;
         an export is taken also where there are safetensors. `yes`, `no` and `template`: of the model's table in the
-        configuration; empty for none."""
+        configuration; empty for none. `task`: what the texts are for, where that chooses the route of a Router."""
         super().__init__(path.resolve())
         self.kind, self.pooling, self.file = kind, pooling, file
-        self.yes, self.no, self.template = yes, no, template
+        self.yes, self.no, self.template, self.task = yes, no, template, task
 
     @cached_property
     def stated(self) -> ModelSettings:
@@ -99,11 +102,20 @@ class ModelFolder(Folder):
         return self.optional("config_sentence_transformers.json")
 
     @cached_property
-    def modules(self) -> list[Module]:
-        """None where there is no modules.json."""
+    def listed(self) -> list[Module]:
+        """The modules as modules.json has them; none where there is no such file."""
         modules = read_modules(self)
         check_modules(self.path / "modules.json", modules)
         return modules
+
+    @cached_property
+    def modules(self) -> list[Module]:
+        """The modules that a text goes through: of a Router those of one route, and those behind it."""
+        if not self.routes:
+            return self.listed
+        chain = [*self.routes[self.route], *self.listed[1:]]
+        check_modules(self.router.path, chain)
+        return chain
 
     @property
     def kinds(self) -> list[str]:
@@ -130,6 +142,66 @@ class ModelFolder(Folder):
             if kinds.count(kind) != 1:
                 raise ModelError(f"{path}: must have one {kind} module, has {kinds.count(kind)}")
         return self.modules[len(first) :]
+
+    # --- a Router: other modules for queries than for documents ------------------------------------------------
+    #
+    # Source: `Router` of sentence-transformers 6.2. The only modality is text.
+
+    @cached_property
+    def router(self) -> ModelSettings:
+        return self.settings(self.listed[0].path, "router_config.json")
+
+    @cached_property
+    def routes(self) -> dict[str, list[Module]]:
+        """The modules of each; none if the first module is no Router."""
+        if not self.listed or self.listed[0].kind != "Router":
+            return {}
+        try:
+            place, types, structure = Path(self.listed[0].path), self.router["types"], self.router["structure"]
+            routes = {
+                name: [Module(str(types[each]), str(place / each)) for each in modules]
+                for name, modules in structure.items()
+            }
+        except (TypeError, LookupError, AttributeError) as error:
+            raise self.router.error(f"cannot be read: {error!r}") from None
+        if not routes or not all(routes.values()):
+            raise self.router.error("structure must have modules for each route")
+        return routes
+
+    @cached_property
+    def route(self) -> str:
+        """The one of `task`, or of texts that are for nothing. Raises ModelError if there is none."""
+        parameters = self.router.inner("parameters")
+        if found := self._route_of(self.task):
+            return found
+        default = parameters.get("default_route")
+        if default is None and parameters.get("allow_empty_key", True):
+            default = next(iter(self.routes))
+        if self.task or default not in self.routes:
+            what = f"for {self.task!r}" if self.task else "where the model's name has none behind it, as in NAME/query"
+            raise self.router.error(f"there is no route {what}; there are {', '.join(self.routes)}")
+        return str(default)
+
+    def _route_of(self, task: str) -> str:
+        mappings = self.router.inner("parameters").inner("route_mappings")
+        keys = ((task or None, "text"), (task or None, None), (None, "text"), (None, None))
+        found = [mappings[str(key)] for key in keys if str(key) in mappings]
+        return next((str(name) for name in (*found, task, "text") if name in self.routes), "")
+
+    @cached_property
+    def roles(self) -> dict[str, bool]:
+        """Of queries and documents, those that a Router has other modules for than for the rest: whether `route` is
+        theirs. Empty where there is no Router, or one chain of modules for both."""
+        chains = {role: self.routes[name] for role in _ROLES if self.routes and (name := self._route_of(role))}
+        of_each = {role: chain == self.routes[self.route] for role, chain in chains.items()}
+        return {} if self.task not in _ROLES and all(of_each.values()) else of_each
+
+    @property
+    def role(self) -> str | None:
+        """Of the texts that this model is for: "query", "document", or "" for others. None: it is for all."""
+        if not self.roles:
+            return None
+        return self.task if self.task in _ROLES else next((role for role, is_own in self.roles.items() if is_own), "")
 
     # --- the transformer --------------------------------------------------------------------------------------
 
@@ -259,6 +331,8 @@ class ModelFolder(Folder):
         if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
             raise self.stated.error("prompts must be an object of strings")
         default = self.stated.get("default_prompt_name")
+        if default is None and self.routes and self.task in prompts:
+            default = self.task  # as `encode_query` and `encode_document` do
         # These two names always exist, with no text unless the file gives them one.
         if default not in (None, "query", "document", *prompts):
             raise self.stated.error(f"default_prompt_name {default!r} is not among its prompts")

@@ -287,22 +287,23 @@ class Sparse:
         """Raises ModelError for another model where the kind is "sparse"."""
         if folder.kind not in ("auto", "sparse") or has_bge_m3(folder):
             return False
-        if not folder.modules:
+        if not folder.listed:
             return folder.kind == "sparse"
-        named = {*folder.kinds, *(module.kind for route in _read_routes(folder).values() for module in route)}
+        listed = [module.kind for module in folder.listed]
+        named = {*listed, *(module.kind for route in folder.routes.values() for module in route)}
         is_sparse = folder.stated.get("model_type") == "SparseEncoder" or bool(named & _SPARSE_KINDS)
         if folder.kind == "sparse" and not is_sparse:
             path = folder.path / "modules.json"
-            raise ModelError(f"{path}: is not a sparse model: its modules are {', '.join(folder.kinds)}")
+            raise ModelError(f"{path}: is not a sparse model: its modules are {', '.join(listed)}")
         return is_sparse
 
     def card(self, folder: ModelFolder) -> JsonObject:
         if folder.stated.get("max_active_dims") is not None:
             raise folder.stated.error("max_active_dims is not supported; ask for top_k in requests")
-        if routes := _read_routes(folder):
+        if routes := folder.routes:
             task, head = _routed(folder, routes)
-        elif folder.modules:
-            task, head = _chain(folder, folder.path / "modules.json", folder.modules)
+        elif folder.listed:
+            task, head = _chain(folder, folder.path / "modules.json", folder.listed)
         else:
             task, head = _plain(folder)
         config, weights = folder.config, weight_files(folder.weights_folder)
@@ -341,10 +342,12 @@ def _chain(folder: ModelFolder, path: Path, modules: list[Module]) -> tuple[str,
 
 
 def _routed(folder: ModelFolder, routes: Mapping[str, list[Module]]) -> tuple[str, SparseHead]:
-    if len(folder.modules) > 1:
+    if len(folder.listed) > 1:
         path = folder.path / "modules.json"
-        raise ModelError(f"{path}: module {folder.modules[1].kind} behind a Router is not supported")
-    path = folder.path / folder.modules[0].path / "router_config.json"
+        raise ModelError(f"{path}: module {folder.listed[1].kind} behind a Router is not supported")
+    path = folder.router.path
+    if folder.router.inner("parameters").get("route_mappings"):
+        raise folder.router.error("route_mappings is not supported")
     for route in routes.values():
         check_modules(path, route)
     if routes.keys() != {"query", "document"}:
@@ -378,20 +381,6 @@ def _check_tokenizer(folder: ModelFolder, of_queries: str) -> None:
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens")
     if queries and documents and any(queries.get(name) != documents.get(name) for name in names):
         raise ModelError(f"{queries.path}: is another tokenizer than {documents.path}")
-
-
-def _read_routes(folder: ModelFolder) -> dict[str, list[Module]]:
-    """Of a Router; none if there is no such module."""
-    if folder.kinds[:1] != ["Router"]:
-        return {}
-    config = folder.settings(folder.modules[0].path, "router_config.json")
-    if config.inner("parameters").get("route_mappings"):
-        raise config.error("route_mappings is not supported")
-    try:
-        types, structure = config["types"], config["structure"]
-        return {route: [Module(str(types[name]), name) for name in names] for route, names in structure.items()}
-    except (TypeError, LookupError, AttributeError) as error:
-        raise config.error(f"cannot be read: {error!r}") from None
 
 
 # --- heads for masked words -------------------------------------------------------------------------------------

@@ -186,9 +186,10 @@ class ModelInfo:
         """
         task = self.card.task
         if task is not None and purpose in _PURPOSES and _SEPARATORS.sub("", task) not in _adapters_for(purpose):
-            has = f"the adapter of '{task}'" if task else "no adapter merged"
+            has = f"that of '{task}'" if task else "none"
             raise BadRequest(
-                f"'{param}' {quoted(purpose)} needs another adapter: model '{self.model}' has {has}", param=param
+                f"'{param}' {quoted(purpose)} needs another adapter or route: model '{self.model}' has {has}",
+                param=param,
             )
         for name in _meant_by(purpose):
             if name in self.prompts:
@@ -294,10 +295,10 @@ class Models:
 
         self._by_task: dict[str, dict[str, ModelInfo]] = {}
         for name, model in (*names, *aliases):
-            base, _, task = name.casefold().rpartition("/")
-            if model.card.task and task == model.card.task.casefold():
+            if task := model.card.task:
+                base = name.casefold().removesuffix(f"/{task.casefold()}")
                 for each in filter(None, (base, _without_organization(base))):
-                    self._by_task.setdefault(each, {}).setdefault(model.card.task, model)
+                    self._by_task.setdefault(each, {}).setdefault(task, model)
 
     def _only(self, names: tuple[str, ...]) -> "Models":
         """Those of the models that have these names in the configuration; there may be none."""
@@ -339,7 +340,7 @@ class Models:
         """Where `name` is that of a base of which adapters are served, as "base/task": the one for the purpose. None:
         it is no such name, or the base is served, too, and the purpose is none of those known. Raises BadRequest."""
         exact, (base, _, suffix) = self._exact.get(name), name[:_MAX_CHARS].partition(":")
-        tasks = self._by_task.get(base.casefold()) if exact is None or exact.card.task == "" else None
+        tasks = self._by_task.get(base.casefold()) if exact is None or exact.card.task is not None else None
         if not tasks:
             return None
         purpose = purpose or suffix

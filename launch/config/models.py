@@ -204,7 +204,7 @@ def split_task(model: str) -> tuple[str, str]:
     has none."""
     path = os.path.expanduser(model)
     source, _, task = path.rpartition("/")
-    is_in_folder = os.path.isfile(os.path.join(source, "config.json"))
+    is_in_folder = any(os.path.isfile(os.path.join(source, file)) for file in ("config.json", "modules.json"))
     is_task = bool(_TASK.fullmatch(task)) and (
         is_in_folder or ((bool(_IN_REPOSITORY.fullmatch(model)) or bool(known_id(source))) and path == model)
     )

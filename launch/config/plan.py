@@ -244,11 +244,22 @@ def _plan_model(entry: ModelEntry, keys: tuple[ApiKey, ...], report: Callable[[s
     source, name, file = _find_model(settings, report)
     path = with_made_weights(source, file, name, settings.cache_folder, report)
     _, task = split_task(settings.model)
-    path, of_task = with_adapter(path, task, file, name, settings.cache_folder, report, _fetch)
+    of_task, route = None, task
+    if not ModelFolder(path).routes:
+        path, of_task = with_adapter(path, task, file, name, settings.cache_folder, report, _fetch)
+        route = ""
     scoring = {"yes": entry.yes, "no": entry.no, "template": entry.template}
-    folder = ModelFolder(path, settings.kind, settings.pooling, file, **scoring)
+    folder = ModelFolder(path, settings.kind, settings.pooling, file, **scoring, task=route)
     model_files = _files_in(folder.path)
-    card = replace(with_text_template(with_pair_template(card_of(folder), folder), folder), task=of_task)
+    card = with_text_template(with_pair_template(card_of(folder), folder), folder)
+    if card.sparse is not None and route:
+        raise ModelError(f"{path}: a sparse model takes queries and documents under one name: without /{route}")
+    if card.sparse is None and folder.roles:
+        of_task = folder.role
+        others = [f"{settings.model}/{role}" for role in folder.roles if role != of_task]
+        if not route:
+            report(f"{name} is served for each {of_task}; models of their own are {', '.join(others)}")
+    card = replace(card, task=of_task)
     if card.export_file and not file and len(folder.exports) > 1:
         first = folder.exports[0].relative_to(folder.weights_folder)
         report(f"{name} is served from {first}, the first of {len(folder.exports)} exports: --file names another")

@@ -401,10 +401,38 @@ def test_an_adapter_is_for_its_task_alone():
     assert V5.prompt_for("retrieval.passage") == "Document: "
     assert OF_CLUSTERS.prompt_for("clustering") is None
     for model_info, purpose, has in (
-        (OF_QUERIES, "retrieval.passage", "has the adapter of 'retrieval.query'"),
-        (OF_CLUSTERS, "search_query", "has the adapter of 'separation'"),
-        (PLAIN_V5, "retrieval.query", "has no adapter merged"),
+        (OF_QUERIES, "retrieval.passage", "has that of 'retrieval.query'"),
+        (OF_CLUSTERS, "search_query", "has that of 'separation'"),
+        (PLAIN_V5, "retrieval.query", "has none"),
     ):
-        with pytest.raises(BadRequest, match=f"'task' '{purpose}' needs another adapter: model '.*' {has}") as caught:
+        with pytest.raises(
+            BadRequest, match=f"'task' '{purpose}' needs another adapter or route: model '.*' {has}"
+        ) as caught:
             model_info.prompt_for(purpose, "task")
         assert caught.value.param == "task"
+
+
+LEAF = "MongoDB/mdbr-leaf-ir-asym"
+LEAF_QUERIES, LEAF_DOCUMENTS = served(f"{LEAF}/query", task="query"), served(LEAF, task="document")
+
+
+@pytest.mark.parametrize(
+    ("name", "purpose", "expected"),
+    [
+        (LEAF, "", LEAF_DOCUMENTS),
+        (LEAF, "search_document", LEAF_DOCUMENTS),
+        (LEAF, "query", LEAF_QUERIES),
+        (f"{LEAF}:query", "", LEAF_QUERIES),
+        ("mdbr-leaf-ir-asym", "retrieval.query", LEAF_QUERIES),
+        (f"{LEAF}/query", "", LEAF_QUERIES),
+        (f"{LEAF}/query", "passage", None),
+        (LEAF, "clustering", None),
+    ],
+)
+def test_a_router_s_default_route_has_the_name_alone_and_gives_its_other_texts_away(name, purpose, expected):
+    models = Models((MINILM, LEAF_DOCUMENTS, LEAF_QUERIES), refuses_unknown=False)
+    if expected is not None:
+        assert models.choose(name, ("dense",), purpose=purpose) is expected
+        return
+    with pytest.raises(BadRequest):
+        models.choose(name, ("dense",), purpose=purpose).prompt_for(purpose)
