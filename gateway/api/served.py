@@ -166,7 +166,10 @@ class ModelInfo:
         return None
 
     def prompt_named(self, name: str, param: str) -> str:
-        """The model's prompt of exactly that name. Raises BadRequest, which names the field `param`."""
+        """The model's prompt of exactly that name. Raises BadRequest, which names the field `param`, also for the name
+        of a purpose that the model's task is not for."""
+        if self.defaults is None:  # an alias' own was checked with the configuration
+            self._check_task(name, param)
         if name not in self.prompts:
             raise self._unknown_prompt(name, param)
         return self.checked(self.prompts[name], param)
@@ -184,13 +187,7 @@ class ModelInfo:
         same. Raises BadRequest, which names the field `param`, for an unknown purpose, and for one that the adapter in
         the model's weights is not for.
         """
-        task = self.card.task
-        if task is not None and purpose in _PURPOSES and _SEPARATORS.sub("", task) not in _adapters_for(purpose):
-            has = f"that of '{task}'" if task else "none"
-            raise BadRequest(
-                f"'{param}' {quoted(purpose)} needs another adapter or route: model '{self.model}' has {has}",
-                param=param,
-            )
+        self._check_task(purpose, param)
         for name in _meant_by(purpose):
             if name in self.prompts:
                 return self.checked(self.prompts[name], param)
@@ -202,6 +199,15 @@ class ModelInfo:
         if self.model_prompt is not None:  # None would mean that of the alias, and the request names another purpose
             return "" if purpose in _RETRIEVAL else self.model_prompt
         return "" if self.default_prompt and purpose in _RETRIEVAL else None
+
+    def _check_task(self, purpose: str, param: str) -> None:
+        task = self.card.task
+        if task is not None and purpose in _PURPOSES and _SEPARATORS.sub("", task) not in _adapters_for(purpose):
+            has = f"that of '{task}'" if task else "none"
+            raise BadRequest(
+                f"'{param}' {quoted(purpose)} needs another adapter or route: model '{self.model}' has {has}",
+                param=param,
+            )
 
     def checked(self, prompt: str, param: str) -> str:
         """`prompt`. Raises BadRequest if it is not empty and this model takes none."""

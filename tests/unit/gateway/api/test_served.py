@@ -436,3 +436,11 @@ def test_a_router_s_default_route_has_the_name_alone_and_gives_its_other_texts_a
         return
     with pytest.raises(BadRequest):
         models.choose(name, ("dense",), purpose=purpose).prompt_for(purpose)
+
+
+def test_a_prompt_of_the_other_role_is_refused_too():
+    of_documents = served(LEAF, task="document", prompts={"query": "q: ", "document": "d: ", "own": "o: "})
+    assert [of_documents.prompt_named(name, "prompt_name") for name in ("document", "own")] == ["d: ", "o: "]
+    with pytest.raises(BadRequest, match="'prompt_name' 'query' needs another adapter or route") as caught:
+        of_documents.prompt_named("query", "prompt_name")
+    assert caught.value.param == "prompt_name"

@@ -176,6 +176,8 @@ def test_prompts_that_a_model_cannot_have(
         (replace(CARD, pools_prompt=False), {"prompt": "x"}, "prompt: the model leaves prompts out"),
         (replace(CARD, pools_prompt=False), {"role": "query"}, "role: the model leaves prompts out"),
         (MULTI_VECTOR, {"role": "query"}, ""),
+        (replace(CARD, task="document"), {"role": "query"}, "role: the model has the modules for each document alone"),
+        (replace(CARD, task="query"), {"role": "query"}, ""),
         (MULTI_VECTOR, {"prompt": "x"}, "prompt: a multi-vector model has templates"),
         (RERANKER, {"raw_scores": True, "overflow": "error"}, ""),
         (CARD, {"raw_scores": True}, "raw_scores: is for rerankers; this model is for dense"),
