@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vecd.model.files import Folder, ModelError, ModelSettings, StoredTensor
+from vecd.model.files import Folder, ModelError, ModelSettings, StoredTensor, source_of
 from vecd.model.steps import read_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -173,7 +173,9 @@ def merges(config: ModelSettings, tensors: Mapping[str, StoredTensor], base: Map
             raise ModelError(f"{path}: {next(iter(sides.values()))} is there without the other matrix of its layer")
         weight = _weight_of(module, base)
         if weight is None:
-            raise ModelError(f"{path}: changes {module}.weight, which the base in {base_folder} does not have")
+            raise ModelError(
+                f"{path}: changes {module}.weight, which the base in {source_of(str(base_folder))} does not have"
+            )
         merge = _merge(config, module, weight, sides["A"], sides["B"])
         _check_shapes(path, merge, tensors, base, _rank(config, module))
         found[weight] = merge

@@ -34,6 +34,7 @@ _TABLE = (
     (r"jina-embeddings-v3", Published(_UP_TO_1024, "jinaai/jina-embeddings-v3-hf")),
     (r"jina-embeddings-v3-hf|jina-embeddings-v5-text-(small|nano)-\w.*", Published(_UP_TO_1024)),
     (r"jina-embeddings-v5-text-small", Published(_UP_TO_1024, "jinaai/jina-embeddings-v5-text-small-retrieval")),
+    (r"jina-embeddings-v5-text-nano", Published(_UP_TO_1024, "jinaai/jina-embeddings-v5-text-nano-retrieval")),
     (r"kalm-embedding-multilingual-mini-instruct-v2\.5", Published((64, 128, 256, 512, 896))),
     (r"voyage-4-nano", Published((256, 512, 1024, 2048))),
     (r"static-(retrieval-mrl-en|similarity-mrl-multilingual)-v1", Published((32, 64, 128, 256, 512, 1024))),

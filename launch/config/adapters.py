@@ -61,13 +61,14 @@ def _making(adapter: Adapter, folder: Path, base: Path, task: str) -> Making:
     if base == folder:
         names = merged_settings(Folder(folder), task)
         sources += [folder / name for name in names if (folder / name).is_file()]
-    elif modules:
+    others = [each for each in files_of(base) if each not in (*weights, base_place / _INDEX)]
+    if modules and base != folder:
         # What sentence-transformers does with the transformer's states is the adapter's own.
         own = ("modules.json", "config_sentence_transformers.json", "sentence_")
-        files = (each for each in files_of(base) if each.parent == base_place and not each.name.startswith(own))
+        files = (each for each in others if each.parent == base_place and not each.name.startswith(own))
         lent |= {place / each.name: each for each in files}
-    else:
-        lent |= {folder / each.relative_to(base): each for each in files_of(base)}
+    elif base != folder:
+        lent |= {folder / each.relative_to(base): each for each in others}
     made = {place / "model.safetensors": Made("adapters", sources, {"task": task})}
     replaced = frozenset({place / _INDEX, *(place / path.name for path in weights)})
     return Making("an adapter", "adapted", made, replaced, lent)

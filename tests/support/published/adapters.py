@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertModel,
+    EuroBertConfig,
+    EuroBertModel,
     JinaEmbeddingsV3Config,
     JinaEmbeddingsV3Model,
     PreTrainedTokenizerFast,
@@ -161,14 +163,23 @@ def rows_of(model: Any, pooling: Callable[[Tensor], Tensor]) -> RowsOf:
 # --- Jina's tasks -----------------------------------------------------------------------------------------------
 
 
-def save_v5(folder: Path) -> Path:
-    """jina-embeddings-v5-text-small: Qwen3, its tensors without `model.` before them, and an adapter a task."""
-    config = Qwen3Config(**{**_SIZES, **_HEADS, "num_key_value_heads": 2, "head_dim": 16})
-    save_random(Qwen3Model, config, folder, "bfloat16")
+SMALL: dict[str, Any] = {
+    "config": Qwen3Config,
+    "model": Qwen3Model,
+    "heads": {"num_key_value_heads": 2, "head_dim": 16},
+}
+NANO: dict[str, Any] = {"config": EuroBertConfig, "model": EuroBertModel, "heads": {"is_decoder": False}}
+
+
+def save_v5(folder: Path, base: Mapping[str, Any] = SMALL) -> Path:
+    """jina-embeddings-v5-text-small: Qwen3, its tensors without `model.` before them, and an adapter a task; -nano:
+    the same of EuroBERT."""
+    config = base["config"](**{**_SIZES, **_HEADS, **base["heads"]})
+    save_random(base["model"], config, folder, "bfloat16")
     code = "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model"
     change(
         folder / "config.json", model_type="jina_embeddings_v5", architectures=["JinaEmbeddingsV5Model"],
-        auto_map={"AutoModel": code}, task_names=list(V5_TASKS),
+        auto_map={"AutoModel": code}, task_names=list(V5_TASKS), **({} if base is SMALL else {"is_decoder": False}),
     )  # fmt: skip
     _save_tokenizer(folder, tiny_tokenizers.qwen, "<|endoftext|>")
     _save_modules(folder, "lasttoken", "custom_st.Transformer")
@@ -177,14 +188,19 @@ def save_v5(folder: Path) -> Path:
     model = _v5(folder)
     for seed, task in enumerate(V5_TASKS):
         pairs = pairs_of(model, QWEN_TARGETS, 8, seed)
-        base = "jinaai/jina-embeddings-v5-text-small"
-        save_adapter(folder / "adapters" / task, pairs, base, QWEN_TARGETS, lora_alpha=8)
+        repository = "jinaai/jina-embeddings-v5-text-small"
+        save_adapter(folder / "adapters" / task, pairs, repository, QWEN_TARGETS, lora_alpha=8)
     return folder
 
 
+def save_v5_nano(folder: Path) -> Path:
+    return save_v5(folder, NANO)
+
+
 def _v5(folder: Path) -> Any:
-    config = Qwen3Config(**{**json.loads((folder / "config.json").read_text()), "model_type": "qwen3"})
-    model = Qwen3Model(config).eval()
+    stated = json.loads((folder / "config.json").read_text())
+    base = SMALL if stated.get("is_decoder") is not False else NANO
+    model = base["model"](base["config"](**{**stated, "model_type": base["config"].model_type})).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model
 
@@ -275,4 +291,7 @@ LAYOUTS = (
     Layout("org/all-MiniLM-L6-v2-lora-cls", save_sentence_adapter, _cls, "adapters"),
     of_task("jinaai/jina-embeddings-v5-text-small", "retrieval", save_v5, v5_reference),
     of_task("jinaai/jina-embeddings-v5-text-small", "text-matching", save_v5, v5_reference),
+    of_task("jinaai/jina-embeddings-v5-text-nano", "retrieval", save_v5_nano, v5_reference),
+    of_task("jinaai/jina-embeddings-v3", "retrieval.query", save_v3, v3_reference),
+    of_task("jinaai/jina-embeddings-v3", "separation", save_v3, v3_reference),
 )

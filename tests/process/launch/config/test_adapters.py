@@ -132,6 +132,43 @@ def test_changed_tensors_are_float32_and_others_stay(saved, tmp_path):
             torch.testing.assert_close(tensor, stored[name].float() + b @ a * 2, atol=1e-6, rtol=0)
 
 
+def test_a_base_in_several_files_or_of_pickles(saved, tmp_path):
+    folder, cache = saved(save_bert_adapter), tmp_path / "cache"
+    path = folder / "base/model.safetensors"
+    tensors, expected = load_file(path), load_file(Path(plan_of(folder, cache).card.folder, path.name))
+    places = {name: f"model-{index % 2 + 1}-of-2.safetensors" for index, name in enumerate(tensors)}
+    for place in set(places.values()):
+        of_place = {name: tensor for name, tensor in tensors.items() if places[name] == place}
+        save_file(of_place, path.with_name(place), {"format": "pt"})
+    (folder / "base/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    path.unlink()
+    in_shards = Path(plan_of(folder, cache).card.folder)
+    assert not [each for each in in_shards.iterdir() if "-of-2" in each.name or "index" in each.name]
+    for place in set(places.values()):
+        path.with_name(place).unlink()
+    (folder / "base/model.safetensors.index.json").unlink()
+    torch.save(tensors, folder / "base/pytorch_model.bin")
+    of_pickles = Path(plan_of(folder, cache).card.folder)
+    for merged in (load_file(each / "model.safetensors") for each in (in_shards, of_pickles)):
+        assert merged.keys() == expected.keys()
+        assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_a_killed_merge_has_left_is_not_read(saved, tmp_path):
+    folder, cache = saved(save_bert_adapter), tmp_path / "cache"
+    first = plan_of(folder, cache)
+    made = Path(first.card.folder, "model.safetensors").resolve()
+    whole = made.read_bytes()
+    (made.parent / "partial").write_bytes(whole[:9999])
+    for left in (whole[:-1], b"", None):
+        made.unlink()
+        if left is not None:
+            made.write_bytes(left)
+        assert plan_of(folder, cache).card == first.card
+        assert made.read_bytes() == whole
+    assert not (made.parent / "partial").exists()
+
+
 @pytest.mark.parametrize("part", ["adapter_model.safetensors", "base/model.safetensors", "base/config.json"])
 def test_a_change_of_either_is_seen(part, saved, tmp_path):
     folder = saved(save_bert_adapter)
