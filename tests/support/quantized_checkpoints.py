@@ -4,6 +4,7 @@ Packs number by number, from the public descriptions of the layouts. Imports tor
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ def save_quantized(plain: Path, folder: Path, scheme: str, dtype: str = "bfloat1
     give `plain` the weights that these stand for, in `dtype`. Returns `folder`."""
     quantize, settings = SCHEMES[scheme]
     torch.manual_seed(0)
+    shutil.copytree(plain, folder, dirs_exist_ok=True)
     weights, kind = load_file(plain / "model.safetensors"), getattr(torch, dtype)
     kept: Tensors = {}
     rounded: Tensors = {}
@@ -43,8 +45,6 @@ def save_quantized(plain: Path, folder: Path, scheme: str, dtype: str = "bfloat1
     config = json.loads((plain / "config.json").read_text()) | {"dtype": dtype}
     (plain / "config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    for path in plain.glob("*token*"):
-        (folder / path.name).write_bytes(path.read_bytes())
     return folder
 
 
