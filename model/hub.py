@@ -74,10 +74,9 @@ def _fetch(model: str, revision: str | None, file: str) -> Path:
         parts = (part for part in folders_without_safetensors(folder) if not any(part.glob(PICKLED_WEIGHTS)))
         return [str(part.relative_to(folder) / form) for part in parts]
 
+    if file:  # GGUF has the place of safetensors, and an export is compared with them
+        return download(file, *_data_of(file), unwanted=["model*.safetensors"] if file.endswith(".gguf") else ())
     folder = download(unwanted=_EXPORTS)
-    if file:
-        download(file, *_data_of(file))
-        return folder
     if has_torch() and (pickles := lacking(PICKLED_WEIGHTS)):
         download(*pickles, unwanted=_EXPORTS)
     parts = lacking("")

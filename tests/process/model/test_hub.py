@@ -145,6 +145,11 @@ def test_of_several_files_of_gguf_one_is_fetched(connect, tmp_path, monkeypatch)
         assert stand_in.fetched == ["bge-f16.gguf"]
         plan_of("org/model", tmp_path / "cache", "--file", "bge-q8_0.gguf")
         assert stand_in.fetched == ["bge-f16.gguf", "bge-q8_0.gguf"]
+    save_body(tmp_path / "model", "bert")
+    with Hub(both=tmp_path / "model") as stand_in:
+        connect(stand_in)
+        plan_of("org/both", tmp_path / "cache", "--file", "bge-q8_0.gguf")
+        assert "model.safetensors" not in stand_in.fetched
 
 
 def test_a_folder_with_several_exports_says_which_one_is_served(tmp_path, capfd):

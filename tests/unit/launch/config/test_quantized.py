@@ -75,6 +75,23 @@ def test_shards_are_one_model_and_a_folder_of_modules_is_read(tmp_path: Path) ->
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_an_adapter_is_merged_into_the_plain_weights(tmp_path: Path) -> None:
+    folder, plain = save(tmp_path, "awq", "float16")
+    (tmp_path / "adapter").mkdir()
+    config: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2, "lora_alpha": 4}
+    config |= {"target_modules": ["q_proj"], "task_type": "FEATURE_EXTRACTION"}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    first, second = torch.randn(2, 64), torch.randn(64, 2)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        name = f"base_model.model.layers.{layer}.self_attn.q_proj"
+        tensors |= {f"{name}.lora_A.weight": first.clone(), f"{name}.lora_B.weight": second.clone()}
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
+    found = load_file(plan_of(tmp_path / "adapter").card.weight_files[0])["layers.1.self_attn.q_proj.weight"]
+    base = load_file(plain / "model.safetensors")["layers.1.self_attn.q_proj.weight"].float()
+    torch.testing.assert_close(found, base + second @ first * 2, atol=1e-5, rtol=1e-6)
+
+
 def change_config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
