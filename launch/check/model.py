@@ -144,7 +144,9 @@ _SUGGESTIONS = (
     (r"hub has no such model", "check the name; of a private model, set HF_TOKEN"),
     (r"this revision", "name another --revision, or none"),
     (r"asks for permission|HF_TOKEN", "accept the terms on the model's page, and set HF_TOKEN"),
-    (r"is in the GGUF format", "take the model that it was made from, mostly the same name without GGUF"),
+    (r"tokenizer\.json beside it", "copy tokenizer.json from the model that this one was made from"),
+    (r"is in the GGUF format|\.gguf: ", "take another file (--file), in F32, F16, BF16 or Q8_0, or the model that it "
+     "was made from, mostly the same name without GGUF"),
     (r"is a file, and", "name the folder that it is in"),
     (r"/adapter_(config\.json|model\.safetensors): ",
      "merge it into its base (merge_and_unload of peft), and save the result with its tokenizer"),
@@ -166,12 +168,12 @@ _SUGGESTIONS = (
     (r"has no architecture|has no encoder", "a newer transformers may have it; vecd serves encoders and "
      "decoders of text that transformers implements itself"),
     (r"pooling_mode", "correct 1_Pooling/config.json; other modes cannot be served"),
-    (r"quantized weights", "take the original weights; --dtype int8 quantizes them itself"),
+    (r"quantized weights|quantization_config: ", "take the original weights; --dtype int8 quantizes them itself"),
     (r"in the weights and|the weights lack|config\.json has no place|in_features", "config.json and the weights are of "
      "different models: copy both from the same one"),
     (r"nan or infinity|not finite", "the weights are broken, or overflow in this type: fetch them again, or try "
      "--dtype float32; of a model of your own, look for the step of training after which they were"),
-    (r"ONNX Runtime cannot|its outputs are|its input|its hidden states|not those of vecd-reference", "export it anew "
+    (r"ONNX Runtime cannot|its outputs are|its input|its hidden states|not those of", "export it anew "
      "in float32 (optimum-cli export onnx --task feature-extraction), or serve the weights that it was made of"),
     (r"--accept-unordered", "the template must be the one that the model was trained with: compare chat_template.jinja "
      "and config_sentence_transformers.json with the original's"),

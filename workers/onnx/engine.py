@@ -38,12 +38,15 @@ from vecd.workers.onnx.file import precision_of
 from vecd.workers.onnx.heads import LeanOperations, load_heads
 from vecd.workers.onnx.session import LeanForward, session_options
 
-# Runs a model's own ONNX export in ONNX Runtime, for a folder that has no other weights.
+# Runs a model's own ONNX export in ONNX Runtime: where the folder has no other weights, or --file names it.
 #
 # Sequences of one length are computed together and none is padded, so a vector depends neither on its neighbours nor on
-# how the graph treats its mask. A graph that makes whole numbers of values scales them by the largest one of the batch:
-# it gets each sequence alone. Measured with all-MiniLM-L6-v2 on a core with AVX-512, for batches of 8 to 64 texts of
+# how the graph treats its mask. Measured with all-MiniLM-L6-v2 on a core with AVX-512, for batches of 8 to 64 texts of
 # mixed lengths: padding a tenth takes 0.89 to 1.07 of the time.
+#
+# A graph that makes whole numbers of the values of a batch scales them by its largest one: it gets each sequence alone.
+# Measured with 6 layers of width 384 on such a core: 16 texts of 8, 16 and 64 tokens then take 2.4, 1.8 and 1.1 times
+# as long, which is 0.9, 0.7 and 0.5 of float32's time.
 #
 # ONNX Runtime gets the content of the files, and so no weights that lie outside the export's folder.
 

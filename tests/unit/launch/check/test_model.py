@@ -58,6 +58,13 @@ def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: s
         ("a/b: the hub asks for permission: accept the model's terms there and set HF_TOKEN", "HF_TOKEN"),
         ("/x: no such folder", "check the path"),
         ("/x: is in the GGUF format, and has no file in F32, F16, BF16 or Q8_0", "without GGUF"),
+        ("/x/a.gguf: 'token_embd.weight' has the format Q4_K; vecd serves F32, F16, BF16 and Q8_0", "--file"),
+        (
+            "/x/a.gguf: its tokenizer is ('t5', 'default'), which vecd reads from a tokenizer.json beside it",
+            "copy token",
+        ),
+        ("/x/config.json: quantization_config: bitsandbytes is not known; known: fp8", "original weights"),
+        ("/x/onnx/a.onnx: its vectors are not those of the safetensors beside it: largest difference 1", "optimum"),
         ("/x/model.safetensors: is a file, and a model is a folder", "name the folder"),
         ("/x/adapter_config.json: use_dora is True: such an adapter is more than a product", "merge_and_unload"),
         ("/x/config.json: a model of type clip has images; vecd serves text", "text alone"),
