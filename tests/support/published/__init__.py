@@ -20,8 +20,8 @@ from tests.support.several_models import shared_folder
 class RowsOf(Protocol):
     def __call__(self, ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
         """The rows of one sequence of token ids [T], special tokens included, whose second part begins at `border`; 0:
-        it has none. A vector [D] behind all steps, logits [labels] or [T, labels], sparse weights [V], or token
-        vectors [T, D]."""
+        it has none. Of a multi-vector model, no token attends to those from there on. A vector [D] behind all steps,
+        logits [labels] or [T, labels], sparse weights [V], or token vectors [T, D]."""
 
 
 Reference: TypeAlias = Callable[[Path], RowsOf]
@@ -33,7 +33,7 @@ Ids: TypeAlias = tuple[Sequence[int], int]
 """The token ids of one sequence, and where its second part begins, as `RowsOf` takes them."""
 
 IdsOf: TypeAlias = Callable[[str, str], Ids]
-"""Of a text, prompt included, and "", of a query and a document, or of a text and its role, of a multi-vector model."""
+"""Of a text, prompt included, and "", or of a query and a document."""
 
 
 @dataclass(frozen=True)

@@ -350,8 +350,10 @@ def _colbert_reference(folder: Path, prefix: str = "") -> RowsOf:
         assert torch.equal(words, weights[f"{prefix}embeddings.word_embeddings.weight"])
 
     def rows(ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
+        features = _tensor(ids)
+        features["attention_mask"][:, border or len(ids) :] = 0
         with torch.inference_mode():
-            states = model(**_tensor(ids)).last_hidden_state[0] @ weights["linear.weight"].T
+            states = model(**features).last_hidden_state[0] @ weights["linear.weight"].T
         vectors: NDArray[np.float32] = functional.normalize(states, dim=-1).numpy()
         return vectors
 
