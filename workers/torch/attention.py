@@ -258,13 +258,13 @@ class SlidingWindow:
         self._before, self._after = distance, 0 if is_causal else distance
         self._scores = torch.from_numpy(window_band(PIECE_TOKENS, self._before, self._after, falls=bool(slopes)))
         """[PIECE_TOKENS, keys], the first of them `_before` the first query."""
-        self._slopes = torch.tensor(slopes)[:, None, None] if slopes else None
+        self._slopes = torch.tensor(slopes)[None, :, None, None] if slopes else None
 
     def changes(self, length: int) -> bool:
         return self._slopes is not None or length - 1 > self._before
 
     def pieces(self, length: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Queries, keys, and what is added to their scores, [queries, keys] or [heads, queries, keys]: -inf where a
+        """Queries, keys, and what is added to their scores, [queries, keys] or [1, heads, queries, keys]: -inf where a
         query does not see a key."""
         for first in range(0, length, PIECE_TOKENS):
             last = min(first + PIECE_TOKENS, length)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from tests.support import tiny_tokenizers
-from tests.support.published import Layout, RowsOf
+from tests.support.published import Ids, IdsOf, Layout, RowsOf
 
 JsonObject = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -399,8 +399,25 @@ def _save_jina_colbert(folder: Path) -> None:
         rotary_emb_base=10000.0,
     )
     stated = {"query_token_id": "[QueryMarker]", "doc_token_id": "[DocumentMarker]", "query_maxlen": 32}
-    metadata = {**stated, "doc_maxlen": 300, "attend_to_mask_tokens": True, "mask_punctuation": True, "dim": 16}
+    # Rows of punctuation stay, because a reference has those of all tokens.
+    metadata = {**stated, "doc_maxlen": 300, "attend_to_mask_tokens": True, "mask_punctuation": False, "dim": 16}
     _write(folder / "artifact.metadata", metadata)
+
+
+def _ids_of_colbert(folder: Path) -> IdsOf:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = {"query": "[QueryMarker]", "document": "[DocumentMarker]", "mask": "<mask>"}
+    vocabulary = tokenizer.get_vocab()
+    known = {name: vocabulary[token] for name, token in names.items()}
+
+    def ids(text: str, role: str) -> Ids:
+        """Queries are filled up with masks, which are attended to."""
+        longest = 32 if role == "query" else 300
+        words = tokenizer.encode(text, add_special_tokens=False).ids[: longest - 3]
+        found = [0, known[role], *words, 2]
+        return found + [known["mask"]] * (longest - len(found) if role == "query" else 0), 0
+
+    return ids
 
 
 def native_flash(folder: Path) -> JinaEmbeddingsV3Model:
@@ -655,7 +672,14 @@ LAYOUTS = (
     Layout(
         "jinaai/jina-reranker-v2-base-multilingual", _save_jina_reranker, _jina_reranker, "xlm_roberta_flash", "rerank"
     ),
-    Layout("jinaai/jina-colbert-v2", _save_jina_colbert, _jina_colbert, "jina_embeddings_v3", "multi-vector"),
+    Layout(
+        "jinaai/jina-colbert-v2",
+        _save_jina_colbert,
+        _jina_colbert,
+        "jina_embeddings_v3",
+        "multi-vector",
+        ids=_ids_of_colbert,
+    ),
     Layout(
         "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-gte",
         _save_gte_sparse,
