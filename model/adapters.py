@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vecd.model.files import Folder, ModelError, ModelSettings, StoredTensor, source_of
+from vecd.model.files import ADAPTER, Folder, ModelError, ModelSettings, StoredTensor, source_of
 from vecd.model.steps import read_modules
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", ADAPTER
 _NATIVE = {True: ("qwen3", "Qwen3Model"), False: ("eurobert", "EuroBertModel")}
 """Of jina-embeddings-v5, whose code adds nothing to these but the adapters: by its `is_decoder`."""
 _V5 = "jina_embeddings_v5"
@@ -59,7 +59,8 @@ def read_adapter(path: Path, task: str = "") -> Adapter | None:
         tasks = tasks or tuple(sorted(each.parent.name for each in path.glob(f"*/{CONFIG}")))
         if not task:
             if config.get("model_type") == _V5:
-                raise config.error(f"is the base of adapters, of which one must be named behind its name: /{tasks[0]}")
+                known = ", ".join(tasks) or "it has none"
+                raise config.error(f"is the base of adapters, one of which must be named behind it and /: {known}")
             return None
     if task and task not in tasks:
         raise ModelError(f"{path}: has no adapter {task!r}; it has {', '.join(tasks) or 'none'}")

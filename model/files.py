@@ -24,6 +24,7 @@ MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata", "*.
 templates and weights. The hub is asked for these, and a reload looks at them, so no reader may open others but these:
 """
 PICKLED_WEIGHTS = "pytorch_model*.bin"
+ADAPTER = "adapter_model.safetensors"
 PICKLED_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
 EXPORT = "onnx/model.onnx"
 """The usual one. The weights of an export may be in files of any name in the folder `onnx`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vecd.model.files import Folder, ModelError, ModelSettings, has_safetensors, single_file
+from vecd.model.files import ADAPTER, Folder, ModelError, ModelSettings, has_safetensors, single_file
 
 CAPABILITIES = ("dense", "rerank", "classify", "token-classify", "sparse", "multi-vector")
 """A model with one label, or with a query and a document in one sequence, can rerank; every model for sequence
@@ -274,10 +274,12 @@ def read_modules(folder: Folder) -> list[Module]:
 
 
 def folders_without_safetensors(folder: Path) -> list[Path]:
-    """Of the model in `folder` and its modules, those that may have weights, and have none as safetensors."""
+    """Of the model in `folder` and its modules, those that may have weights, and have neither these nor an adapter as
+    safetensors."""
     modules = read_modules(Folder(folder)) or [Module("Transformer", "")]
     paths = {module.path for module in modules if module.kind not in _WITHOUT_WEIGHTS and not module.leads_out}
-    return [folder / each for each in sorted(paths) if not has_safetensors(folder / each)]
+    parts = [folder / each for each in sorted(paths)]
+    return [part for part in parts if not (has_safetensors(part) or (part / ADAPTER).is_file())]
 
 
 _WITHOUT_WEIGHTS = ("Pooling", "Normalize", "MultiVectorMask", "SpladePooling", "LogitScore", "Router")

@@ -9,6 +9,7 @@ from tests.support.gguf_files import save_gguf, save_plain
 from tests.support.hub_stand_in import Hub
 from tests.support.multi_vector_checkpoints import save_bge_m3, save_body, save_own, save_stanford
 from tests.support.pickled import pickled
+from tests.support.published.adapters import save_bert_adapter
 from vecd.base import programs
 from vecd.launch.config import made_weights
 from vecd.launch.config.identity import read_identity
@@ -53,6 +54,7 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "pickles in shards": lambda folder: pickled(save_template(folder), num_shards=2),
     "pickled modules": lambda folder: pickled(save_own(folder, "bert")),
     "an export": save_export,
+    "an adapter": save_bert_adapter,
 }
 
 
@@ -108,6 +110,17 @@ def test_pickles_are_fetched_only_where_there_are_no_safetensors(connect, tmp_pa
         connect(stand_in)
         assert plan_of("org/model", tmp_path / "cache").card.export_file == ""
         assert not [path for path in stand_in.fetched if "bin" in path or "onnx" in path]
+
+
+def test_nothing_is_fetched_in_the_place_of_an_adapter(connect, tmp_path, monkeypatch):
+    monkeypatch.setattr(made_weights, "make", lambda title, orders: make_all(orders))  # starts no process
+    folder = save_bert_adapter(tmp_path / "model")
+    for other in ("adapter.gguf", "model.onnx", "pytorch_model.bin", "adapter_model.bin"):
+        (folder / other).write_text("not asked for")
+    with Hub(model=folder) as stand_in:
+        connect(stand_in)
+        assert plan_of("org/model", tmp_path / "cache").card.pooling == ("mean",)
+        assert not [path for path in stand_in.fetched if not path.endswith((".json", ".safetensors", ".txt"))]
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def test_a_task_of_jina_v5(saved, tmp_path):
         assert (plan.gateway.model, plan.card.task, plan.card.model_type) == (f"v5/{task}", task, "qwen3")
         assert dict(plan.card.prompts) == {"query": "Query: ", "document": "Document: "}
         assert_equal(plan, published.v5_reference(folder, task))
-    assert "one must be named behind its name: /classification" in refusal(folder, tmp_path / "other")
+    assert "one of which must be named behind it and /: classification, clust" in refusal(folder, tmp_path / "other")
     assert "has no adapter 'code'; it has classification, clustering, retri" in refusal(
         f"{folder}/code", tmp_path / "o"
     )
