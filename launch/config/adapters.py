@@ -43,10 +43,11 @@ def with_adapter(
 
 def _find_base(adapter: Adapter, report: Callable[[str], None], fetch: Fetch) -> Path:
     assert adapter.folder is not None
-    path = adapter.folder / adapter.base  # an absolute one is itself
-    if path.is_dir():
-        return path.resolve()
-    if folder_of(adapter.base) is not None:
+    named = folder_of(adapter.base)
+    for path in (adapter.folder / adapter.base, named):  # an absolute one is itself; PEFT's are relative to its process
+        if path is not None and path.is_dir():
+            return path.resolve()
+    if named is not None:
         raise ModelError(f"{adapter.folder}/{CONFIG}: its base is the folder {adapter.base}, which is not there")
     return fetch(adapter.base, adapter.revision, "", report)
 

@@ -300,6 +300,14 @@ def test_tensors_that_are_missing_or_too_many(saved, tmp_path):
     assert "adapter_model.safetensors: file missing" in refusal(folder, tmp_path / "cache")
 
 
+def test_a_base_where_the_server_is_started(saved, monkeypatch, tmp_path):
+    folder = saved(save_bert_adapter)
+    (folder / "base").rename(tmp_path / "bge")
+    change(folder / "adapter_config.json", base_model_name_or_path="bge")
+    monkeypatch.chdir(tmp_path)
+    assert plan_of(folder, tmp_path / "cache").card.pooling == ("mean",)
+
+
 def test_a_base_of_the_hub_is_fetched_in_its_revision(saved, monkeypatch, tmp_path):
     folder = saved(save_bert_adapter)
     (folder / "base").rename(tmp_path / "fetched")
