@@ -32,7 +32,7 @@ from transformers import (
 from tests.support import tiny_tokenizers
 from tests.support.checkpoints import VOCAB_SIZE, save_random
 from tests.support.multi_vector_checkpoints import save_stanford
-from tests.support.published import Layout, RowsOf
+from tests.support.published import Ids, IdsOf, Layout, RowsOf
 from tests.support.sparse_checkpoints import SparseReference, save_splade
 
 WIDTH = 64
@@ -379,13 +379,26 @@ def _save_potion(folder: Path) -> None:
     change_json(folder / "config.json", **stated, seq_length=1_000_000)
 
 
+def _known_words(folder: Path) -> IdsOf:
+    """Model2Vec's ids: without unknown words, and then cut."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unknown = tokenizer.token_to_id("[UNK]")
+
+    def ids(first: str, second: str) -> Ids:
+        encoding = tokenizer.encode(first, add_special_tokens=False)
+        return [token for token in encoding.ids if token != unknown][:512], 0
+
+    return ids
+
+
 def _mean_of_rows(folder: Path, name: str, is_normalized: bool) -> RowsOf:
     [file] = folder.rglob("model.safetensors")
     table = load_file(file)[name]
 
     def rows(ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
-        mean = table[torch.from_numpy(np.asarray(ids, np.int64))].double().mean(dim=0)
-        vector: NDArray[np.float32] = (mean / mean.norm() if is_normalized else mean).float().numpy()
+        mean = table[torch.from_numpy(np.asarray(ids, np.int64))].double().sum(dim=0) / max(1, len(ids))
+        length = float(mean.norm()) or 1.0  # of a text without words it is 0
+        vector: NDArray[np.float32] = (mean / length if is_normalized else mean).float().numpy()
         return vector
 
     return rows
@@ -561,7 +574,7 @@ LAYOUTS = (
     ),
     Layout(
         "minishlab/potion-base-8M", _save_potion,
-        partial(_mean_of_rows, name="embeddings", is_normalized=True), "static", path="static",
+        partial(_mean_of_rows, name="embeddings", is_normalized=True), "static", path="static", ids=_known_words,
     ),
     _dense("Alibaba-NLP/gte-modernbert-base", "modernbert", "modernbert", "cls_token", stored="float16"),
     _dense(
