@@ -20,6 +20,7 @@ from vecd.workers.activations import ACTIVATIONS, Activation, Floats
 from vecd.workers.families import FAMILIES, Family
 from vecd.workers.families import EncoderSpec as EncoderSpec
 from vecd.workers.families import LayerSpec as LayerSpec
+from vecd.workers.families import RotaryScaling as RotaryScaling
 
 
 class NotDescribed(Exception):
@@ -161,24 +162,29 @@ def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> Non
         raise NotDescribed(f"activation {config[family.activation]}")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise NotDescribed("a decoder: its tokens do not see later tokens")
-    sees_later = _sees_later(config) and not family.may_see_later
-    if family.encoder.is_causal and (sees_later or config.get("is_causal") is False):
-        raise NotDescribed("a decoder whose tokens see later tokens")
+    if config.get("attn_logit_softcapping", _CAP_BY_DEFAULT.get(config["model_type"])) is not None:
+        raise NotDescribed("scores that are capped (attn_logit_softcapping)")
     if "query_pre_attn_scalar" in config and config["query_pre_attn_scalar"] != config["head_dim"]:
         raise NotDescribed("scores that are not divided by the square root of the width of a head")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise NotDescribed(f"position_embedding_type {config['position_embedding_type']}")
 
 
+_CAP_BY_DEFAULT = {"gemma2": 50.0}
+"""Source: transformers' class of settings."""
+
+
 def _sees_later(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("use_bidirectional_attention"))
+    """What the settings of a causal family say. `vecd.model.architecture` has translated the second one where
+    transformers does not read it."""
+    return config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
 
 
 def _layer(family: Family, config: Mapping[str, Any], prefix: str, index: int) -> LayerSpec:
     window = _window(config, index)
-    theta, divisor = (None, 1.0) if family.thetas is None else _rotary(family.thetas, config, window)
+    theta, scaling = (None, RotaryScaling()) if family.thetas is None else _rotary(family.thetas, config, window)
     at = prefix + family.layer_prefix.format(index)
-    layer = _named(family.layer, at, theta=theta, frequency_divisor=divisor, window=window)
+    layer = _named(family.layer, at, theta=theta, scaling=scaling, window=window)
     if family.every_with_experts is not None and index % int(config[family.every_with_experts]) != 1:
         layer = replace(layer, router=None, experts=None)
     return replace(layer, attention_norm=None) if family.is_first_norm_absent and index == 0 else layer
@@ -193,6 +199,8 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
             is_local = config.get("use_sliding_window", False) and index >= config["max_window_layers"]
         case "mistral":
             is_local = config["sliding_window"] is not None
+        case "gemma2":
+            is_local = config["sliding_window"] is not None and index % 2 == 0
         case "gemma3_text":
             is_local = (index + 1) % int(config.get("sliding_window_pattern", 6)) > 0
         case "embedding_gemma2_text":
@@ -204,25 +212,55 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
         is_local = types[index] == "sliding_attention"
     if not is_local:
         return None
-    # Where tokens see later ones, the setting counts both sides; elsewhere the token itself.
     if config["model_type"] == "modernbert":
         return int(config["local_attention"]) // 2
     if config["model_type"] == "embedding_gemma2_text":
         return int(config["sliding_window"])
-    return int(config["sliding_window"]) // 2 if _sees_later(config) else int(config["sliding_window"]) - 1
+    window = int(config["sliding_window"])
+    if config.get("use_bidirectional_attention"):  # counts both sides
+        window = window // 2 + 1
+    # Counts the token itself, unless the mask is that of an encoder.
+    return window if config.get("is_causal") is False else window - 1
 
 
-def _rotary(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> tuple[float, float]:
+def _rotary(settings: Mapping[str, str], config: Mapping[str, Any], window: int | None) -> tuple[float, RotaryScaling]:
     kind = "full_attention" if window is None else "sliding_attention"
-    rotary = config.get("rope_parameters") or {}
+    if config.get("rope_scaling") and len(set(settings.values())) > 1:
+        raise NotDescribed("rotary positions that are scaled in some layers only")
+    rotary = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rotary = rotary.get(kind, rotary)
-    scaling = rotary.get("rope_type", "default")
-    if config.get("rope_scaling") or scaling not in ("default", "linear"):
-        raise NotDescribed("rotary positions that are scaled")
     if rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise NotDescribed("rotary positions of a part of each head")
     theta = rotary["rope_theta"] if "rope_theta" in rotary else config[settings[kind]]
-    return float(theta), float(rotary["factor"]) if scaling == "linear" else 1.0
+    return float(theta), _scaling(rotary)
+
+
+def _scaling(rotary: Mapping[str, Any]) -> RotaryScaling:
+    match rotary.get("rope_type", rotary.get("type", "default")):
+        case "default":
+            return RotaryScaling()
+        case "linear":
+            return RotaryScaling(float(rotary["factor"]))
+        case "llama3":
+            turns = (float(rotary[name]) for name in ("low_freq_factor", "high_freq_factor"))
+            return RotaryScaling(float(rotary["factor"]), int(rotary["original_max_position_embeddings"]), *turns)
+        case other:
+            raise NotDescribed(f"rotary positions that are scaled ({other})")
+
+
+def frequencies_of(theta: float, scaling: RotaryScaling, head_dim: int) -> NDArray[np.float32]:
+    """Of each pair of a head, in radians per token: float32 [head_dim / 2]; float32 at every step, as in
+    transformers."""
+    one = np.float32(1)
+    frequencies = one / np.power(np.float32(theta), np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    divided: NDArray[np.float32] = frequencies / np.float32(scaling.divisor)
+    if not scaling.context:
+        return divided
+    turns = np.float32(scaling.context) / (np.float32(2 * np.pi) / frequencies)
+    span = np.float32(scaling.most_turns - scaling.least_turns)
+    kept = np.clip((turns - np.float32(scaling.least_turns)) / span, 0, 1)
+    mixed: NDArray[np.float32] = (one - kept) * divided + kept * frequencies
+    return mixed
 
 
 def window_band(num_queries: int, before: int, after: int, *, falls: bool = False) -> NDArray[np.float32]:

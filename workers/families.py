@@ -11,6 +11,21 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryScaling:
+    """How the frequencies of rotary positions are changed; the defaults change nothing.
+
+    A pair that makes at most `least_turns` over `context` tokens has its frequency divided by `divisor`, one that makes
+    `most_turns` or more keeps it, and one between them has a mean of both. Without a context all are divided.
+    Source: Llama 3.1's `rope_type` "llama3" in transformers' modeling_rope_utils.py.
+    """
+
+    divisor: float = 1.0
+    context: int = 0
+    least_turns: float = 0.0
+    most_turns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Names of tensors, without ".weight" and ".bias": of a family relative to the layer, of a model in full. The
     defaults are BERT's."""
@@ -36,8 +51,7 @@ class LayerSpec:
     norm: str = "output.LayerNorm"
     theta: float | None = None
     """The base of the rotary positions of queries and keys; None: positions are added to the words."""
-    frequency_divisor: float = 1.0
-    """Of every frequency of the rotary positions; 1 where they are not scaled."""
+    scaling: RotaryScaling = RotaryScaling()
     window: int | None = None
     """The largest distance that a token sees, in tokens; None: any."""
     position_key: str | None = None
@@ -137,8 +151,6 @@ class Family:
     has_class: bool = True
     """transformers has a class of it. Otherwise `vecd.workers.torch.described` is what its engines are compared
     with."""
-    may_see_later: bool = False
-    """Of a causal one: a token does see later ones where the setting use_bidirectional_attention says so."""
     positions_after: str | int | None = None
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
@@ -263,6 +275,7 @@ _MISTRAL = Family(
     thetas=_ONE_THETA,
     norm_epsilon="rms_norm_eps",
 )
+_EUROBERT = replace(_MISTRAL, encoder=replace(_MISTRAL.encoder, is_causal=False))
 _QWEN3 = replace(_MISTRAL, layer=replace(_MISTRAL.layer, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"))
 _GEMMA3 = replace(
     _QWEN3,
@@ -275,9 +288,9 @@ _GEMMA3 = replace(
     ),
     is_scaled_by_width=True,
     thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
-    may_see_later=True,
     activation="hidden_activation",
 )
+_GEMMA2 = replace(_GEMMA3, layer=replace(_GEMMA3.layer, query_norm=None, key_norm=None), thetas=_ONE_THETA)
 _EMBEDDING_GEMMA2 = Family(
     prefixes=("language_model.", ""),
     encoder=replace(
@@ -398,13 +411,14 @@ FAMILIES = MappingProxyType(
                 norm="layer_norm_2",
             ),
         ),
-        "mistral": _MISTRAL,
-        "qwen2": _MISTRAL,
+        **dict.fromkeys(("mistral", "llama", "qwen2"), _MISTRAL),
+        "eurobert": _EUROBERT,
         "qwen3": _QWEN3,
+        "gemma2": _GEMMA2,
         "gemma3_text": _GEMMA3,
         "embedding_gemma2_text": _EMBEDDING_GEMMA2,
     }
 )
 
-FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma3_text", "embedding_gemma2_text"}
+FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma2", "gemma3_text", "embedding_gemma2_text"}
 WITHOUT_CLASS = frozenset(name for name, family in FAMILIES.items() if not family.has_class)

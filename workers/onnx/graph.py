@@ -27,7 +27,9 @@ from vecd.workers.description import (
     EncoderSpec,
     LayerSpec,
     NotDescribed,
+    RotaryScaling,
     bias_of_distances,
+    frequencies_of,
     relative_rows,
     relative_states,
     window_band,
@@ -68,7 +70,7 @@ class GraphBuilder:
         self._made = EncoderGraph(b"", has_types=has_types, has_first_tokens_only=card.reads_first_tokens_only)
         self._positions: Value = ""
         """[T, 1]."""
-        self._rotations: dict[tuple[float, float], list[Value]] = {}
+        self._rotations: dict[tuple[float, RotaryScaling], list[Value]] = {}
         self._attentions: dict[int | None, _Attention] = {}
 
     def build(self) -> EncoderGraph:
@@ -200,7 +202,7 @@ class GraphBuilder:
         query, key, value = self._parts(layer.qkv, x, ends)
         query, key = self._head_norm(layer.query_norm, query), self._head_norm(layer.key_norm, key)
         if layer.theta is not None:
-            base = layer.theta, layer.frequency_divisor
+            base = layer.theta, layer.scaling
             query, key = (self._rotate(each, base, head_dim) for each in (query, key))
         if self._encoder.has_value_norm:
             ones = np.ones(head_dim, dtype=np.float32)
@@ -215,15 +217,13 @@ class GraphBuilder:
         heads = self._node("Reshape", x, self._constant([-1, head_dim]))
         return self._node("Reshape", norm(heads), self._node("Shape", x))
 
-    def _rotate(self, x: Value, base: tuple[float, float], head_dim: int) -> Value:
+    def _rotate(self, x: Value, base: tuple[float, RotaryScaling], head_dim: int) -> Value:
         if base not in self._rotations:
-            theta, divisor = base
-            # float32 at every step, as in transformers.
-            powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-            frequencies = np.float32(1) / np.power(np.float32(theta), powers) / np.float32(divisor)
-            angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies
+            angles = np.arange(self._max_tokens, dtype=np.float32)[:, None] * frequencies_of(*base, head_dim)
             tables = (("cos", np.cos(angles)), ("sin", np.sin(angles)))
-            self._rotations[base] = [self._weight(f"rotary/{theta}/{divisor}/{name}", table) for name, table in tables]
+            self._rotations[base] = [
+                self._weight(f"rotary/{len(self._rotations)}/{name}", table) for name, table in tables
+            ]
         # The operator wants [batch, length, width]: each token is a sequence of its own.
         apart = self._node("Unsqueeze", x, self._constant([1]))
         rotated = self._node("RotaryEmbedding", apart, self._positions, *self._rotations[base], domain=MICROSOFT)

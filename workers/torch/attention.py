@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vecd.workers.batch import Run
-from vecd.workers.description import window_band
+from vecd.workers.description import RotaryScaling, frequencies_of, window_band
 from vecd.workers.torch.checkpoint import PrefixStates
 
 
@@ -42,9 +42,9 @@ def normalize_rms_(x: Tensor, epsilon: float) -> Tensor:
     return x.mul_(norms.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_())
 
 
-def rotations(theta: float, head_dim: int, num_positions: int) -> Tensor:
+def rotations(theta: float, scaling: RotaryScaling, head_dim: int, num_positions: int) -> Tensor:
     """The table of a `Rotation`. float32 at every step, as in transformers."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = torch.from_numpy(frequencies_of(theta, scaling, head_dim))
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return torch.polar(torch.tensor(head_dim**-0.25), angles)
 

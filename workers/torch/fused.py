@@ -264,7 +264,7 @@ class _Builder:
         """Raises KeyError for a missing tensor, NotDescribed for layers with parts that are not computed here."""
         encoder = self._encoder
         has_others = encoder.words_factor != 1 or encoder.norm_offset != 0
-        if has_others or any(layer.frequency_divisor != 1 or layer.fed_forward_norm for layer in encoder.layers):
+        if has_others or any(layer.fed_forward_norm for layer in encoder.layers):
             raise NotDescribed("the fused path does not compute all parts of layers like these")
         layers = [self._layer(layer) for layer in encoder.layers]
         between = type_between_layers(self._dtype)
@@ -350,7 +350,7 @@ class _Builder:
             if bias is not None:
                 bias = torch.cat([paired(bias[:num_rotated], head_dim), bias[num_rotated:]])
             norm = self._head_norms(layer, num_heads, num_key_heads, head_dim)
-            rotation = Rotation(self._rotations(layer.theta, head_dim), norm, self._encoder.epsilon)
+            rotation = Rotation(self._rotations(layer.theta, layer.scaling, head_dim), norm, self._encoder.epsilon)
         hides = layer.window is not None and layer.window < self._card.max_tokens - 1
         window = self._windows(layer.window) if hides or self._encoder.slopes else None
         relative = None if self._encoder.relative is None else self._relative(layer, factor)

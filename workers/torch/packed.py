@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -214,25 +214,30 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function, over the runs of the current forward pass.
 
-    query [1, heads, T, head dim], key and value [1, key heads, T, head dim] → [1, T, heads, head dim]. Raises
-    PackingError for arguments that are not supported here.
+    query [1, heads, T, head dim], key and value [1, key heads, T, head dim] → [1, T, heads, head dim]. `softcap`: a
+    score s becomes softcap · tanh(s / softcap). Raises PackingError for arguments that are not supported here.
     """
     _refuse_unsupported(query, key, arguments, dropout)
     rule = _rule_of(module, attention_mask, is_causal, arguments.get("sliding_window"))
     # The kernel for variable lengths takes no sequence with fewer keys than queries.
     suits = _pass.attends_to_all and suits_varlen(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
+    suits = suits and softcap is None
     varlen = cuda.varlen_attention(query.device) if suits else None
     window = None if varlen is None else rule.window(_pass.runs[-1], query.device)
     if varlen is None or window is None:
-        return _attend_by_runs(rule, query, key, value, scaling), None
+        attend = scaled_dot_product_attention if softcap is None else partial(_capped_attention, cap=softcap)
+        return _attend_by_runs(attend, rule, query, key, value, scaling), None
     return _attend_at_once(varlen, window, query, key, value, scaling), None
 
 
-def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _attend_by_runs(
+    attend: Callable[..., Tensor], rule: SequenceMask, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
     _, num_heads, num_tokens, _ = query.shape
     attended = query.new_empty(1, num_tokens, num_heads, value.shape[-1])
     prefix, before = _pass.prefix, None
@@ -246,7 +251,7 @@ def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tenso
         keys, values = _sequences(key, run), _sequences(value, run)
         if before is not None and num_before:
             keys, values = _behind(before[0][:, :, :num_before], keys), _behind(before[1][:, :, :num_before], values)
-        out = scaled_dot_product_attention(
+        out = attend(
             _sequences(query, run),
             keys,
             values,
@@ -257,6 +262,29 @@ def _attend_by_runs(rule: SequenceMask, query: Tensor, key: Tensor, value: Tenso
         )
         attended[0, run.start : run.stop] = out.transpose(1, 2).flatten(0, 1)
     return attended
+
+
+def _capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    cap: float,
+) -> Tensor:
+    """As SDPA, which has no cap, with the scores in memory."""
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.div_(cap).tanh_().mul_(cap)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores.masked_fill_(~attn_mask, -torch.inf)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
 
 
 def _both(keys: Tensor, causal: bool, mask: Tensor | None) -> Tensor:

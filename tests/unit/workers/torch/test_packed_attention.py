@@ -53,7 +53,9 @@ def attend(module: Any, *states: Tensor, mask: Any = None, **arguments: Any) -> 
         return packed_attention(module, query, key, value, mask, **arguments)[0]
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: float = HEAD_DIM**-0.5) -> Tensor:
+def by_hand(
+    query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: float = HEAD_DIM**-0.5, cap: float = 0.0
+) -> Tensor:
     """Softmax attention over a T × T mask in which sequences do not see each other; [1, T, heads, head dim]."""
     sequence = torch.tensor(
         [index for index, length in enumerate(r.length for r in RUNS for _ in range(r.count)) for _ in range(length)]
@@ -64,6 +66,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: float
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)) * scaling
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
@@ -87,7 +90,6 @@ def test_without_a_mask_the_module_says_whether_it_is_causal(module: Any, argume
     ("mask", "arguments"),
     [
         (None, {"position_bias": torch.zeros(1)}),
-        (None, {"softcap": 50.0}),
         (None, {"something_new": 1}),
         (None, {"sliding_window": 4}),
         (torch.zeros(1, 1, NUM_TOKENS, NUM_TOKENS), {}),
@@ -96,6 +98,15 @@ def test_without_a_mask_the_module_says_whether_it_is_causal(module: Any, argume
 def test_what_is_not_known_is_refused(mask: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(PackingError):
         attend(SimpleNamespace(is_causal=False), *attention_inputs(), mask=mask, **arguments)
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize("rule", [causal_mask_function, sliding_window_bidirectional_mask_function(2)])
+def test_scores_are_capped(rule: Any, key_heads: int) -> None:
+    states = attention_inputs(key_heads)
+    out = attend(SimpleNamespace(), *states, mask=SequenceMask(rule), softcap=0.5, scaling=0.4)
+    torch.testing.assert_close(out, by_hand(*states, rule, 0.4, 0.5), atol=1e-6, rtol=0)
+    assert not torch.allclose(out, by_hand(*states, rule, 0.4), atol=1e-3)
 
 
 def test_what_is_asked_for_in_another_place_is_refused() -> None:
