@@ -7,6 +7,7 @@ because a similar model gives wrong vectors without an error. Never runs or read
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vecd.base.files import JsonMapping, JsonObject
@@ -35,6 +36,8 @@ def native_config(config: JsonMapping) -> JsonObject | None:
         # The original's names without its auto_map: transformers would ignore them and use its defaults.
         if model_type == "nomic_bert" and "n_embd" in config:
             return _ported(config, _NOMIC)
+        if config.get("use_bidirectional_attention") and model_type in _IGNORING_BIDIRECTIONAL:
+            return {**config, "is_causal": False}
         return None
     # zerank-1: another name of Qwen3's settings, and code that scores pairs as `vecd.model.score_card` has it.
     if model_type == "qwen3" and str(wanted).rpartition("--")[2].startswith("modeling_zeranker."):
@@ -283,6 +286,64 @@ _FLASH = _Port(
 )
 
 
+# --- decoders whose tokens see those behind them ----------------------------------------------------------------
+
+_IGNORING_BIDIRECTIONAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
+"""Whose classes in transformers 5.23 read `is_causal` alone: there `use_bidirectional_attention` has no effect, or in
+some batches only."""
+
+
+def _both_ways(config: JsonMapping, model_type: str, **own: Any) -> JsonObject:
+    """The same settings, for the class of `model_type` without its causal mask."""
+    return {**_without_code(config), "model_type": model_type, "is_causal": False, **own}
+
+
+def _without_code(config: JsonMapping) -> JsonObject:
+    return {name: value for name, value in config.items() if name != "auto_map"}
+
+
+# gte-Qwen2-1.5B-instruct and 7B, and what was made of them with the same modeling_qwen.py: stella_en_1.5B_v5,
+# inf-retriever-v1; KaLM-embedding v2. Files of this class that do not state `is_causal` may be of either kind.
+_QWEN2 = _Port(always={"is_causal": (True, False)}, translate=partial(_both_ways, model_type="qwen2"))
+
+# llama-embed-nemotron-8b, llama-nemotron-embed-1b-v2, llama-nemotron-rerank-1b-v2. Source: LlamaBidirectionalModel of
+# NVIDIA's NeMo: LlamaModel with a mask of the padding alone. `temperature` is the classifier's.
+_NEMOTRON = _Port(always={"pooling": ("avg", "avg")}, translate=partial(_both_ways, model_type="llama"))
+
+
+def _translate_voyage(config: JsonMapping) -> JsonObject:
+    if "num_labels" not in config:
+        raise ValueError("num_labels is missing: the width of the projection")
+    return _both_ways(config, "qwen3", embedding_projection=_whole(config, "num_labels"))
+
+
+# voyage-4-nano. Source: modeling_qwen3_bidirectional.py of its repository: Qwen3Model with a mask of the padding alone,
+# which layers with a window do not have, and behind it the layer `linear`, without a bias.
+_VOYAGE = _Port(always={"use_sliding_window": (False, False)}, translate=_translate_voyage)
+
+# pplx-embed-v1. Source: modeling.py and configuration.py of its repository, which change the same.
+_PPLX = _Port(
+    always={"use_sliding_window": (False, False), "use_bidirectional_attention": (True, True)},
+    translate=partial(_both_ways, model_type="qwen3"),
+)
+
+
+# --- EuroBERT ---------------------------------------------------------------------------------------------------
+
+
+def _translate_eurobert(config: JsonMapping) -> JsonObject:
+    pooling = config.get("clf_pooling", config.get("classifier_pooling", "late"))
+    return {**_without_code(config), "model_type": "eurobert", "classifier_pooling": pooling}
+
+
+# EuroBERT-210m, 610m and 2.1B. Source: modeling_eurobert.py and configuration_eurobert.py of EuroBERT/EuroBERT-210m,
+# whose fields transformers 5.23's models/eurobert has under the same names but one; its own tests load these weights.
+_EUROBERT = _Port(
+    always={"rope_scaling": (None, None), "pretraining_tp": (1, 1), "is_causal": (False, False)},
+    translate=_translate_eurobert,
+)
+
+
 # --- the tables -------------------------------------------------------------------------------------------------
 
 _PORTS = {
@@ -296,12 +357,17 @@ _PORTS = {
         for model_type in ("xlm-roberta", "")  # the first configurations have none
         for name in ("XLMRobertaModel", "XLMRobertaFlashConfig", "XLMRobertaLoRA")
     },
+    ("qwen2", "Qwen2Model"): _QWEN2,
+    ("llama_bidirec", "LlamaBidirectionalModel"): _NEMOTRON,
+    ("llama_bidirec", "LlamaBidirectionalConfig"): _NEMOTRON,
+    ("qwen3", "Qwen3BidirectionalModel"): _VOYAGE,
+    ("bidirectional_pplx_qwen3", "PPLXQwen3Model"): _PPLX,
+    ("eurobert", "EuroBertModel"): _EUROBERT,
 }
 """By config.json's model_type and the class that its auto_map names for AutoModel, or else for AutoConfig."""
 
 # Known code that differs from transformers' architecture of the same model_type.
 _REASONS = {
-    ("qwen2", "Qwen2Model"): "this code lets tokens see those behind them, transformers' Qwen2 does not",
-    ("mistral", "MistralModel"): "this code lets tokens see those behind them, transformers' Mistral does not",
-    ("eurobert", "EuroBertModel"): "versions of this code differ in ways that config.json does not show",
+    ("mistral", "MistralModel"): "an argument of this code says whether tokens see those behind them, not config.json",
+    ("nvembed", "NVEmbedModel"): "its pooling is a layer of latent attention, which transformers has not",
 }

@@ -8,7 +8,7 @@ sentence-transformers 5 (StaticEmbedding) and of Model2Vec 0.10.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -72,6 +72,8 @@ class ModelCard:
     weights_bytes: int = 0
     tokenizer_file: str = ""
     """Of the fast tokenizer; empty until `vecd.launch.config.plan` has converted it."""
+    end: str = ""
+    """The token that is put behind each text in place of what the tokenizer's file says; empty: it says right."""
     export_file: str = ""
     """The ONNX export that is the model's weights; empty where these are safetensors."""
     ignored_ids: tuple[int, ...] = ()
@@ -106,7 +108,8 @@ class ModelCard:
         found = {self.main_output}
         if "dense" in self.capabilities:
             found |= {Output.VECTORS, Output.UNNORMALIZED}
-            found |= {Output.TOKENS} if self.hidden_size <= self.row_dim else set()
+            are_states = not (self.steps and self.steps[0].tensor)  # else they are projected
+            found |= {Output.TOKENS} if self.hidden_size <= self.row_dim and are_states else set()
         if self.sparse is not None:
             found.add(Output.LEXICAL if self.sparse.is_lexical else Output.SPARSE)
         if self.tokens is not None:
@@ -146,6 +149,11 @@ class ModelCard:
         return replace(self, export_file="") if is_beside else self
 
     @property
+    def shares_beginnings(self) -> bool:
+        """Whether what pairs begin with alike is computed once: of a causal reranker with a template."""
+        return self.score is not None and self.score.pooling == "lasttoken" and self.score.pair_template is not None
+
+    @property
     def pooling_of_output(self) -> str:
         """How tokens become a row; empty where each token has its own vector, or nothing is known."""
         if "dense" in self.capabilities:
@@ -175,6 +183,12 @@ class ModelCard:
     def is_normalized(self) -> bool:
         """Whether vectors have length 1. sentence-transformers cuts them to `truncate_dim` after its last step."""
         return bool(self.steps) and self.steps[-1].kind == "normalize" and not self.truncate_dim
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the elements of vectors are whole numbers from -127 to 127. The gateway rounds them, so that engines
+        can be compared."""
+        return bool(self.steps) and self.steps[-1].kind == "tanh_127"
 
     @property
     def default_dim(self) -> int:
@@ -288,7 +302,12 @@ class Dense:
             pooling, pools_prompt = read_pooling(settings, folder.prompts[0])
         if folder.pooling != "auto":
             pooling = (folder.pooling,)
-        steps, dim = read_steps(folder, modules, config["hidden_size"] * len(pooling))
+        own = _own_projection(config, pooling)
+        width = own[-1].out_dim if own else config["hidden_size"] * len(pooling)
+        steps, dim = read_steps(folder, modules, width)
+        steps = (*own, *steps)
+        if any(step.kind == "tanh_127" for step in steps[:-1]):
+            raise ModelError(f"{folder.path / 'modules.json'}: a module behind FlexibleQuantizer is not supported")
         fields = {
             **folder.of_transformer(sentence_bert),
             "steps": steps,
@@ -303,6 +322,15 @@ class Dense:
             fields |= {"token_dim": config["hidden_size"], "sparse": sparse, "tokens": tokens}
             fields["capabilities"] = "dense", "sparse", "multi-vector"
         return fields
+
+
+def _own_projection(config: ModelSettings, pooling: Sequence[str]) -> tuple[Step, ...]:
+    """Voyage's, of the state of each token. It has no bias, so that it may come behind the mean as well."""
+    if (width := config.get("embedding_projection")) is None:
+        return ()
+    if pooling != ("mean",):
+        raise config.error(f"its projection (num_labels) is served with mean pooling, and the pooling is {pooling}")
+    return (Step("dense", tensor="linear", in_dim=config["hidden_size"], out_dim=width, bias=False),)
 
 
 def _default_pooling(config: JsonMapping) -> str:

@@ -341,8 +341,22 @@ class ModelFolder(Folder):
     def of_transformer(self, sentence_bert: JsonMapping) -> JsonObject:
         """The fields of a card that are read alike of all transformers. `sentence_bert`: the settings of its module."""
         sizes = {name: self.config[name] for name in ("model_type", "hidden_size", "vocab_size")}
-        lowercase = bool(sentence_bert.get("do_lower_case", False))
-        return {**sizes, "max_tokens": self.max_tokens(sentence_bert), "lowercase": lowercase}
+        lowercase, max_tokens = bool(sentence_bert.get("do_lower_case", False)), self.max_tokens(sentence_bert)
+        return {**sizes, "max_tokens": max_tokens, "lowercase": lowercase, "end": self.end}
+
+    @property
+    def end(self) -> str:
+        """The token that gte-Qwen2's own class of tokenizers puts behind a text, and tokenizer.json does not; empty for
+        any other class: beside a tokenizer.json, transformers' own do not read `add_eos_token`."""
+        config = self.optional(self.place, "tokenizer_config.json")
+        code, end = config.inner("auto_map").get("AutoTokenizer"), config.get("eos_token")
+        is_own = isinstance(code, list) and "tokenization_qwen.Qwen2TokenizerFast" in code
+        if not is_own or not config.get("add_eos_token", True):
+            return ""
+        end = end.get("content") if isinstance(end, dict) else end
+        if not isinstance(end, str) or not end:
+            raise config.error(f"eos_token is {end!r:.80}, and must be the token behind a text")
+        return end
 
 
 def _read_config(config: ModelSettings) -> ModelSettings:

@@ -307,6 +307,8 @@ class Sparse:
         else:
             task, head = _plain(folder)
         config, weights = folder.config, weight_files(folder.weights_folder)
+        if config["model_type"] in CAUSAL_SPARSE and (code := config.inner("auto_map").get("AutoModelForMaskedLM")):
+            raise config.error(f"asks for Python code from the model's repository to be run (auto_map: {code})")
         sentence_bert = folder.sentence_bert("fill-mask", task)
         names = {name for file in weights for name in stored_tensors(file)}
         head = replace(head, steps=_steps_of_masked_words(config, names))
@@ -386,6 +388,9 @@ def _check_tokenizer(folder: ModelFolder, of_queries: str) -> None:
 # --- heads for masked words -------------------------------------------------------------------------------------
 
 
+CAUSAL_SPARSE = ("qwen3",)
+"""Families of causal language models, whose head is the output layer alone: for splade-code."""
+
 _ROBERTA = HeadLayers(dense="lm_head.dense", activation="gelu", norm="lm_head.layer_norm", last="lm_head.decoder")
 _HEADS = MappingProxyType(
     {
@@ -411,6 +416,7 @@ _HEADS = MappingProxyType(
             last="generator_lm_head",
         ),
         "modernbert": replace(MODERNBERT, last="decoder"),
+        **dict.fromkeys(CAUSAL_SPARSE, HeadLayers(last="lm_head")),
     }
 )
 
@@ -425,7 +431,7 @@ def _steps_of_masked_words(config: ModelSettings, names: Collection[str]) -> tup
             f"the head for masked words of {model_type} is not described; served are sparse models of "
             f"{', '.join(_HEADS)}"
         )
-    for name in (head.dense, head.norm):
+    for name in filter(None, (head.dense, head.norm)):
         if not {f"{name}.weight", f"{name}.gamma"} & set(names):
             raise config.error(f"the weights have no head for masked words: {name}.weight is missing")
     # Between dense and decoder ELECTRA has as many floats as its tables.
@@ -441,9 +447,13 @@ def _steps_of_masked_words(config: ModelSettings, names: Collection[str]) -> tup
     return (*steps, last)
 
 
+_WORDS = r"\w+\.embeddings\.(word|tok)_embeddings\.weight|(model\.)?embed_tokens\.weight"
+"""The name of a table of words."""
+
+
 def _decoder(config: ModelSettings, head: HeadLayers, names: Collection[str]) -> str:
     """The decoder's own weights where the files have them, else the table of words, as transformers reads them."""
-    found = [name for name in sorted(names) if re.fullmatch(r"\w+\.embeddings\.(word|tok)_embeddings\.weight", name)]
+    found = [name for name in sorted(names) if re.fullmatch(_WORDS, name)]
     tied: list[str] = found if config.get("tie_word_embeddings", True) else []
     for name in (f"{head.last}.weight", *tied):
         if name in names:

@@ -53,7 +53,8 @@ class Classifier:
             activation=_activation(config, stated, len(labels)),
             pooling=pooling,
             steps=_steps(config, len(labels), is_of_tokens=is_of_tokens),
-            architecture=architecture,
+            architecture="" if architecture == _NEMOTRON else architecture,
+            pair_template=_NEMOTRON_TEMPLATE if architecture == _NEMOTRON else None,
             has_segments=not isinstance(inputs, list) or "token_type_ids" in inputs,
             padding_id=config.get("pad_token_id") if pooling == "lasttoken" else None,
         )
@@ -129,6 +130,11 @@ def _activation(config: ModelSettings, sentence_transformers: ModelSettings, num
 _CAUSAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 """The last token is pooled, not the first, and the classifier of sequences has no bias."""
 
+_NEMOTRON = "LlamaBidirectionalForSequenceClassification"
+"""Of NVIDIA's NeMo: the mean is pooled, and the logits are divided by `temperature`."""
+_NEMOTRON_TEMPLATE = PairTemplate(before="<|begin_of_text|>question:", between=" \n \n passage:", after="")
+"""Source: the model card of llama-nemotron-rerank-1b-v2; the first token is its tokenizer's."""
+
 _HEADS: Mapping[str, HeadLayers] = MappingProxyType(
     {
         **dict.fromkeys(("bert", "jina_bert", "nomic_bert", "gte"), HeadLayers(dense="pooler.dense")),
@@ -151,6 +157,8 @@ _HEADS: Mapping[str, HeadLayers] = MappingProxyType(
 
 def _pooling(config: ModelSettings) -> str:
     model_type = config["model_type"]
+    if architecture_of(config) == _NEMOTRON:
+        return "mean"
     if model_type != "modernbert":
         return "lasttoken" if model_type in _CAUSAL else "cls"
     pooling = config.get("classifier_pooling", "cls")
@@ -179,7 +187,11 @@ def _steps(config: ModelSettings, num_labels: int, *, is_of_tokens: bool) -> tup
         steps = head.steps_before_last(config, width, width, has)
     except UnknownActivation:
         return ()
-    return (*steps, Step("dense", tensor=head.last, in_dim=width, out_dim=num_labels, bias=has_bias))
+    divisor = 1.0
+    if architecture_of(config) == _NEMOTRON and not (divisor := config.number("temperature", 1.0)) > 0:
+        raise config.error(f"temperature is {divisor}, and must be greater than 0")
+    last = Step("dense", tensor=head.last, in_dim=width, out_dim=num_labels, bias=has_bias, divisor=divisor)
+    return (*steps, last)
 
 
 # Rerankers that are causal language models: which token means yes, which no, and how a pair is put to them.

@@ -24,8 +24,8 @@ class Step:
     """One layer of a head, applied to rows [N, D]: pooled vectors, or the states of tokens."""
 
     kind: str
-    """"dense", "normalize", "layer_norm", or "logit": the product with row `rows[0]` of a matrix, less that with row
-    `rows[1]` if there are two."""
+    """"dense", "normalize", "layer_norm", "tanh_127": 127 · tanh of each element, which the gateway rounds; or "logit":
+    the product with row `rows[0]` of a matrix, less that with row `rows[1]` if there are two."""
     path: str = ""
     """Folder of the module's weights; empty for "normalize", and where `tensor` is given."""
     in_dim: int = 0
@@ -46,6 +46,8 @@ class Step:
     state dict that torch has saved."""
     has_residual: bool = False
     """Of "dense": the input is added to the output, through a matrix of its own where they differ in width."""
+    divisor: float = 1.0
+    """Of "dense": of what comes out behind the activation."""
     cap: float = 0.0
     """Of "logit": a product p becomes cap · tanh(p / cap) before the difference is taken; 0: it stays as it is."""
     scale: float = 1.0
@@ -120,7 +122,7 @@ class ScoreHead:
     steps: tuple[Step, ...] = ()
     """Empty where no table describes the family: then only the class in transformers computes it."""
     architecture: str = ""
-    """The name of the class in transformers, which is the reference."""
+    """The name of the class in transformers, which is the reference; empty for none: then the padded path is."""
     pair_template: PairTemplate | None = None
     """None: the tokenizer's own."""
     has_segments: bool = True
@@ -243,6 +245,9 @@ _LEGACY_NAMES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens
 """Of the first of them, behind "pooling_mode_"."""
 
 _PYLATE_DENSE = "pylate.models.Dense.Dense"
+_QUANTIZER = "st_quantize.FlexibleQuantizer"
+"""Of pplx-embed: code in the model's repository, of which nothing is read: round(127 · tanh(x)) unless it is called for
+signs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +287,15 @@ def folders_without_safetensors(folder: Path) -> list[Path]:
     return [part for part in parts if not (has_safetensors(part) or (part / ADAPTER).is_file())]
 
 
-_WITHOUT_WEIGHTS = ("Pooling", "Normalize", "MultiVectorMask", "SpladePooling", "LogitScore", "Router")
+_WITHOUT_WEIGHTS = (
+    "Pooling",
+    "Normalize",
+    "MultiVectorMask",
+    "SpladePooling",
+    "LogitScore",
+    "Router",
+    "FlexibleQuantizer",
+)
 
 
 def check_modules(path: Path, modules: Sequence[Module]) -> None:
@@ -291,7 +304,8 @@ def check_modules(path: Path, modules: Sequence[Module]) -> None:
     for module in modules:
         if module.kind == "CLIPModel":
             raise ModelError(f"{path}: module CLIPModel has images; vecd serves text")
-        if module.type.partition(".")[0] != "sentence_transformers" and module.type != _PYLATE_DENSE:
+        is_own = module.type.partition(".")[0] == "sentence_transformers"
+        if not is_own and module.type not in (_PYLATE_DENSE, _QUANTIZER):
             raise ModelError(f"{path}: module {module.type} is not sentence-transformers' own, which vecd refuses")
         if module.leads_out:
             raise ModelError(f"{path}: module path {module.path!r} leads out of the model's folder")
@@ -342,6 +356,8 @@ def _read_step(folder: Folder, module: Module, in_dim: int, *, of_tokens: bool) 
             return Step("layer_norm", path=module.path, in_dim=in_dim, out_dim=in_dim)
         case "Dense":
             return _read_dense(folder.settings(module.path, "config.json"), module.path, in_dim, of_tokens=of_tokens)
+        case "FlexibleQuantizer" if module.type == _QUANTIZER and not of_tokens:
+            return Step("tanh_127")
         case unknown:
             raise ModelError(f"{folder.path / 'modules.json'}: module {unknown} is not supported")
 

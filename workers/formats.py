@@ -71,7 +71,7 @@ def is_lean_wanted(config: WorkerConfig) -> bool:
         return True
     if config.engine not in ("auto", "lean") or config.device != "cpu" or card.model_type not in FAMILIES:
         return False
-    if card.score is not None and card.score.pair_template is not None and has_torch():
+    if card.shares_beginnings and has_torch():
         return False  # only torch's engine computes once what all pairs of a request begin with
     return formats_of(config)[0] in ("float32", "int8")
 

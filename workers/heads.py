@@ -242,6 +242,8 @@ def steps_of(card: ModelCard, steps: Sequence[Step], operations: Operations[_A])
 def _load(card: ModelCard, step: Step, operations: Operations[_A]) -> Apply[_A]:
     if step.kind == "normalize":
         return operations.normalize
+    if step.kind == "tanh_127":
+        return lambda rows: operations.arrays.tanh(rows) * 127
     if step.kind == "logit":
         return operations.logit(card, step)
     activation = operations.activation(ACTIVATIONS.get(step.activation, Activation()))
@@ -255,6 +257,8 @@ def _load(card: ModelCard, step: Step, operations: Operations[_A]) -> Apply[_A]:
 
     def dense(rows: _A) -> _A:
         made: _A = activation(operations.linear(rows, weight, bias))
+        if step.divisor != 1:
+            made /= step.divisor
         if not step.has_residual:
             return made
         made += rows if residual is None else operations.linear(rows, residual, None)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vecd.gateway.errors import BadRequest
 from vecd.gateway.request import Dtype, EmbedRequest, Encoding, FloatRows, Form, Make
-from vecd.model.card import ModelError
+from vecd.model.card import ModelCard, ModelError
 from vecd.shm.arena import original_of
 from vecd.shm.output import ModelSizes, Output
 
@@ -39,7 +39,7 @@ class Names(NamedTuple):
 DEFAULT_NAMES = Names()
 
 
-def check_forms(request: EmbedRequest, model: ModelSizes, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
+def check_forms(request: EmbedRequest, model: ModelCard, names: Names = DEFAULT_NAMES, *, has_ranges: bool) -> None:
     """Raise BadRequest, which names the field by `names`, for a form that the request's vectors cannot have.
     `has_ranges`: the server has ranges for integer types (`--quantization-ranges`)."""
     for form in request.forms:
@@ -49,7 +49,7 @@ def check_forms(request: EmbedRequest, model: ModelSizes, names: Names = DEFAULT
 
 
 def _fault_of(
-    form: Form, request: EmbedRequest, model: ModelSizes, names: Names, has_ranges: bool
+    form: Form, request: EmbedRequest, model: ModelCard, names: Names, has_ranges: bool
 ) -> tuple[str, str] | None:
     """The name of the wrong field, and what is said of it."""
     output, dimensions, dtype, encoding = request.output, request.dimensions, form.dtype.value, form.encoding.value
@@ -71,7 +71,7 @@ def _fault_of(
     if form.dtype not in WHOLE:
         return None
     if not has_ranges:
-        if are_normalized(request, model):
+        if are_normalized(request, model) or model.is_whole:
             return None
         return names.dtype, (
             f": {dtype} is for vectors of length 1, and these are not, unless the request asks for it, or the server "
@@ -177,6 +177,10 @@ class Ranges(NamedTuple):
         return _less_128(self.to_uint8(rows))
 
 
+WHOLE_NUMBERS = Ranges.between(np.full(1, -128, np.float32), np.full(1, 127, np.float32))
+"""Of any number of them: an int8 is the number itself."""
+
+
 @lru_cache(maxsize=8)
 def default_ranges(dim: int) -> Ranges:
     """Of vectors of length 1, whatever the model: -c to c, c = min(1, 32 / sqrt(dim)). An int8 is its element times
@@ -265,13 +269,14 @@ def stored_dtype(form: Form) -> np.dtype[Any]:
     return np.dtype((">" if form.is_big_endian else "<") + _STORED[form.dtype])
 
 
-def preparation(request: EmbedRequest, model: ModelSizes) -> list[Convert]:
-    """The steps from the model's rows to the requested float32 rows."""
-    steps: list[Convert] = []
+def preparation(request: EmbedRequest, model: ModelCard, form: Form) -> list[Convert]:
+    """The steps from the model's rows to the float32 rows that the form is made of. Signs are those of what is not
+    rounded."""
+    steps: list[Convert] = [np.rint] if model.is_whole and form.dtype not in PACKED else []
     if request.dimensions is not None:
         steps.append(partial(shorten, dimensions=request.dimensions))
     # The means of late chunks never have it.
-    has_length_1 = request.output.is_normalized_by(model) and not steps and request.late is None
+    has_length_1 = request.output.is_normalized_by(model) and request.dimensions is None and request.late is None
     if are_normalized(request, model) and not has_length_1:
         steps.append(normalize)
     return steps

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from pybase64 import b64encode
 
 from vecd.gateway.encoding.forms import (
+    WHOLE_NUMBERS,
     Convert,
     Matrix,
     Rows,
@@ -314,8 +315,11 @@ class Encoder:
         if (make := _MAKE.get(request.output)) is not None:
             return (make(_Order(card, request, token_ids, keep)),)
         check_forms(request, card, has_ranges=self._ranges is not None)
-        prepare, width = preparation(request, card), width_of(request, card)
-        forms = [(form, (*prepare, *conversion(form, width, self._ranges))) for form in request.forms]
+        width = width_of(request, card)
+        ranges = self._ranges or (WHOLE_NUMBERS if card.is_whole and not request.normalize else None)
+        forms = [
+            (each, (*preparation(request, card, each), *conversion(each, width, ranges))) for each in request.forms
+        ]
         if request.late is None:
             return tuple(_of_each(form, len(request.inputs), width, steps) for form, steps in forms)
         [(form, steps)] = forms
@@ -345,7 +349,7 @@ class Encoder:
             and request.dimensions is None
             and request.output is _VECTORS
             and request.late is None
-            and (self._is_normalized or not request.normalize)
+            and (self._is_normalized or not (request.normalize or self._card.is_whole))
         )
 
 

@@ -561,6 +561,13 @@ def _read_tokenizer(card: ModelCard, *, literal_special_tokens: bool) -> tokeniz
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = literal_special_tokens
+    if card.end:
+        if (end_id := tokenizer.token_to_id(card.end)) is None:
+            raise ModelError(
+                f"{card.weights_folder}: the tokenizer's eos_token {card.end!r:.80} is no token of its file"
+            )
+        pair = ["$A", card.end, "$B:1", f"{card.end}:1"]
+        tokenizer.post_processor = TemplateProcessing(pair[:2], pair, [(card.end, end_id)])
     if card.is_static:
         # Their tokens are taken without special ones, which the file may still name.
         tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")

@@ -102,7 +102,7 @@ def _check_dtype(defaults: AliasDefaults, card: ModelCard, settings: Settings) -
         return f"{dtype} needs a number of dimensions that is a multiple of {_DIMENSIONS_PER_BYTE}, not {dimensions}"
     if dtype in _WHOLE and has_ranges and dimensions != card.dim:
         return f"{dtype} with --quantization-ranges is for whole vectors, which have {card.dim} dimensions"
-    if dtype in _WHOLE and not has_ranges and not card.is_normalized:
+    if dtype in _WHOLE and not has_ranges and not (card.is_normalized or card.is_whole):
         return f"{dtype} is for vectors of length 1, which the model's are not, or for --quantization-ranges"
     return ""
 

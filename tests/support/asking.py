@@ -109,7 +109,7 @@ def reports_of(asked: ParsedEmbed, num_inputs: int) -> list[InputReport]:
 def answer(asked: ParsedEmbed, rows: NDArray[np.float32], **changes: Any) -> Response:
     """The answer with these rows, one for each input. `changes`: of the `Embedded`."""
     dim = rows.shape[1]
-    card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True, truncate_dim=0)
+    card: Any = SimpleNamespace(dim=dim, hidden_size=dim, is_normalized=True, truncate_dim=0, is_whole=False)
     makes = Encoder(card).makes(asked.request, [])
     for make in makes:
         make.put(0, rows, 0)

@@ -77,7 +77,7 @@ def load_heads(card: ModelCard, own: Arrays) -> Heads[Floats]:
     computed here."""
     if card.export_file and card.score is not None:
         return {card.main_output: lambda logits, layout: logits}  # the graph has the head
-    if card.score is not None and card.score.pair_template is not None:
+    if card.shares_beginnings:
         # One that torch's engine computes once for a batch, which matters more than what it takes by itself.
         raise NotDescribed("pairs that share a beginning, the model's template")
     return heads.load_heads(card, LeanOperations(own))

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from vecd.model.card import ModelCard
+from vecd.model.multi_vector_card import CAUSAL_SPARSE
 from vecd.model.steps import Step
 from vecd.shm.output import Output
 from vecd.shm.views import Rows
@@ -52,11 +53,13 @@ def _one_by_one(card: ModelCard, probes: PackedBatch, rows_of: Callable[[PackedB
 
 
 def _sparse(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -> Rows:
-    """By transformers' own class for masked words, which shares nothing with `vecd.workers.heads`."""
+    """By transformers' own class for masked words, or for the next one, which shares nothing with
+    `vecd.workers.heads`."""
     card, device = config.card, torch.device(config.device)
     head = card.sparse
     assert head is not None
-    model = load_model(card, dtype, device, MODEL_FOR_MASKED_LM_MAPPING)
+    is_causal = card.model_type in CAUSAL_SPARSE
+    model = load_model(card, dtype, device, MODEL_FOR_CAUSAL_LM_MAPPING if is_causal else MODEL_FOR_MASKED_LM_MAPPING)
 
     def weights_of(probe: PackedBatch, ids: Tensor, border: int) -> Tensor:
         ids = ids.to(device)
@@ -88,6 +91,8 @@ def _scores(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -
     assert head is not None
     if [step.kind for step in head.steps] == ["logit"]:
         return _differences_of_logits(config, dtype, head.steps[0], probes)
+    if not head.architecture:
+        return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, card.row_dim)
     model = load(dtype)
 
     def logits_of(probe: PackedBatch, ids: Tensor, border: int) -> Tensor:

@@ -153,7 +153,7 @@ def build_engine(config: WorkerConfig, path: str, dtype: str, load: Load | None 
     own_head: Heads[Tensor] = {card.main_output: lambda logits, layout: logits.float()}
     heads = own_head if has_head else load_heads(card, device)
     engine = TransformerEngine(_forward(card, path, dtype, device, load, has_head), heads, dtype, device)
-    if score is not None and score.pooling == "lasttoken" and score.pair_template is not None and not has_head:
+    if card.shares_beginnings and not has_head:
         engine.share_prefixes(prefix.probe(card))
     return engine
 

@@ -1,5 +1,6 @@
 """Model folders, read and refused. No test loads a weight: the files are there, and empty."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.support.model_folders import ModelFolder
 from vecd.model.card import ModelCard, ModelError, export_files, read_card
 from vecd.model.steps import Step
+from vecd.shm.output import Output
 
 OLD = "sentence_transformers.models."
 NEW = {
@@ -230,6 +232,12 @@ GTE: dict[str, Any] = {
     "rope_theta": 10_000,
 }
 
+QWEN2 = {**CONFIG, "model_type": "qwen2", "is_causal": False, "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}
+NEMOTRON = {**CONFIG, "model_type": "llama_bidirec", "auto_map": {"AutoModel": "m.LlamaBidirectionalModel"}}
+VOYAGE = {**CONFIG, "model_type": "qwen3", "auto_map": {"AutoModel": "m.Qwen3BidirectionalModel"}, "num_labels": 48}
+PPLX = {**CONFIG, "model_type": "bidirectional_pplx_qwen3", "auto_map": {"AutoModel": "modeling.PPLXQwen3Model"}}
+EUROBERT = {**CONFIG, "model_type": "eurobert", "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"}}
+
 
 @pytest.mark.parametrize(
     ("config", "model_type", "vocab_size", "max_tokens"),
@@ -242,6 +250,10 @@ GTE: dict[str, Any] = {
             100,
             8192,
         ),
+        (QWEN2, "qwen2", 100, 64),
+        (NEMOTRON, "llama", 100, 64),
+        (PPLX, "qwen3", 100, 64),
+        (EUROBERT, "eurobert", 100, 64),
         (GTE, "gte", 100, 64),
         ({**GTE, "rope_scaling": {"type": "ntk", "factor": 8.0}}, "gte", 100, 64),
         (NOMIC_MOE, "nomic_bert_moe", 100, 8192),
@@ -430,7 +442,17 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({**CONFIG, "model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "behind them"),
+        # Without a word of it, this class may hide later tokens or not.
+        ({**QWEN2, "is_causal": True}, "is_causal is True"),
+        ({key: value for key, value in QWEN2.items() if key != "is_causal"}, "is_causal is True"),
+        ({**QWEN2, "model_type": "mistral", "auto_map": {"AutoModel": "m.MistralModel"}}, "an argument of this code"),
+        ({**NEMOTRON, "pooling": "last"}, "pooling is 'last'"),
+        ({**VOYAGE, "num_labels": None}, "num_labels is missing"),
+        ({**VOYAGE, "use_sliding_window": True}, "use_sliding_window is True"),
+        ({**PPLX, "use_bidirectional_attention": False}, "use_bidirectional_attention is False"),
+        ({**EUROBERT, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is"),
+        ({**EUROBERT, "pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({**CONFIG, "model_type": "nvembed", "auto_map": {"AutoModel": "m.NVEmbedModel"}}, "latent attention"),
         ({**CONFIG, "auto_map": {"AutoModel": "modeling.BertModel"}}, "no architecture that is known to be the same"),
         ({**CONFIG, "auto_map": {"AutoConfig": "configuration.BertConfig"}}, "auto_map: configuration.BertConfig"),
         # The right class by name, of another family.
@@ -473,6 +495,54 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
 def test_code_that_transformers_has_not_taken_in(folder: Folder, config: dict[str, Any], why: str) -> None:
     folder.write("config.json", config)
     folder.assert_refused("config.json", why)
+
+
+def test_a_projection_of_the_model_is_the_first_step(folder: Folder) -> None:
+    folder.write("config.json", VOYAGE)
+    card = folder.read()
+    assert card.steps[0] == Step("dense", tensor="linear", in_dim=32, out_dim=48, bias=False)
+    assert card.dim == 48
+    assert Output.TOKENS not in card.outputs  # which would be without it
+    folder.write("1_Pooling/config.json", {"pooling_mode_max_tokens": True})
+    folder.assert_refused("config.json", "mean pooling")
+
+
+def test_a_quantizer_is_the_last_step(folder: Folder) -> None:
+    modules = json.loads((folder.path / "modules.json").read_text())[:2]
+    quantizer = {"idx": 2, "name": "2", "path": "", "type": "st_quantize.FlexibleQuantizer", "kwargs": ["quantization"]}
+    folder.write("modules.json", [*modules, quantizer])
+    card = folder.read()
+    assert [step.kind for step in card.steps] == ["tanh_127"]
+    assert (card.is_whole, card.is_normalized) == (True, False)
+    normalize = {"idx": 3, "path": "3_Normalize", "type": "sentence_transformers.models.Normalize"}
+    folder.write("modules.json", [*modules, quantizer, normalize])
+    folder.assert_refused("modules.json", "behind FlexibleQuantizer")
+    folder.write("modules.json", [*modules, {**quantizer, "type": "quantize.FlexibleQuantizer"}])
+    folder.assert_refused("modules.json", "is not sentence-transformers' own")
+
+
+_QWEN_CLASSES = ["tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"]
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        ({"add_eos_token": True}, ""),
+        ({"add_eos_token": True, "auto_map": {"AutoTokenizer": ["a.B", "a.C"]}}, ""),
+        ({"add_eos_token": True, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}}, "<e>"),
+        ({"eos_token": {"content": "<f>"}, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}}, "<f>"),
+        ({"add_eos_token": False, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}}, ""),
+    ],
+)
+def test_an_end_that_a_class_of_tokenizers_adds(folder: Folder, config: dict[str, Any], end: str) -> None:
+    folder.write("tokenizer_config.json", {"eos_token": "<e>", **config})
+    assert folder.read().end == end
+
+
+@pytest.mark.parametrize("token", [None, 7, "", {}])
+def test_an_end_without_a_name(folder: Folder, token: Any) -> None:
+    folder.write("tokenizer_config.json", {"eos_token": token, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}})
+    folder.assert_refused("tokenizer_config.json", "eos_token is")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import base64
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -68,3 +69,26 @@ def test_what_a_snippet_reads_is_the_vector(name, tmp_path, monkeypatch):
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=_TOLERANCES[form.dtype])
     else:
         assert np.array_equal(vectors, np.where(expected > 0, 1, -1))
+
+
+def test_whole_numbers_stay_what_they_are() -> None:
+    """Of a model whose last step rounds: integers are the numbers themselves, signs those of what was not rounded."""
+    card = ModelCard("/m", "/m", "qwen3", 8, 8, 512, 99, ("mean",), (Step("tanh_127"),), lowercase=False, prompt="")
+    row = np.array([[126.6, -127.0, 0.4, -0.4, 3.5, 4.5, -60.2, 1.0]], dtype=np.float32)
+    whole = [127, -127, 0, 0, 4, 4, -60, 1]
+
+    def made(form: Form, **request: Any) -> np.ndarray:
+        [make] = Encoder(card).makes(EmbedRequest(["text"], (form,), **request), [])
+        make.put(0, row.copy(), 0)
+        if isinstance(make, Matrix):
+            return make.rows[0]
+        return np.array(orjson.loads(make.made[0]))
+
+    assert made(Form(Encoding.FLOAT, Dtype.FLOAT32)).tolist() == whole
+    assert made(Form(Encoding.BYTES, Dtype.FLOAT32)).tolist() == whole
+    assert made(Form(Encoding.FLOAT, Dtype.INT8)).tolist() == whole
+    assert made(Form(Encoding.FLOAT, Dtype.INT8), dimensions=3).tolist() == whole[:3]
+    assert made(Form(Encoding.FLOAT, Dtype.UINT8)).tolist() == [number + 128 for number in whole]
+    assert made(Form(Encoding.FLOAT, Dtype.UBINARY)).tolist() == [0b10101101]
+    of_length_1 = made(Form(Encoding.FLOAT, Dtype.FLOAT32), normalize=True)
+    np.testing.assert_allclose(of_length_1, np.array(whole) / np.linalg.norm(whole), atol=1e-6)
