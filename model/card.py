@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from vecd.base.files import JsonMapping, JsonObject
+from vecd.base.files import JsonMapping, JsonObject, read_json
+from vecd.model.architecture import native_config
 from vecd.model.files import ModelError as ModelError
 from vecd.model.files import ModelSettings, has_safetensors, single_file, stored_tensors, token_ids, weight_files
 from vecd.model.files import export_files as export_files
@@ -204,6 +205,17 @@ class ModelCard:
     def pools_states(self) -> bool:
         are_final = Output.TOKENS in self.outputs and not self.is_static
         return are_final and self.pooling == ("mean",) and all(step.kind == "normalize" for step in self.steps)
+
+    @property
+    def difference_elsewhere(self) -> str:
+        """Why sentence-transformers makes other vectors of the same files; empty if nothing is known."""
+        if self.is_static:
+            return "keeps unknown tokens; Model2Vec drops them" if self.model_type == "model2vec" else ""
+        stored = read_json(Path(self.weights_folder) / "config.json")
+        if native_config(stored) is None or stored.get("model_type") == self.model_type:
+            return ""
+        # It may have a class by that name, with random numbers for the tensors that it does not find.
+        return f"reads config.json as one of type {stored.get('model_type')!r}"
 
     @property
     def is_static(self) -> bool:

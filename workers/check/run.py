@@ -219,8 +219,8 @@ def _compare(order: Order, engine: Engine, path: JsonObject, report: ReportProgr
         theirs = run(lambda: reference_model_vectors(on_cpu, dtype, batch), "comparing with the reference model")
         num_rows = batch.rows_of_each.tolist()
         compare(f"the reference model in {dtype}", ours, theirs, num_rows, card.main_output)
-    elif card.model_type == "model2vec":
-        not_compared.append("not compared with sentence-transformers, which keeps unknown tokens; Model2Vec drops them")
+    if why := card.difference_elsewhere:
+        not_compared.append(f"not compared with sentence-transformers, which {why}")
         return
     name, output = library_of(card)
     try:

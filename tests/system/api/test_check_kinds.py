@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.multi_vector_checkpoints import save_own
+from tests.support.published import encoders
 from tests.support.score_checkpoints import save_classifier
 from tests.support.serving import clean_environment
 from tests.support.soak.form import only_long
@@ -83,3 +84,16 @@ def test_the_tokenizer_of_a_library_that_differs_is_said_and_not_called_a_wrong_
     assert (of_reference["num_texts"], of_library["num_texts"]) == (10, 8)
     assert of_reference["is_within_bounds"]
     assert of_library["is_within_bounds"]
+
+
+@pytest.mark.full
+def test_a_library_that_would_read_another_architecture_is_not_asked(tmp_path: Path) -> None:
+    """transformers' BERT would give random numbers to the layers of Jina's, which have other names."""
+    [layout] = (each for each in encoders.LAYOUTS if each.name.endswith("v2-small-en"))
+    (tmp_path / "model").mkdir()
+    layout.save(tmp_path / "model")
+    report = checked(tmp_path / "model", tmp_path)
+    [why] = report["path"]["not_compared"]
+    assert why == "not compared with sentence-transformers, which reads config.json as one of type 'bert'"
+    [of_reference] = report["path"]["agreements"]
+    assert of_reference["is_within_bounds"]
