@@ -154,7 +154,8 @@ class ModelFolder(Folder):
     @cached_property
     def routes(self) -> dict[str, list[Module]]:
         """The modules of each; none if the first module is no Router."""
-        if not self.listed or self.listed[0].kind != "Router":
+        first = next(iter(read_modules(self)), None)  # unchecked, since an adapter that is to be merged names code
+        if first is None or first.kind != "Router":
             return {}
         try:
             place, types, structure = Path(self.listed[0].path), self.router["types"], self.router["structure"]
