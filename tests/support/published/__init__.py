@@ -33,7 +33,7 @@ Ids: TypeAlias = tuple[Sequence[int], int]
 """The token ids of one sequence, and where its second part begins, as `RowsOf` takes them."""
 
 IdsOf: TypeAlias = Callable[[str, str], Ids]
-"""Of a text, prompt included, and "", or of a query and a document."""
+"""Of a text, prompt included, and ""; of a query and a document; of a text and its role, of a multi-vector model."""
 
 
 @dataclass(frozen=True)
