@@ -380,8 +380,10 @@ def _read_config(config: ModelSettings) -> ModelSettings:
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
         config.update(text_config)
-    if config["model_type"] == "embedding_gemma2_text":  # its hidden states are those behind a projection
+    if config["model_type"] == "embedding_gemma2_text":
+        # Its hidden states are those behind a projection. Longer contexts than 8,192 tokens are those of its base.
         config["hidden_size"] = config.positive("embedding_dim")
+        config["max_position_embeddings"] = min(config.positive("max_position_embeddings"), 8192)
     if type(config.get("pad_token_id")) not in (int, NoneType):
         raise config.error(f"pad_token_id is {config['pad_token_id']!r:.80}, and must be a whole number")
     return config

@@ -81,6 +81,14 @@ def _save_t5(folder: Path, max_tokens: int, **settings: Any) -> None:
     change_json(folder / "config_sentence_transformers.json", prompts={}, default_prompt_name=None)
 
 
+def _save_instructor(folder: Path) -> None:
+    """All weights are pickles."""
+    _save_t5(folder, 60)
+    for path in (folder, folder / "2_Dense"):
+        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+
+
 # --- DeBERTa ------------------------------------------------------------------------------------------------------
 
 _DEBERTA_V3: dict[str, Any] = {
@@ -246,6 +254,7 @@ _IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear
 LAYOUTS = (
     Layout("sentence-transformers/sentence-t5-base", partial(_save_t5, max_tokens=60), dense_reference, "t5"),
     Layout("sentence-transformers/gtr-t5-base", partial(_save_t5, max_tokens=150), dense_reference, "t5"),
+    Layout("hkunlp/instructor-large", _save_instructor, dense_reference, "t5"),
     Layout(
         "mixedbread-ai/mxbai-rerank-base-v1",
         partial(_save_deberta, labels=["LABEL_0"]),

@@ -36,6 +36,11 @@ def test_the_card_has_the_width_of_the_vectors(folder: Path) -> None:
     assert (card.hidden_size, card.dim, text["hidden_size"]) == (64, 64, 48)
 
 
+def test_texts_are_as_long_as_those_that_it_was_trained_with(folder: Path) -> None:
+    assert read_card(folder).max_tokens == 120
+    assert read_card(change_text(folder, max_position_embeddings=262_144)).max_tokens == 8192
+
+
 def test_a_file_without_the_towers_gives_the_same_vectors(folder: Path) -> None:
     batch = random_batch([5, 1, 40, 5, 12])
     expected = embed(engine_of(folder, "packed"), batch, 64)
