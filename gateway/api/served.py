@@ -167,8 +167,9 @@ class ModelInfo:
 
     def prompt_named(self, name: str, param: str) -> str:
         """The model's prompt of exactly that name. Raises BadRequest, which names the field `param`, also for the name
-        of a purpose that the model's task is not for."""
-        if self.defaults is None:  # an alias' own was checked with the configuration
+        of a purpose that the model's task is not for, if that is queries or documents."""
+        # An alias' own was checked with the configuration. Adapters for other tasks have prompts for both.
+        if self.defaults is None and self.role_of(self.card.task) is not None:
             self._check_task(name, param)
         if name not in self.prompts:
             raise self._unknown_prompt(name, param)

@@ -73,7 +73,7 @@ def test_a_task_of_the_base_is_answered_by_its_adapter(server, folders):
     [
         ({"model": V5}, f"one of the adapters of '{V5}' that are served: 'retrieval', 'text-matching'"),
         ({"model": V5, "task": "classification"}, "'retrieval', 'text-matching', is 'classification'"),
-        ({"model": f"{V5}/retrieval", "task": "separation"}, f"model '{V5}/retrieval' has the adapter of 'retrieval'"),
+        ({"model": f"{V5}/retrieval", "task": "separation"}, f"model '{V5}/retrieval' has that of 'retrieval'"),
     ],
 )
 def test_a_task_that_is_not_served(body, why, server):
