@@ -148,8 +148,8 @@ class GivenSettings:
 class Settings:
     model: str = _models(
         "",
-        "folder of a model, or its id on the Hugging Face hub; default: the bundled all-MiniLM-L6-v2. "
-        "Several are served together; NAME=MODEL gives one a name",
+        "folder of a model, its id on the Hugging Face hub, or a name that vecd check --known lists; default: "
+        "the bundled all-MiniLM-L6-v2. Several are served together; NAME=MODEL gives one a name",
         is_basic=True,
         names=("model",),
         word="MODEL",

@@ -102,6 +102,8 @@ TOKENIZERS: Mapping[str, tuple[Any, dict[str, str]]] = {
 def save_tokenizer(folder: Path, kind: str, max_tokens: int = MAX_TOKENS, **settings: Any) -> dict[str, Any]:
     """Returns the settings of a model that follow from it."""
     make, special = TOKENIZERS[kind]
+    if kind == "bert":  # as a BertTokenizer has them
+        settings = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"], **settings}
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=make(), model_max_length=max_tokens, **special, **settings
     )
