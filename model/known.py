@@ -66,6 +66,7 @@ _KNOWN: dict[str, dict[str, str]] = {
         "setu4993/LEALLA-small": "lealla",
         "sentence-transformers/sentence-t5-base": "sentence-t5",
         "sentence-transformers/gtr-t5-base": "gtr-t5",
+        "hkunlp/instructor-large": "instructor",
         "sentence-transformers/static-retrieval-mrl-en-v1": "static-retrieval",
         "minishlab/potion-base-8M": "potion",
         "BAAI/bge-small-en-v1.5": "bge-small",
