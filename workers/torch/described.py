@@ -1,4 +1,4 @@
-"""The plain model of an architecture that transformers has no class for: what its engines are compared with.
+"""The model of an architecture that transformers has no class for, which its engines are compared with.
 
 Owns its computation, from the description that every engine has (`vecd.workers.description`), and by itself: whole
 rectangles and masks, attention in float32, every token through every expert. Takes and gives what a model of

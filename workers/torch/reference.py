@@ -1,5 +1,5 @@
 """The rows of the reference model: transformers' own class, in its plain way, on one sequence at a time. Where it has
-none, vecd's own plain model (`vecd.workers.torch.described`), and the heads that every engine has.
+none, vecd's own model (`vecd.workers.torch.described`), and the heads that every engine has.
 
 Owns the table of what every engine of a model is compared with, by main output, and the logits of classifiers. What
 makes dense vectors and those of tokens of hidden states is `vecd.workers.heads`, as in every engine: of that, a
