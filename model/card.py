@@ -21,7 +21,7 @@ from vecd.model.files import export_files as export_files
 from vecd.model.files import one_line as one_line
 from vecd.model.folder import POSITIONS_AFTER_PADDING as POSITIONS_AFTER_PADDING
 from vecd.model.folder import ModelFolder, architecture_of, is_causal_model, names_of
-from vecd.model.known import published
+from vecd.model.known import published_dims
 from vecd.model.multi_vector_card import MultiVector, Sparse, has_bge_m3, read_bge_m3
 from vecd.model.score_card import Classifier, LlmReranker
 from vecd.model.steps import (
@@ -383,7 +383,7 @@ def _read_matryoshka(folder: ModelFolder, config: ModelSettings, dim: int) -> Js
         if not isinstance(dims, list) or not all(type(number) is int and 1 <= number <= dim for number in dims):
             raise content.error(f"{key} must be a list of whole numbers from 1 to {dim}")
     truncate_dim = 0 if stated.get("truncate_dim") is None else stated.positive("truncate_dim")
-    known = published(names_of(folder.path, config)).matryoshka_dims
+    known = published_dims(names_of(folder.path, config))
     is_stated = bool(lists or truncate_dim or config.get("is_matryoshka"))
     dims = lists[0][2] if lists else [] if is_stated else known or ()
     return {

@@ -7,46 +7,35 @@ Sources: the model cards on the hub, jina.ai/models, and Ollama's library for it
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from vecd.base.flags import closest
 from vecd.model.files import ModelError
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    matryoshka_dims: tuple[int, ...] | None = None
-    """The lengths that the model's vectors may be cut to, some longer than its smaller variants' vectors; empty: any
-    length; None: nothing is published."""
-    instead: str = ""
-
-
 _UP_TO_1024 = (32, 64, 128, 256, 512, 768, 1024)
-_TABLE = (
-    (r"qwen3-embedding-[\d.]+b", Published(())),
-    (r"embeddinggemma-300m", Published((128, 256, 512, 768))),
-    (r"nomic-embed-text-v1\.5", Published((64, 128, 256, 512, 768))),
-    (r"nomic-embed-text-v2-moe", Published((256, 768))),
-    (r"modernbert-embed-base", Published((256, 768))),
-    (r"mxbai-embed-large-v1", Published(())),
-    (r"snowflake-arctic-embed-(m-v1\.5|[ml]-v2\.0)", Published((256,))),
-    (r"jina-embeddings-v3", Published(_UP_TO_1024, "jinaai/jina-embeddings-v3-hf")),
-    (r"jina-embeddings-v3-hf|jina-embeddings-v5-text-(small|nano)-\w.*", Published(_UP_TO_1024)),
-    (r"jina-embeddings-v5-text-small", Published(_UP_TO_1024, "jinaai/jina-embeddings-v5-text-small-retrieval")),
-    (r"jina-embeddings-v5-text-nano", Published(_UP_TO_1024, "jinaai/jina-embeddings-v5-text-nano-retrieval")),
-    (r"kalm-embedding-multilingual-mini-instruct-v2\.5", Published((64, 128, 256, 512, 896))),
-    (r"voyage-4-nano", Published((256, 512, 1024, 2048))),
-    (r"static-(retrieval-mrl-en|similarity-mrl-multilingual)-v1", Published((32, 64, 128, 256, 512, 1024))),
-    (r"potion-[\w-]+", Published(())),
+_DIMS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    (r"qwen3-embedding-[\d.]+b", ()),
+    (r"embeddinggemma-300m", (128, 256, 512, 768)),
+    (r"nomic-embed-text-v1\.5", (64, 128, 256, 512, 768)),
+    (r"nomic-embed-text-v2-moe", (256, 768)),
+    (r"modernbert-embed-base", (256, 768)),
+    (r"mxbai-embed-large-v1", ()),
+    (r"snowflake-arctic-embed-(m-v1\.5|[ml]-v2\.0)", (256,)),
+    (r"jina-embeddings-v3(-hf)?|jina-embeddings-v5-text-(small|nano)(-\w.*)?", _UP_TO_1024),
+    (r"kalm-embedding-multilingual-mini-instruct-v2\.5", (64, 128, 256, 512, 896)),
+    (r"voyage-4-nano", (256, 512, 1024, 2048)),
+    (r"static-(retrieval-mrl-en|similarity-mrl-multilingual)-v1", (32, 64, 128, 256, 512, 1024)),
+    (r"potion-[\w-]+", ()),
 )
+"""The lengths that vectors may be cut to, some longer than the vectors of smaller variants; empty: any length."""
 
 
-def published(names: str) -> Published:
-    """Of a model whose folder, id or settings have these names, whole and without the owner."""
+def published_dims(names: str) -> tuple[int, ...] | None:
+    """Of a model whose folder, id or settings have these names, whole and without the owner; None: nothing is
+    published."""
     parts = re.split(r"/|--|\s", names.lower())
-    found = (facts for pattern, facts in _TABLE if any(re.fullmatch(pattern, part) for part in parts))
-    return next(found, Published())
+    found = (dims for pattern, dims in _DIMS if any(re.fullmatch(pattern, part) for part in parts))
+    return next(found, None)
 
 
 # --- names of one word ------------------------------------------------------------------------------------------
@@ -198,8 +187,8 @@ class KnownModel(NamedTuple):
 
     @property
     def matryoshka_dims(self) -> tuple[int, ...] | None:
-        """As `Published` has them."""
-        return published(self.hub_id).matryoshka_dims
+        """As `published_dims` has them."""
+        return published_dims(self.hub_id)
 
 
 def known_models() -> Iterator[KnownModel]:

@@ -15,8 +15,7 @@ from vecd.base.files import JsonMapping, JsonObject
 from vecd.launch.check.report import Problem
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.files import Folder, source_of, stored_tensors, vocabulary_files
-from vecd.model.folder import architecture_of, names_of
-from vecd.model.known import published
+from vecd.model.folder import architecture_of
 from vecd.model.steps import Step
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
@@ -199,8 +198,6 @@ def problem(message: str) -> Problem:
     path = message.partition(": ")[0]
     if _is_lfs_pointer(Path(path)):
         return Problem(f"{path}: is a pointer of git-lfs, not the file itself", _LFS)
-    if instead := published(names_of(Path(path).parent, {})).instead:
-        return Problem(message, f"take {instead}, which vecd serves")
     for pattern, suggestion in _SUGGESTIONS:
         if re.search(pattern, message):
             return Problem(message, suggestion)

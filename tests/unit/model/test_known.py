@@ -6,7 +6,7 @@ import pytest
 
 from vecd.launch.config.models import folder_of, name_of, split_task
 from vecd.model.files import ModelError
-from vecd.model.known import known_id, known_models, published, refuse_unknown_word
+from vecd.model.known import known_id, known_models, published_dims, refuse_unknown_word
 from vecd.model.steps import CAPABILITIES
 
 
@@ -54,8 +54,8 @@ def test_an_unknown_word(source: str, hint: str) -> None:
 
 
 def test_shorter_vectors_are_those_of_the_whole_name() -> None:
-    assert published("x/models--nomic-ai--nomic-embed-text-v1.5/snapshots ").matryoshka_dims == (64, 128, 256, 512, 768)
-    assert published("/models/nomic-embed-text-v1.5-tuned").matryoshka_dims is None
+    assert published_dims("x/models--nomic-ai--nomic-embed-text-v1.5/snapshots ") == (64, 128, 256, 512, 768)
+    assert published_dims("/models/nomic-embed-text-v1.5-tuned") is None
     by_id = {model.hub_id: model.matryoshka_dims for model in known_models()}
     assert by_id["Qwen/Qwen3-Embedding-4B"] == ()
     assert by_id["BAAI/bge-m3"] is None

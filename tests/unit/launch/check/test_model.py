@@ -71,11 +71,6 @@ def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: s
         ("/x/config.json: causal is True, and the version of this model that is served has", "take another model"),
         ("/x/config.json: BertForMaskedLM without modules.json may be a base model", "--kind"),
         ("/x: --pooling cls given, and the model is for rerank", "leave it out"),
-        (
-            "/jina-embeddings-v3/modules.json: module custom_st.T is not sentence-transformers' own",
-            "jina-embeddings-v3-hf",
-        ),
-        ("/models--a--jina-embeddings-v5-text-small/snapshots/1/config.json: asks for", "text-small-retrieval"),
         ("/x/tokenizer.json: file missing, and nothing there to make it from", "copy tokenizer.json"),
         ("/x/model.safetensors: file missing (the model's weights)", "copy the weights"),
         ("/x/config.json: file missing", "copy the file"),
