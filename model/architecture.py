@@ -273,6 +273,9 @@ def _translate_flash(config: JsonMapping) -> JsonObject:
     }
     if model_type == "xlm_roberta_flash":
         return translated
+    head_dim = translated["hidden_size"] // translated["num_attention_heads"]
+    if (rotated := config.get("rotary_emb_dim", head_dim)) != head_dim:
+        raise ValueError(f"rotary_emb_dim is {rotated!r:.80}, and a head has {head_dim} elements, all of which turn")
     base = float(_number({"rotary_emb_base": 10_000.0, **config}, "rotary_emb_base"))
     return {**translated, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
@@ -281,7 +284,13 @@ def _translate_flash(config: JsonMapping) -> JsonObject:
 # jina-reranker-v2-base-multilingual (XLM-RoBERTa's positions: described here). Source: modeling_xlm_roberta.py of
 # jinaai/xlm-roberta-flash-implementation. Its versions differ in what an absent position_embedding_type means.
 _FLASH = _Port(
-    always={"pad_vocab_size_multiple": (1, 1), "last_layer_subset": (False, False), "is_decoder": (False, False)},
+    always={
+        "pad_vocab_size_multiple": (1, 1),
+        "last_layer_subset": (False, False),
+        "is_decoder": (False, False),
+        "rotary_emb_scale_base": (None, None),
+        "rotary_emb_interleaved": (False, False),
+    },
     translate=_translate_flash,
 )
 
@@ -304,7 +313,10 @@ def _without_code(config: JsonMapping) -> JsonObject:
 
 # gte-Qwen2-1.5B-instruct and 7B, and what was made of them with the same modeling_qwen.py: stella_en_1.5B_v5,
 # inf-retriever-v1; KaLM-embedding v2. Files of this class that do not state `is_causal` may be of either kind.
-_QWEN2 = _Port(always={"is_causal": (True, False)}, translate=partial(_both_ways, model_type="qwen2"))
+_QWEN2 = _Port(
+    always={"is_causal": (True, False), "use_sliding_window": (False, False)},
+    translate=partial(_both_ways, model_type="qwen2"),
+)
 
 # llama-embed-nemotron-8b, llama-nemotron-embed-1b-v2, llama-nemotron-rerank-1b-v2. Source: LlamaBidirectionalModel of
 # NVIDIA's NeMo: LlamaModel with a mask of the padding alone. `temperature` is the classifier's.
@@ -333,7 +345,8 @@ _PPLX = _Port(
 
 def _translate_eurobert(config: JsonMapping) -> JsonObject:
     pooling = config.get("clf_pooling", config.get("classifier_pooling", "late"))
-    return {**_without_code(config), "model_type": "eurobert", "classifier_pooling": pooling}
+    # An absent rope_theta is 10,000 in transformers.
+    return {"rope_theta": 250_000.0, **_without_code(config), "model_type": "eurobert", "classifier_pooling": pooling}
 
 
 # EuroBERT-210m, 610m and 2.1B. Source: modeling_eurobert.py and configuration_eurobert.py of EuroBERT/EuroBERT-210m,

@@ -122,13 +122,18 @@ class ScoreHead:
     steps: tuple[Step, ...] = ()
     """Empty where no table describes the family: then only the class in transformers computes it."""
     architecture: str = ""
-    """The name of the class in transformers, which is the reference; empty for none: then the padded path is."""
+    """The name of the class in transformers; empty where it is not known."""
     pair_template: PairTemplate | None = None
     """None: the tokenizer's own."""
     has_segments: bool = True
     """False: the tokenizer's settings leave token types out, so that all tokens have type 0."""
     padding_id: int | None = None
     """Of pooling "lasttoken": the last token with another id is pooled, as in transformers; None: the last one."""
+
+    @property
+    def has_class(self) -> bool:
+        """Whether transformers has a class for all of it, which is then the reference; else the padded path is."""
+        return bool(self.architecture) or [step.kind for step in self.steps] == ["logit"]
 
 
 @dataclass(frozen=True, slots=True)

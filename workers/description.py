@@ -40,6 +40,8 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         config, placeholders = config["text_config"], _placeholders(config)
     if config["model_type"] != card.model_type:
         raise NotDescribed("an architecture under another name")
+    if family.encoder.distance_bias is not None and card.max_tokens > _MOST_DISTANCES:
+        raise NotDescribed(f"texts of {card.max_tokens} tokens; the table of their distances has {_MOST_DISTANCES}")
     config, family = _settled(config, family)
     _refuse_other_computations(family, config)
     prefix = _prefix(family, names)
@@ -68,6 +70,10 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
         types=found.types if config.get("type_vocab_size") != 0 else None,
         projection=found.projection if f"{found.projection}.weight" in names else None,
     )
+
+
+_MOST_DISTANCES = 2048
+"""Of MPNet's and T5's tokens: twelve heads then take 200 MB for each pair of them."""
 
 
 def _placeholders(config: JsonMapping) -> tuple[int, ...]:
@@ -162,16 +168,12 @@ def _refuse_other_computations(family: Family, config: Mapping[str, Any]) -> Non
         raise NotDescribed(f"activation {config[family.activation]}")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise NotDescribed("a decoder: its tokens do not see later tokens")
-    if config.get("attn_logit_softcapping", _CAP_BY_DEFAULT.get(config["model_type"])) is not None:
+    if config.get("attn_logit_softcapping") is not None:
         raise NotDescribed("scores that are capped (attn_logit_softcapping)")
-    if "query_pre_attn_scalar" in config and config["query_pre_attn_scalar"] != config["head_dim"]:
+    if config["model_type"] == "gemma3_text" and config["query_pre_attn_scalar"] != config["head_dim"]:
         raise NotDescribed("scores that are not divided by the square root of the width of a head")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise NotDescribed(f"position_embedding_type {config['position_embedding_type']}")
-
-
-_CAP_BY_DEFAULT = {"gemma2": 50.0}
-"""Source: transformers' class of settings."""
 
 
 def _sees_later(config: Mapping[str, Any]) -> bool:
@@ -199,12 +201,8 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
             is_local = config.get("use_sliding_window", False) and index >= config["max_window_layers"]
         case "mistral":
             is_local = config["sliding_window"] is not None
-        case "gemma2":
-            is_local = config["sliding_window"] is not None and index % 2 == 0
-        case "gemma3_text":
+        case "gemma3_text" | "embedding_gemma2_text":
             is_local = (index + 1) % int(config.get("sliding_window_pattern", 6)) > 0
-        case "embedding_gemma2_text":
-            is_local = False
         case _:
             return None
     types = config.get("layer_types")
@@ -214,10 +212,10 @@ def _window(config: Mapping[str, Any], index: int) -> int | None:
         return None
     if config["model_type"] == "modernbert":
         return int(config["local_attention"]) // 2
-    if config["model_type"] == "embedding_gemma2_text":
-        return int(config["sliding_window"])
     window = int(config["sliding_window"])
-    if config.get("use_bidirectional_attention"):  # counts both sides
+    if config["model_type"] == "embedding_gemma2_text":
+        return window
+    if config["model_type"] == "gemma3_text" and config.get("use_bidirectional_attention"):  # counts both sides
         window = window // 2 + 1
     # Counts the token itself, unless the mask is that of an encoder.
     return window if config.get("is_causal") is False else window - 1

@@ -290,7 +290,6 @@ _GEMMA3 = replace(
     thetas=MappingProxyType({"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}),
     activation="hidden_activation",
 )
-_GEMMA2 = replace(_GEMMA3, layer=replace(_GEMMA3.layer, query_norm=None, key_norm=None), thetas=_ONE_THETA)
 _EMBEDDING_GEMMA2 = Family(
     prefixes=("language_model.", ""),
     encoder=replace(
@@ -414,11 +413,10 @@ FAMILIES = MappingProxyType(
         **dict.fromkeys(("mistral", "llama", "qwen2"), _MISTRAL),
         "eurobert": _EUROBERT,
         "qwen3": _QWEN3,
-        "gemma2": _GEMMA2,
         "gemma3_text": _GEMMA3,
         "embedding_gemma2_text": _EMBEDDING_GEMMA2,
     }
 )
 
-FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma2", "gemma3_text", "embedding_gemma2_text"}
+FUSED_FAMILIES = frozenset(FAMILIES) - {"nomic_bert", "gte", "gemma3_text", "embedding_gemma2_text"}
 WITHOUT_CLASS = frozenset(name for name, family in FAMILIES.items() if not family.has_class)

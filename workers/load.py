@@ -147,7 +147,8 @@ def _build(config: WorkerConfig, selection: Selection, report: ReportProgress) -
 def _describe(config: WorkerConfig, engine: Engine, selection: Selection) -> None:
     engine.facts["agreement"] = selection.parity or None
     if selection.parity:
-        is_own = config.card.model_type in WITHOUT_CLASS
+        score = config.card.score
+        is_own = config.card.model_type in WITHOUT_CLASS or not (score is None or score.has_class)
         engine.facts["compared_with"] = "vecd's own padded path" if is_own else "transformers"
     engine.facts["times_ms"] = selection.times
     engine.facts[LOAD_TOKENS_PER_S] = _tokens_per_s(config, engine)

@@ -91,7 +91,7 @@ def _scores(config: WorkerConfig, dtype: str, load: Load, probes: PackedBatch) -
     assert head is not None
     if [step.kind for step in head.steps] == ["logit"]:
         return _differences_of_logits(config, dtype, head.steps[0], probes)
-    if not head.architecture:
+    if not head.has_class:
         return vectors_one_by_one(build_engine(config, "padded", dtype, load), probes, card.row_dim)
     model = load(dtype)
 

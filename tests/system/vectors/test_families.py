@@ -63,7 +63,7 @@ FAMILIES: list[tuple[str, str, tuple[str, ...]]] = [
     ("gpt2", "lasttoken", ("packed", "padded")),
     ("deberta-v2", "cls", ("lean", "fused", "padded")),
     ("t5", "mean", ("lean", "fused", "padded")),
-    ("gemma2", "mean", ("padded",)),
+    ("gemma2", "mean", ("packed", "padded")),
     ("fnet", "mean", ("unpadded",)),
 ]
 
@@ -288,9 +288,11 @@ def test_a_config_of_an_older_transformers_is_read(
     ("family", "saved", "why"),
     [
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "scaled"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1e4}, "scaled"),
         ("mistral", {"partial_rotary_factor": 0.5}, "part of each head"),
         ("modernbert", {"hidden_activation": "tanh"}, "activation tanh"),
         ("gemma3_text", {"query_pre_attn_scalar": 9}, "scores"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "scores that are capped"),
         ("t5", {"feed_forward_proj": "gated-tanh"}, "activation tanh"),
         ("t5", {"feed_forward_proj": "twice-gated-gelu"}, "feed_forward_proj twice-gated-gelu"),
         ("deberta-v2", {"pos_att_type": "c2p"}, "pos_att_type c2p"),
@@ -315,19 +317,20 @@ def test_the_fused_path_refuses_what_it_does_not_compute(family: str, checkpoint
         engine_of(checkpoint(family), "fused")
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("gemma3_text", {}),
-    ],
-)
 def test_the_fused_path_refuses_parts_of_layers_that_it_does_not_compute(
-    family: str, settings: dict[str, Any], checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever families it may compute."""
-    monkeypatch.setattr(fused, "FUSED_FAMILIES", {family})
+    monkeypatch.setattr(fused, "FUSED_FAMILIES", {"gemma3_text"})
     with pytest.raises(NotDescribed, match="all parts of layers"):
-        engine_of(checkpoint(family, **settings), "fused")
+        engine_of(checkpoint("gemma3_text"), "fused")
+
+
+def test_distances_of_long_texts_are_not_described(checkpoint: Checkpoints) -> None:
+    """Their table would have a number for each head and pair of tokens."""
+    for path in ("lean", "fused"):
+        with pytest.raises(NotDescribed, match="texts of 2049 tokens"):
+            engine_of(checkpoint("t5", max_tokens=2049, max_position_embeddings=2049), path)
 
 
 def changed_config(folder: Path, tmp_path: Path, saved: dict[str, Any]) -> Path:

@@ -444,6 +444,7 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
     [
         # Without a word of it, this class may hide later tokens or not.
         ({**QWEN2, "is_causal": True}, "is_causal is True"),
+        ({**QWEN2, "use_sliding_window": True}, "use_sliding_window is True"),
         ({key: value for key, value in QWEN2.items() if key != "is_causal"}, "is_causal is True"),
         ({**QWEN2, "model_type": "mistral", "auto_map": {"AutoModel": "m.MistralModel"}}, "an argument of this code"),
         ({**NEMOTRON, "pooling": "last"}, "pooling is 'last'"),
@@ -475,6 +476,9 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
         ({**FLASH, "num_attention_heads": 3}, "no multiple of 3 heads"),
         ({**FLASH, "pad_vocab_size_multiple": 8}, "pad_vocab_size_multiple is 8"),
         ({**FLASH, "rotary_emb_base": "10000"}, "rotary_emb_base is missing or not a number"),
+        ({**FLASH, "rotary_emb_dim": 4}, "rotary_emb_dim is 4, and a head has"),
+        ({**FLASH, "rotary_emb_interleaved": True}, "rotary_emb_interleaved is True"),
+        ({**FLASH, "rotary_emb_scale_base": 512}, "rotary_emb_scale_base is 512"),
         ({**NOMIC, "activation_function": "gelu"}, "activation_function is 'gelu'"),
         ({key: value for key, value in NOMIC.items() if key != "qkv_proj_bias"}, "qkv_proj_bias is True"),
         ({key: value for key, value in NOMIC.items() if key != "rotary_emb_fraction"}, "rotary_emb_fraction is 0.0"),

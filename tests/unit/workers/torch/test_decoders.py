@@ -10,13 +10,23 @@ import pytest
 import tokenizers
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import Checkpoints, assert_same_vectors, embed, engine_of, random_batch, reference
+from tests.support.checkpoints import (
+    Checkpoints,
+    assert_same_vectors,
+    embed,
+    engine_of,
+    random_batch,
+    reference,
+    worker_config,
+)
 from tests.support.published import decoders
 from tests.support.tokenizing import tokenize
 from vecd.gateway.request import Pair
 from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.model.architecture import native_config
 from vecd.model.card import ModelError, read_card
 from vecd.workers.description import NotDescribed, RotaryScaling, frequencies_of
+from vecd.workers.load import load_engine
 
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -24,7 +34,6 @@ _LLAMA3 |= {"original_max_position_embeddings": 64}
 # As old files have it, and as new ones.
 _OLD_ROPE = {"rope_theta": 500.0, "rope_scaling": _LLAMA3}
 _NEW_ROPE = {"rope_parameters": {**_LLAMA3, "rope_theta": 500.0}}
-_GEMMA2 = {**_GROUPED, "query_pre_attn_scalar": 8}
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_GROUPED, **_NEW_ROPE}),
     "llama-biased-both-ways": (
@@ -36,13 +45,12 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-both-ways": ("mistral", {"is_causal": False}),  # its window counts both sides
     "gemma3-both-ways": ("gemma3_text", {"is_causal": False, "use_bidirectional_attention": False}),
     "gemma3-twice": ("gemma3_text", {"is_causal": False}),
-    "gemma2": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None}),
-    "gemma2-both-ways": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": None, "is_causal": False}),
-    "gemma2-capped": ("gemma2", {**_GEMMA2, "attn_logit_softcapping": 0.5}),
+    "gemma2": ("gemma2", {**_GROUPED, "attn_logit_softcapping": None}),
+    "gemma2-capped-both-ways": ("gemma2", {**_GROUPED, "attn_logit_softcapping": 0.5, "is_causal": False}),
     "eurobert": ("eurobert", {"num_key_value_heads": 2}),
 }
-_MISSING = {("gemma2-capped", "lean")} | {
-    (name, "fused") for name, (family, _) in _CASES.items() if family.startswith("gemma")
+_MISSING = {(name, "fused") for name, (family, _) in _CASES.items() if family.startswith("gemma")} | {
+    (name, "lean") for name, (family, _) in _CASES.items() if family == "gemma2"
 }
 
 
@@ -64,12 +72,13 @@ def test_vectors_are_those_of_transformers(folder_of: Any, name: str, path: str)
     assert_same_vectors(embed(engine_of(folder, path), batch), reference(folder, batch))
 
 
-def test_a_setting_that_transformers_ignores_counts(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])  # without a window, and with one
+def test_a_setting_that_transformers_ignores_counts(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """transformers 5.23 reads `use_bidirectional_attention` in Gemma 3 alone."""
     make = Checkpoints(tmp_path_factory.mktemp)
     batch = random_batch([5, 30])
-    expected = reference(make("qwen3", is_causal=False), batch)
-    folder = make("qwen3", use_bidirectional_attention=True)
+    expected = reference(make(family, is_causal=False), batch)
+    folder = make(family, use_bidirectional_attention=True)
     for path in ("lean", "fused", "packed", "padded"):
         assert_same_vectors(embed(engine_of(folder, path), batch), expected)
 
@@ -84,6 +93,15 @@ def test_other_rotations_are_not_described(
     make = Checkpoints(tmp_path_factory.mktemp)
     with pytest.raises(NotDescribed, match=why):
         engine_of(make("llama", rope_parameters={"rope_theta": 500.0, **rope}), "lean")
+
+
+def test_the_rotation_of_a_eurobert_that_does_not_state_it() -> None:
+    """Its own code has 250,000, and transformers' class 10,000."""
+    stated = {"model_type": "eurobert", "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"}}
+    assert [(native_config(config) or {})["rope_theta"] for config in (stated, {**stated, "rope_theta": 5.0})] == [
+        250_000.0,
+        5.0,
+    ]
 
 
 def test_frequencies_between_the_two_borders_are_mixed() -> None:
@@ -152,6 +170,11 @@ def test_a_temperature_that_cannot_be_is_refused(nemotron: Path, temperature: An
     (nemotron / "config.json").write_text(json.dumps({**config, "temperature": temperature}))
     with pytest.raises(ModelError, match="temperature is"):
         read_card(nemotron)
+
+
+def test_its_head_has_no_class_to_be_compared_with(nemotron: Path) -> None:
+    engine = load_engine(worker_config(nemotron), lambda stage: None)
+    assert engine.facts["compared_with"] == "vecd's own padded path"
 
 
 # --- Qwen3 as a sparse model ------------------------------------------------------------------------------------
