@@ -141,7 +141,7 @@ def test_what_cannot_be_fused_is_run_in_the_next_way_without_a_warning(
 
 
 def test_a_family_that_cannot_be_packed_says_so(checkpoint: Checkpoints) -> None:
-    (warning,) = load(worker_config(checkpoint("deberta-v2"))).warnings
+    (warning,) = load(worker_config(checkpoint("deberta"))).warnings
     assert warning.startswith("packed float32 is not used: PackingError: ")
 
 
