@@ -56,10 +56,16 @@ def save_plain(folder: Path, family: str, **settings: Any) -> Path:
 
 
 def save_gguf(
-    plain: Path, path: Path, form: str = "F32", *, pooling: str | None = "mean", adds_end: bool = False, **values: Any
+    plain: Path,
+    path: Path,
+    form: str = "F32",
+    *,
+    pooling: str | None = "mean",
+    adds_end: bool | None = False,
+    **values: Any,
 ) -> Path:
-    """The model in `plain` with its matrices in `form`. `values`: metadata in the place of what there is, by name.
-    Returns `path`."""
+    """The model in `plain` with its matrices in `form`. `adds_end`: None to leave it unsaid. `values`: metadata in the
+    place of what there is, by name. Returns `path`."""
     config = AutoConfig.from_pretrained(plain)
     architecture = _ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -71,7 +77,7 @@ def save_gguf(
     if pooling is not None:
         writer.add_pooling_type(_POOLINGS[pooling])
     _add_settings(writer, config)
-    _add_tokenizer(writer, Tokenizer.from_file(str(plain / "tokenizer.json")), config.model_type, adds_end)
+    _add_tokenizer(writer, Tokenizer.from_file(str(plain / "tokenizer.json")), config, adds_end)
     for name, value in values.items():
         writer.kv_data[0][name.replace("__", ".")] = gguf.GGUFValue(value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -101,25 +107,34 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_freq_base(rope["rope_theta"])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, family: str, adds_end: bool) -> None:
+def tokens_of(tokenizer: Tokenizer, rows: int) -> tuple[list[str], list[int]]:
+    """The tokens as a file has them, and their types: normal 1, control 3, user-defined 4, unused 5. `rows`: of the
+    table of embeddings, for each of which there is a token."""
     content = json.loads(tokenizer.to_str())
-    special = {each["id"] for each in content["added_tokens"]}
-    by_id = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
-    tokens = [token for token, _ in by_id]
-    kind = content["model"]["type"]
-    if kind == "WordPiece":
+    added = {each["id"]: 3 if each["special"] else 4 for each in content["added_tokens"]}
+    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
+    types = [added.get(index, 1) if index in by_id else 5 for index in range(rows)]
+    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(rows)]
+    if content["model"]["type"] == "WordPiece":
         tokens = [
-            token if index in special else token[2:] if token.startswith("##") else f"\u2581{token}"
-            for token, index in by_id
+            token if kind == 3 else token[2:] if token.startswith("##") else f"\u2581{token}"
+            for token, kind in zip(tokens, types, strict=True)
         ]
-    writer.add_tokenizer_model({"WordPiece": "bert", "BPE": "gpt2", "Unigram": "t5"}[kind])
-    writer.add_tokenizer_pre({"WordPiece": "jina-v2-en", "BPE": "qwen2", "Unigram": "default"}[kind])
+    return tokens, types
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, config: Any, adds_end: bool | None) -> None:
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens, types = tokens_of(tokenizer, config.vocab_size)
+    writer.add_tokenizer_model({"WordPiece": "bert", "BPE": "gpt2", "Unigram": "t5"}[model["type"]])
+    writer.add_tokenizer_pre({"WordPiece": "jina-v2-en", "BPE": "qwen2", "Unigram": "default"}[model["type"]])
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if index in special else 1 for _, index in by_id])
-    if kind == "BPE":
-        writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_token_types(types)
+    if model["type"] == "BPE":
+        writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
         writer.add_eos_token_id(0)
-        writer.add_add_eos_token(adds_end)
+        if adds_end is not None:
+            writer.add_add_eos_token(adds_end)
 
 
 def _converted(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:

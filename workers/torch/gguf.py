@@ -6,6 +6,7 @@ Sources: ggml's docs/gguf.md for the format, llama.cpp's conversion/ for what is
 
 import math
 import mmap
+import operator
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +113,7 @@ def _read_file(path: Path) -> tuple[mmap.mmap, ModelSettings, dict[str, _Stored]
                 if num_dims > _MAX_DIMS:
                     raise ValueError(f"{name!r:.80} with {num_dims} dimensions")
                 facts.append((name, reader.take(f"{num_dims}Q"), *reader.take("IQ")))
-            alignment = values.get("general.alignment", 32)
+            alignment = operator.index(values.get("general.alignment", 32))
             start = -(-reader.place // alignment) * alignment
         except (ValueError, TypeError, LookupError, ZeroDivisionError, struct.error, RecursionError) as error:
             fault = f"is no GGUF file, or damaged: it has {size:,} bytes ({one_line(error)})"
@@ -124,7 +125,7 @@ def _read_file(path: Path) -> tuple[mmap.mmap, ModelSettings, dict[str, _Stored]
             raise ModelError(f"{path}: {name!r:.80} has the format {other}; vecd serves F32, F16, BF16 and Q8_0")
         form, shape = _FORMS[kind], tuple(reversed(dims))
         nbytes = math.prod(shape) // form.size * form.nbytes
-        if not shape or shape[-1] % form.size or start + offset + nbytes > size:
+        if not (shape and nbytes) or shape[-1] % form.size or start + offset + nbytes > size:
             raise ModelError(f"{path}: {name!r:.80} {list(shape)} does not lie in the file, which has {size:,} bytes")
         found[name] = _Stored(form, shape, start + offset)
     return data, ModelSettings(path, values), found

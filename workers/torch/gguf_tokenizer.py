@@ -5,6 +5,7 @@ and src/llama-vocab.cpp.
 """
 
 import json
+import unicodedata
 from collections.abc import Set
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -32,6 +33,8 @@ def tokenizer_of(values: ModelSettings) -> JsonObject:
         raise values.error(f"its tokenizer is {kind!r:.80}, which vecd reads from a tokenizer.json beside it alone")
     try:
         tokens, types = values[f"{_PLACE}.tokens"], values[f"{_PLACE}.token_type"]
+        if make is _word_pieces:
+            tokens = [_word_piece(token, each) for token, each in zip(tokens, types, strict=True)]
         added = {token: each for token, each in zip(tokens, types, strict=True) if each in (_CONTROL, _USER_DEFINED)}
         tokenizer = make(values, {token: index for index, token in enumerate(tokens)}, added.keys())
     except ModelError:
@@ -45,19 +48,23 @@ def tokenizer_of(values: ModelSettings) -> JsonObject:
     return content
 
 
+def _word_piece(token: str, kind: int) -> str:
+    """In the library "##" is before what goes on with a word; in the file a sign is before what begins one."""
+    if kind == _CONTROL:
+        return token
+    if token.startswith(_WORD_BEGINS):
+        return token[1:]
+    return token if kind == _USER_DEFINED else f"##{token}"
+
+
 def _word_pieces(values: ModelSettings, ids: dict[str, int], added: Set[str]) -> Tokenizer:
-    """A word that begins has a sign there, and one that goes on has "##" in the library. A vocabulary without capital
-    letters is of a model in lower case."""
-
-    def plain(token: str) -> str:
-        if token in added:
-            return token
-        return token[1:] if token.startswith(_WORD_BEGINS) else f"##{token}"
-
-    is_lower = not any("A" <= letter <= "Z" for token in ids if token not in added for letter in token)
-    vocab = {plain(token): index for token, index in ids.items()}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
+    """A vocabulary with no word in capital letters is of a model in lower case, one with no accents of a model that
+    takes them off. Marks such as [PAD30522], which fill a table up, and <S> are no words."""
+    words = [word for token in ids if token not in added and (word := token.removeprefix("##")).isalpha()]
+    is_lower = all(word == word.lower() for word in words)
+    has_accents = any(unicodedata.category(each) == "Mn" for each in unicodedata.normalize("NFD", "".join(words)))
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=is_lower and not has_accents, lowercase=is_lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     return tokenizer
@@ -70,6 +77,8 @@ def _byte_pairs(values: ModelSettings, ids: dict[str, int], added: Set[str]) -> 
     cut = pre_tokenizers.Split(Regex(_QWEN2), "isolated")
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, by_bytes])
+    if f"{_PLACE}.add_eos_token" not in values:  # of conversions from before June 2025, also of models that need it
+        raise values.error(f"{_PLACE}.add_eos_token is missing: what ends a text is told by a tokenizer.json beside it")
     tokens = list(ids)
     begin, end = (
         [tokens[values[f"{_PLACE}.{side}_token_id"]]] if values.get(f"{_PLACE}.add_{side}_token") else []

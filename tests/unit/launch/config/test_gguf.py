@@ -1,6 +1,7 @@
 """A model in a file of GGUF is made into safetensors once, with its settings and its tokenizer, and then read as any
 other."""
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModel
 
+from tests.support import tiny_tokenizers
 from tests.support.checkpoints import assert_same_vectors, random_batch, sequences_of
-from tests.support.gguf_files import as_stored, save_gguf, save_plain
+from tests.support.gguf_files import as_stored, save_gguf, save_plain, tokens_of
 from vecd.launch.config import made_weights
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
 from vecd.model.card import ModelError
+from vecd.model.files import ModelSettings
 from vecd.workers.load import load_engine
 from vecd.workers.parity import vectors_of
+from vecd.workers.torch.gguf_tokenizer import tokenizer_of
 from vecd.workers.torch.making import make_all
 
 
@@ -87,6 +91,37 @@ def test_its_tokens_end_as_the_file_says(folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(plan_of(path, tmp_path / "cache").card.tokenizer_file)
     assert tokenizer.encode("Hello").tokens[-1] == "<|endoftext|>"
     assert tokenizer.encode("a", "b").ids.count(0) == 2
+
+
+def test_what_ends_a_text_is_not_guessed(folder: Path, tmp_path: Path) -> None:
+    plain = save_plain(tmp_path / "plain", "qwen3")
+    path = save_gguf(plain, folder / "q8_0.gguf", pooling="lasttoken", adds_end=None)
+    assert refusal(path).startswith(f"{path}: tokenizer.ggml.add_eos_token is missing: what ends a text is told by")
+    (folder / "tokenizer.json").write_bytes((plain / "tokenizer.json").read_bytes())
+    plan_of(path, tmp_path / "cache").close()
+
+
+WORDS = "Hello WORLD, naïve Café ÅÄ 中文漢字 が 한국어 ПРИВЕТ ΑΒΓ [SEP] [MASK]<own> [PAD303] [unused1] #a ##a ﬁ\x00"
+
+
+@pytest.mark.parametrize("is_lower", [True, False])
+@pytest.mark.parametrize("strips", [True, False])
+@pytest.mark.parametrize("more", [[], ["<S>", "<T>"], ["[unused1]"]])
+def test_words_are_cut_as_by_the_models_own_tokenizer(is_lower: bool, strips: bool, more: list[str]) -> None:
+    content = json.loads(tiny_tokenizers.bert().to_str())
+    content["normalizer"] |= {"lowercase": is_lower, "strip_accents": strips and is_lower}
+    vocab = content["model"]["vocab"]
+    letters = [*([] if is_lower else "HWC"), *([] if strips or not is_lower else "ïéåä")]
+    for token in (*letters, *(f"##{letter}" for letter in letters), *more):
+        vocab.setdefault(token, len(vocab))
+    own = Tokenizer.from_str(json.dumps(content))
+    own.add_tokens([AddedToken("<own>", normalized=False)])
+    tokens, types = tokens_of(own, own.get_vocab_size() + 6)
+    values = {"model": "bert", "tokens": tokens, "token_type": types}
+    made = tokenizer_of(ModelSettings(Path("file"), {f"tokenizer.ggml.{name}": each for name, each in values.items()}))
+    made_tokenizer = Tokenizer.from_str(json.dumps(made))
+    for second in (None, "b"):
+        assert made_tokenizer.encode(WORDS, second).ids == own.encode(WORDS, second).ids
 
 
 def test_what_the_folder_has_itself_goes_before(folder: Path, tmp_path: Path) -> None:
@@ -179,6 +214,7 @@ def test_a_file_that_lies_about_its_length_is_refused_at_once(folder: Path, tmp_
     content = path.read_bytes()
     words = content.index(b"tokenizer.ggml.tokens")
     place = words + len(b"tokenizer.ggml.tokens") + 8
+    rows = content.index(b"token_types.weight") + len(b"token_types.weight") + 4
     changes: list[Callable[[bytes], bytes]] = [
         lambda whole: b"",
         lambda whole: whole[:4],
@@ -188,6 +224,7 @@ def test_a_file_that_lies_about_its_length_is_refused_at_once(folder: Path, tmp_
         lambda whole: whole[:place] + struct.pack("<Q", 2**60) + whole[place + 8 :],
         lambda whole: whole[: len(whole) // 4],
         lambda whole: whole[:-100],
+        lambda whole: whole[:rows] + struct.pack("<Q", 0) + whole[rows + 8 :],
     ]
     for change in changes:
         path.write_bytes(change(content))
