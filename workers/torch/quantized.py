@@ -131,8 +131,6 @@ def _packed(checkpoint: _Checkpoint, module: str) -> _Weight:
     bits = packed * _BITS_OF_WORD // columns
     if bits not in (4, 8) or shape != (rows, packed * _BITS_OF_WORD // bits) or columns % num_groups:
         raise ValueError(f"weight_shape {shape}, {rows} × {packed} words, {num_groups} groups")
-    if any(f"{module}{name}" in tensors for name in ("weight_zero_point", "weight_g_idx")):
-        raise checkpoint.config.error("quantization_config: of pack-quantized, zero points and g_idx are not known")
     checkpoint.has(f"{module}weight_scale", rows, num_groups)
 
     def make() -> Tensor:
@@ -174,8 +172,9 @@ _SCHEMES: Mapping[tuple[str, str], tuple[_Scheme, tuple[str, ...]]] = {
 be."""
 _CONSUMED = (
     "weight_scale_inv", "weight_scale", "weight_packed", "weight_shape", "qweight", "qzeros", "scales", "g_idx",
-    "input_scale", "activation_scale", "output_scale", "k_scale", "v_scale",
+    "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale",
 )  # fmt: skip
+"""Of a module whose weight is made; any other but its bias would change the weight."""
 
 
 def read(sources: Sequence[Path], options: JsonMapping) -> Content:
@@ -194,8 +193,11 @@ def read(sources: Sequence[Path], options: JsonMapping) -> Content:
     dtype = _TYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
     split = {name: name.rpartition(".") for name in checkpoint.tensors}
     quantized = dict.fromkeys(module for module, _, last in split.values() if last in marks)
+    checkpoint.one_of("transform_config", None, None, {})
     tensors = {}
     for name, (module, _, last) in split.items():
+        if module in quantized and last not in (*_CONSUMED, "weight", "bias"):
+            raise config.error(f"quantization_config: of {' '.join(key).strip()}, {name} is not known")
         if last not in _CONSUMED and (last != "weight" or module not in quantized):
             load = partial(checkpoint.tensors.__getitem__, name)
             tensors[name] = Planned(checkpoint.tensors.dtype(name), checkpoint.tensors.shape(name), load)

@@ -111,6 +111,14 @@ def change_tensor(last: str, change: Callable[[torch.Tensor], torch.Tensor | Non
     return do
 
 
+def add_tensor(last: str) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        save_file(load_file(path) | {f"layers.1.self_attn.q_proj.{last}": torch.ones(64, 1)}, path)
+
+    return do
+
+
 REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "method": ("awq", change_config(quant_method="bitsandbytes"), ": bitsandbytes is not known; known"),
     "no method": ("awq", change_config(quant_method=None), "quantization_config: None is not known; known: fp8, awq"),
@@ -128,6 +136,9 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "one dimension": ("gptq", change_tensor("qweight", lambda t: t[0]), "self_attn.q_proj is not as gptq has it"),
     "whole shape": ("int4", change_tensor("weight_shape", lambda t: t * 0), "is not as compressed-tensors has it"),
     "other shape": ("int4", change_tensor("weight_shape", lambda t: t.flip(0) * 2), "is not as compressed-tensors has"),
+    "not symmetric": ("int8", add_tensor("weight_zero_point"), "int-quantized, layers.1.self_attn.q_proj.weight_z"),
+    "ordered": ("int4", add_tensor("weight_g_idx"), "of compressed-tensors pack-quantized, layers.1.self_attn.q_proj."),
+    "rotated": ("int4", change_config(transform_config={"config_groups": {"R1": {}}}), "transform_config is {'config_"),
 }  # fmt: skip
 
 
