@@ -204,5 +204,6 @@ def _put(path: Path, content: str, read: Callable[[Path], str], write: Callable[
             return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)  # in a container, a process that was killed had the same id
     write(partial, content)
     partial.replace(path)

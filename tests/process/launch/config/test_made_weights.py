@@ -1,6 +1,7 @@
 """A model whose weights are pickles is converted once, by a process of its own, and is then read as any other."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_a_damaged_cache_is_made_anew(folder, damage, quick, capfd):
     assert plan_of(folder).card == first.card
     assert link.read_bytes() == content
     assert ("converting" in capfd.readouterr().err) == (damage != "link gone")
+
+
+def test_a_link_that_was_half_made_by_a_process_of_the_same_id_is_made(folder, quick):
+    made = Path(plan_of(pickled(folder)).card.folder)
+    (made / "model.safetensors").rename(made / f"model.safetensors.{os.getpid()}")
+    plan_of(folder)
+    assert (made / "model.safetensors").is_file()
 
 
 def test_without_torch_a_pickle_is_refused_and_an_export_beside_it_served(folder, monkeypatch):
