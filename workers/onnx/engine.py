@@ -66,6 +66,9 @@ _OUTPUTS = ("last_hidden_state", "token_embeddings")
 _LOGITS = ("logits",)
 """Of a classifier: [B, labels], or [B, L, labels] of one that labels tokens."""
 
+_SCALED_BY_BATCH = b"DynamicQuantize"
+"""What the names of such operators begin with, in the graph, its branches and functions."""
+
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
@@ -84,15 +87,18 @@ class ExportForward:
         self._path = Path(card.export_file)
         self.arrays = Arrays([])  # it has no tensors by name
         self._files: dict[str, ModelFile] = _open_files(self._path, keeps_files) if like is None else like._files
-        graph, *others = (file.read(0, file.size) for file in self._files.values())
+        content, *others = (file.read(0, file.size) for file in self._files.values())
+        graph = content.tobytes()
+        self._max_count = 1 if _SCALED_BY_BATCH in graph else None
         options = session_options(num_threads)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", "/dev/null")  # no more
         _, *names = self._files
         options.add_external_initializers_from_files_in_memory(names, others, [each.nbytes for each in others])
         try:
-            session = InferenceSession(graph.tobytes(), options, providers=["CPUExecutionProvider"])
+            session = InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the library's errors have no other base
             raise ModelError(f"{self._path}: ONNX Runtime cannot load it: {one_line(error)}") from None
+        del graph
         self._session = session
         self._elements = {given.name: self._element(card, given) for given in session.get_inputs()}
         types = {made.name: made.type for made in session.get_outputs()}
@@ -106,10 +112,9 @@ class ExportForward:
                 f"{self._path}: its output {self._output} is {types[self._output]}, which is not supported"
             )
         self.num_private_bytes = sum(file.size for file in self._files.values())
-        dtype, is_scaled_by_batch = precision_of(graph)
+        dtype = precision_of(content)
         if dtype == "float32":
             dtype = _DTYPES[types[self._output]]
-        self._max_count = 1 if is_scaled_by_batch else None
         self.facts: dict[str, Any] = {"dtype": dtype, "path": "export"}
         self._try(card)
 

@@ -172,19 +172,15 @@ def _read_varint(message: NDArray[np.uint8], place: int) -> tuple[int, int]:
             return number, place
 
 
-def precision_of(content: NDArray[np.uint8]) -> tuple[str, bool]:
-    """The least exact format of the weights in a file of ONNX, "int8", "float16" or "float32", and whether it makes
-    whole numbers of the values of a batch, whose scale all texts of the batch share. Raises as `fields_of`."""
-    found, is_scaled_by_batch = {1}, False
+def precision_of(content: NDArray[np.uint8]) -> str:
+    """The least exact format of the weights in a file of ONNX: "int8", "float16" or "float32". Raises as
+    `fields_of`."""
+    found = {1}
     for number, graph in fields_of(content):
-        for field, part in fields_of(graph) if number == 7 else ():
+        for field, tensor in fields_of(graph) if number == 7 else ():
             if field == 5:
-                found.update(value for name, value in fields_of(part) if name == 2)
-            elif field == 1:
-                operators = (bytes(value) for name, value in fields_of(part) if name == 4)
-                is_scaled_by_batch |= any(each.startswith(b"DynamicQuantize") for each in operators)
-    dtype = "int8" if found & _WHOLE else "float16" if found & _HALF else "float32"
-    return dtype, is_scaled_by_batch
+                found.update(value for name, value in fields_of(tensor) if name == 2)
+    return "int8" if found & _WHOLE else "float16" if found & _HALF else "float32"
 
 
 _WHOLE, _HALF = {2, 3, 21, 22}, {10, 16}

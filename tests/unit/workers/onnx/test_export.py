@@ -237,6 +237,23 @@ def test_int8_scaled_by_the_batch_gives_each_text_the_vector_that_it_has_alone(s
     np.testing.assert_array_equal(embed(engine, batch), alone)
 
 
+def test_a_scale_of_the_batch_is_found_in_a_branch_of_the_graph(odd: Callable[..., Path]) -> None:
+    def change(model: Any) -> None:
+        onnx = pytest.importorskip("onnx")
+        helper, kind = onnx.helper, onnx.TensorProto
+        back = helper.make_node("DequantizeLinear", ["whole", "scale", "zero"], ["made"])
+        outputs = [helper.make_tensor_value_info("made", kind.FLOAT, None)]
+        cut = helper.make_node("DynamicQuantizeLinear", ["rows"], ["whole", "scale", "zero"])
+        branch = helper.make_graph([cut, back], "branch", [], outputs)
+        model.graph.initializer.append(helper.make_tensor("yes", kind.BOOL, [], [True]))
+        node = helper.make_node("If", ["yes"], ["last_hidden_state"], then_branch=branch, else_branch=branch)
+        model.graph.node[1].CopyFrom(node)
+
+    engine = LeanEngine(read_card(odd(change=change)))
+    batch = random_batch([9] * 8)
+    np.testing.assert_array_equal(embed(engine, batch), vectors_one_by_one(engine, batch, HIDDEN_SIZE))
+
+
 def test_the_first_choice_is_the_most_exact(several: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(several, tmp_path / "model")
     for path in folder.glob("*.safetensors"):
