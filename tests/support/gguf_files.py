@@ -24,7 +24,6 @@ _ARCHITECTURES = {
     "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "llama": gguf.MODEL_ARCH.LLAMA,
 }
 _POOLINGS = {
     "mean": gguf.PoolingType.MEAN,
@@ -35,7 +34,7 @@ _POOLINGS = {
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "nomic_bert": {"hidden_act": "silu"},
-    **dict.fromkeys(("qwen2", "qwen3", "llama"), _GROUPED),
+    **dict.fromkeys(("qwen2", "qwen3"), _GROUPED),
 }
 _TOKENIZERS = {
     "bert": tiny_tokenizers.bert,
@@ -141,10 +140,6 @@ def _converted(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
     """What llama.cpp changes on the way."""
     if config.model_type == "xlm-roberta" and "position_embeddings" in name:
         return tensor[config.pad_token_id + 1 :]
-    heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
-    if config.model_type == "llama" and (count := heads.get(name.split(".")[-2])):
-        halves = tensor.reshape(count, 2, -1, *tensor.shape[1:])
-        return halves.swapaxes(1, 2).reshape(tensor.shape)
     return tensor
 
 

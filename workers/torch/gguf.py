@@ -10,7 +10,7 @@ import operator
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -242,15 +242,10 @@ class _Facts:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Architecture:
+class _Architecture(NamedTuple):
     model_type: str
     in_transformers: str
     settings: Callable[[_Facts], JsonObject]
-    family: str = ""
-    """The key of FAMILIES whose names the tensors have, if not `model_type`."""
-    has_permuted_heads: bool = False
-    """The rows of queries and keys are those of pairs of neighbours, not of the first and second half of a head."""
 
 
 _ARCHITECTURES = MappingProxyType(
@@ -259,7 +254,6 @@ _ARCHITECTURES = MappingProxyType(
         "nomic-bert": _Architecture("nomic_bert", "NomicBertModel", _Facts.of_nomic),
         "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", _Facts.of_decoder),
         "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", _Facts.of_decoder),
-        "llama": _Architecture("llama", "LlamaForCausalLM", _Facts.of_decoder, "mistral", has_permuted_heads=True),
     }
 )
 
@@ -282,10 +276,11 @@ def read(sources: Sequence[Path], options: JsonMapping) -> Content:
     config |= {"model_type": architecture.model_type, "architectures": [architecture.in_transformers]}
     if (padding := values.get("tokenizer.ggml.padding_token_id")) is not None:
         config["pad_token_id"] = padding
-    tensors, names = {}, _names_of(FAMILIES[architecture.family or architecture.model_type])
+    tensors, names = {}, _names_of(FAMILIES[architecture.model_type])
     for each, tensor in stored.items():
         if not _NOT_READ.fullmatch(each):
-            tensors[_renamed(values, names, each)] = _planned(values, data, tensor, each, architecture, config)
+            made = Planned(tensor.form.made, tensor.shape, partial(_load, data, tensor))
+            tensors[_renamed(values, names, each)] = made
     if architecture.model_type == "bert" and "token_types.weight" not in stored:  # of DistilBERT
         zeros = torch.zeros(1, config["hidden_size"])
         tensors["embeddings.token_type_embeddings.weight"] = Planned.of(zeros)
@@ -301,28 +296,6 @@ def _renamed(values: ModelSettings, names: Mapping[str, str], name: str) -> str:
     if form not in names or last not in ("weight", "bias"):
         raise values.error(f"a tensor {name!r:.80}, which no such model has")
     return f"{names[form].format(number)}.{last}"
-
-
-def _planned(
-    values: ModelSettings,
-    data: mmap.mmap,
-    tensor: _Stored,
-    name: str,
-    architecture: _Architecture,
-    config: JsonMapping,
-) -> Planned:
-    permuted = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-    heads = config.get(permuted.get(name.split(".")[-2], "")) if architecture.has_permuted_heads else None
-    if heads and tensor.shape[0] % (2 * heads):
-        raise values.error(f"{name!r:.80} {list(tensor.shape)} cannot be cut into {heads} heads")
-
-    def make() -> Tensor:
-        loaded = _load(data, tensor)
-        if heads:
-            loaded = loaded.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        return loaded
-
-    return Planned(tensor.form.made, tensor.shape, make)
 
 
 def _modules(facts: _Facts) -> JsonObject:
