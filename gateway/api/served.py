@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import PurePath
+from typing import TypeVar
 from urllib.parse import quote
 
 from vecd.gateway.config import AliasDefaults, GatewayConfig
@@ -47,6 +48,8 @@ def _adapters_for(purpose: str) -> list[str]:
 
 _SEPARATORS = re.compile(r"[._-]")
 _NO_TEXTS = {"image": "this server embeds texts"}
+
+_Named = TypeVar("_Named")
 
 _MAX_LISTED_CHARS = 32
 _MAX_LISTED = 20
@@ -109,7 +112,7 @@ class ModelInfo:
         if defaults.prompt is not None:
             return defaults.prompt
         if defaults.prompt_name is not None:
-            return self.prompt_named(defaults.prompt_name, "prompt_name")
+            return self.checked(self.prompts[defaults.prompt_name], "prompt_name")
         return None if defaults.role is None or self.card.tokens is not None else self.prompt_for(defaults.role)
 
     def by_name(self, name: str) -> "ModelInfo":
@@ -168,8 +171,7 @@ class ModelInfo:
     def prompt_named(self, name: str, param: str) -> str:
         """The model's prompt of exactly that name. Raises BadRequest, which names the field `param`, also for the name
         of a purpose that the model's task is not for, if that is queries or documents."""
-        # An alias' own was checked with the configuration. Adapters for other tasks have prompts for both.
-        if self.defaults is None and self.role_of(self.card.task) is not None:
+        if self.role_of(self.card.task) is not None:  # adapters for other tasks have prompts for both
             self._check_task(name, param)
         if name not in self.prompts:
             raise self._unknown_prompt(name, param)
@@ -300,12 +302,12 @@ class Models:
         self._folded = _unique((name.casefold(), model) for name, model in (*names, *aliases, *folders))
         self._short = _unique((_without_organization(name.casefold()), model) for name, model in (*names, *aliases))
 
-        self._by_task: dict[str, dict[str, ModelInfo]] = {}
+        bases: dict[str, dict[str, ModelInfo]] = {}
         for name, model in (*names, *aliases):
             if task := model.card.task:
                 base = name.casefold().removesuffix(f"/{task.casefold()}")
-                for each in filter(None, (base, _without_organization(base))):
-                    self._by_task.setdefault(each, {}).setdefault(task, model)
+                bases.setdefault(base, {}).setdefault(task, model)
+        self._by_task = {**_unique((_without_organization(base), tasks) for base, tasks in bases.items()), **bases}
 
     def _only(self, names: tuple[str, ...]) -> "Models":
         """Those of the models that have these names in the configuration; there may be none."""
@@ -429,9 +431,9 @@ def _without_organization(name: str) -> str:
     return rest if organization.strip(".") and "/" not in rest else ""
 
 
-def _unique(named: Iterable[tuple[str, ModelInfo]]) -> dict[str, ModelInfo]:
-    """By name, without the empty name and those of several models."""
-    found: dict[str, ModelInfo] = {}
+def _unique(named: Iterable[tuple[str, _Named]]) -> dict[str, _Named]:
+    """By name, without the empty name and those of several."""
+    found: dict[str, _Named] = {}
     several: set[str] = set()
     for name, model in named:
         if found.setdefault(name, model) is not model:

@@ -246,13 +246,14 @@ _MAX_LABEL_CHARS = 4 * 2**20
 """Characters of the labels, which the response repeats for each text."""
 
 
-def check_label_chars(labels: Sequence[str], num_texts: int, word: str) -> int:
-    """Of labels that the response repeats for each text: their characters in it. Raises BadRequest for too many."""
-    num_chars = num_texts * sum(map(len, labels))
+def check_label_chars(labels: Sequence[str], num_texts: int, word: str, num_around: int = 0) -> int:
+    """Of labels that the response repeats for each text: their characters in it, and `num_around` more of each label.
+    Raises BadRequest for too many."""
+    num_chars = num_texts * (sum(map(len, labels)) + num_around * len(labels))
     if num_chars > _MAX_LABEL_CHARS:
         raise BadRequest(
-            f"'{word}' have {num_chars} characters, once for each of {num_texts} texts: at most {_MAX_LABEL_CHARS} in "
-            "one request",
+            f"'{word}' {'in the template ' if num_around else ''}have {num_chars} characters, once for each of "
+            f"{num_texts} texts: at most {_MAX_LABEL_CHARS} in one request",
             param=word,
         )
     return num_chars

@@ -112,7 +112,7 @@ def parse(call: Call, *, is_for_hub: bool) -> ParsedEmbed:
             "label in one request (--max-inputs)",
             param=word,
         )
-    num_chars = check_label_chars(labels, len(texts), word)
+    num_chars = check_label_chars(labels, len(texts), word, len(template))
     hypotheses = [template.replace(_PLACE, label) for label in labels]
     pairs = [Pair(text, hypothesis) for text in texts for hypothesis in hypotheses]
     request = resolve(call, pairs, Output.SCORES, preferred=default_overflow(model_info), has_prompt=False)

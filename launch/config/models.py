@@ -66,9 +66,9 @@ def _why_unable(key: str, defaults: AliasDefaults, card: ModelCard, settings: Se
         if "dense" not in card.capabilities:
             return f"is for dense vectors; {_is_for(card)}"
         return (_check_dimensions if key == "dimensions" else _check_dtype)(defaults, card, settings)
+    if key in ("role", "prompt_name") and {card.task, value} == {"query", "document"}:
+        return f"the model has the modules for each {card.task} alone"
     if key == "role":
-        if card.task in ("query", "document") and card.task != value:
-            return f"the model has the modules for each {card.task} alone"
         has_roles = card.tokens is not None or (card.sparse is not None and card.sparse.query_weights)
         if not (has_roles or names):
             return "the model has no prompts, and treats queries as documents"

@@ -441,6 +441,16 @@ def test_a_router_s_default_route_has_the_name_alone_and_gives_its_other_texts_a
 def test_a_prompt_of_the_other_role_is_refused_too():
     of_documents = served(LEAF, task="document", prompts={"query": "q: ", "document": "d: ", "own": "o: "})
     assert [of_documents.prompt_named(name, "prompt_name") for name in ("document", "own")] == ["d: ", "o: "]
-    with pytest.raises(BadRequest, match="'prompt_name' 'query' needs another adapter or route") as caught:
-        of_documents.prompt_named("query", "prompt_name")
-    assert caught.value.param == "prompt_name"
+    for seen in (of_documents, of_documents.by_alias(AliasDefaults("leaf", prompt_name="own"))):
+        with pytest.raises(BadRequest, match="'prompt_name' 'query' needs another adapter or route") as caught:
+            seen.prompt_named("query", "prompt_name")
+        assert caught.value.param == "prompt_name"
+    assert seen.default_prompt == "o: "
+
+
+def test_a_base_of_two_organizations_means_neither():
+    other = served("other/jina-embeddings-v3/classification", task="classification")
+    models = Models((MINILM, OF_QUERIES, other), refuses_unknown=False)
+    assert models.choose("other/jina-embeddings-v3", ("dense",), purpose="classification") is other
+    assert models.choose("jina-embeddings-v3", ("dense",), purpose="classification") is MINILM
+    assert models.choose("jina-embeddings-v3", ("dense",), purpose="query") is MINILM

@@ -10,6 +10,7 @@ from vecd.gateway import errors
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.tei import DIALECT, render_error
 from vecd.gateway.request import EmbedRequest, Overflow
+from vecd.model.steps import ScoreHead
 
 E5 = changed(PLAIN, prompts={"query": "query: ", "passage": "passage: "}, prompt="default: ")
 COMPARED = {"source_sentence": "a", "sentences": ["b"]}
@@ -34,6 +35,16 @@ def test_the_name_of_a_model_in_the_path_is_a_name_as_elsewhere():
         request_of(path, model=named, prompt_name="passage")
     with pytest.raises(errors.ModelNotFound):
         request_of(path, changed(E5, unknown_model="refuse"), model="org/another")
+
+
+def test_sentences_that_a_small_body_makes_of_labels_and_a_template_are_limited():
+    labels, head = ["b"] * 32, ScoreHead(("entailment", "contradiction"), "softmax", "cls")
+    judge = changed(PLAIN, capabilities=("classify",), score=head, max_inputs=2048)
+    template = "{}" + "x" * (2**17 - 3)
+    made = request_of("/predict", judge, candidate_labels=labels, hypothesis_template=template).inputs
+    assert len(made) == 32
+    with pytest.raises(errors.BadRequest, match=r"in the template have 4194336 characters, once for .* most 4194304"):
+        request_of("/predict", judge, candidate_labels=labels, hypothesis_template=template + "x")
 
 
 def test_tokens_that_have_no_room_are_refused():
