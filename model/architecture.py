@@ -36,7 +36,7 @@ def native_config(config: JsonMapping) -> JsonObject | None:
         # The original's names without its auto_map: transformers would ignore them and use its defaults.
         if model_type == "nomic_bert" and "n_embd" in config:
             return _ported(config, _NOMIC)
-        if config.get("use_bidirectional_attention") and model_type in _IGNORING_BIDIRECTIONAL:
+        if sees_later_here(config):
             return {**config, "is_causal": False}
         return None
     # zerank-1: another name of Qwen3's settings, and code that scores pairs as `vecd.model.score_card` has it.
@@ -53,6 +53,12 @@ def native_config(config: JsonMapping) -> JsonObject | None:
             f"whoever can change that repository could run anything here; {why}"
         )
     return _ported(config, port)
+
+
+def sees_later_here(config: JsonMapping) -> bool:
+    """Whether tokens see later ones by a setting that transformers ignores, and vecd did at first: what is computed has
+    another digest than config.json alone would give it."""
+    return bool(config.get("use_bidirectional_attention")) and config.get("model_type") in _IGNORING_BIDIRECTIONAL
 
 
 def _ported(config: JsonMapping, port: _Port) -> JsonObject:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vecd.base.files import JsonObject, read_json, write_json
+from vecd.model.architecture import sees_later_here
 from vecd.model.card import ModelCard, ModelError
 from vecd.model.digests import digest_of_content, stamp_of
 from vecd.model.files import source_of
@@ -320,6 +321,8 @@ def digest_of(card: ModelCard) -> str:
     if card.main_output is not Output.VECTORS:
         heads = (head and asdict(head) for head in (card.score, card.sparse, card.tokens))
         facts += [list(card.capabilities), *heads, special_tokens(card)]
+    if sees_later_here(read_json(Path(card.weights_folder) / "config.json")):
+        facts.append("sees later")
     return _digest(json.dumps(facts), tuple((path, *stamp_of(path)) for path in _files_of(card)))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from vecd.gateway.config import AliasDefaults
 from vecd.launch.config.plan import Plan
+from vecd.model.architecture import sees_later_here
 from vecd.model.card import ModelCard
 from vecd.model.digests import digest_of_content, digest_of_file
 from vecd.model.files import Folder
@@ -55,7 +56,7 @@ def of_alias(model: str, defaults: AliasDefaults) -> str:
 
 def _facts_of(plan: Plan) -> dict[str, Any]:
     config, card, ranges = plan.gateway, plan.gateway.card, plan.settings.quantization_ranges
-    chat = config.chat_template
+    chat, stored = config.chat_template, Folder(Path(card.weights_folder)).optional("config.json")
     card_facts = {name: value for name, value in facts_of(card).items() if name not in _NOT_COUNTED}
     return {
         "format": _FORMAT,
@@ -63,7 +64,8 @@ def _facts_of(plan: Plan) -> dict[str, Any]:
         "is_dummy": plan.workers[0].is_dummy,
         "card": {**card_facts, "prompts": dict(card.prompts)},
         "files": _digests_of_files(card, plan.settings.cache_folder),
-        "config": _without_names(Folder(Path(card.weights_folder)).optional("config.json")),
+        "config": _without_names(stored),
+        **({"sees_later": True} if sees_later_here(stored) else {}),
         "tokenizer": digest_of_content(Path(card.tokenizer_file)),
         "chat_template": None if chat is None else [chat.source, chat.tokens],
         "max_tokens": config.max_tokens,

@@ -16,7 +16,7 @@ from vecd.launch.config import identity
 from vecd.launch.config.identity import Digests, read_identity
 from vecd.launch.config.plan import make_plan
 from vecd.launch.config.settings import load_settings
-from vecd.model import digests
+from vecd.model import architecture, digests
 from vecd.model.steps import Step
 
 
@@ -231,3 +231,14 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     model.cache.write_text("a file")
     assert model.digest() == before
     assert "cannot be remembered" in caplog.text
+
+
+def test_a_setting_that_vecd_ignored_at_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of two versions compute other vectors from the same files."""
+    before = model.digest()
+    monkeypatch.setattr(architecture, "_IGNORING_BIDIRECTIONAL", ("bert",))
+    assert model.digest() == before
+    model.change("config.json", use_bidirectional_attention=True)
+    anew = model.digest()
+    monkeypatch.undo()
+    assert model.digest() not in (before, anew)

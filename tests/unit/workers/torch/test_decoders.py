@@ -23,10 +23,12 @@ from tests.support.published import decoders
 from tests.support.tokenizing import tokenize
 from vecd.gateway.request import Pair
 from vecd.gateway.tokenization.tokenizer import Tokenizer
+from vecd.model import architecture
 from vecd.model.architecture import native_config
 from vecd.model.card import ModelError, read_card
 from vecd.workers.description import NotDescribed, RotaryScaling, frequencies_of
 from vecd.workers.load import load_engine
+from vecd.workers.parity import digest_of
 
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -81,6 +83,16 @@ def test_a_setting_that_transformers_ignores_counts(family: str, tmp_path_factor
     folder = make(family, use_bidirectional_attention=True)
     for path in ("lean", "fused", "packed", "padded"):
         assert_same_vectors(embed(engine_of(folder, path), batch), expected)
+
+
+def test_the_reference_of_a_version_that_ignored_it_does_not_count(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is remembered by the digest, in the cache directory and beside the model."""
+    card = read_card(Checkpoints(tmp_path_factory.mktemp)("qwen3", use_bidirectional_attention=True))
+    digest = digest_of(card)
+    monkeypatch.setattr(architecture, "_IGNORING_BIDIRECTIONAL", ())
+    assert digest_of(card) != digest
 
 
 @pytest.mark.parametrize(
