@@ -78,7 +78,7 @@ _OF_HEADS = ("id2label", "label2id", "num_labels", "problem_type", "sentence_tra
 
 def _number(config: JsonMapping, name: str) -> Any:
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
         raise ValueError(f"{name} is missing or not a number")
     return value
 

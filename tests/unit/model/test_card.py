@@ -476,6 +476,7 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
         ({**FLASH, "num_attention_heads": 3}, "no multiple of 3 heads"),
         ({**FLASH, "pad_vocab_size_multiple": 8}, "pad_vocab_size_multiple is 8"),
         ({**FLASH, "rotary_emb_base": "10000"}, "rotary_emb_base is missing or not a number"),
+        ({**FLASH, "rotary_emb_base": 10**400}, "rotary_emb_base is missing or not a number"),
         ({**FLASH, "rotary_emb_dim": 4}, "rotary_emb_dim is 4, and a head has"),
         ({**FLASH, "rotary_emb_interleaved": True}, "rotary_emb_interleaved is True"),
         ({**FLASH, "rotary_emb_scale_base": 512}, "rotary_emb_scale_base is 512"),
