@@ -135,6 +135,12 @@ class ScoreHead:
         """Whether transformers has a class for all of it, which is then the reference; else the padded path is."""
         return bool(self.architecture) or [step.kind for step in self.steps] == ["logit"]
 
+    @property
+    def logits(self) -> list[tuple[int | None, int | None, float]]:
+        """Of the steps that are logits of tokens: the token, the one whose logit is taken from it, and the scale."""
+        pairs = ((step, (*step.rows, None)) for step in self.steps if step.kind == "logit")
+        return [(rows[0], rows[1], step.scale) for step, rows in pairs]
+
 
 @dataclass(frozen=True, slots=True)
 class SparseHead:

@@ -176,6 +176,7 @@ _SUGGESTIONS = (
      "in float32 (optimum-cli export onnx --task feature-extraction), or serve the weights that it was made of"),
     (r"--accept-unordered", "the template must be the one that the model was trained with: compare chat_template.jinja "
      "and config_sentence_transformers.json with the original's"),
+    (r": (yes|no|template) |is not one token of", "correct yes, no and template in the model's table [models.NAME]"),
     (r"reference vectors (from|are not known)", "run vecd check --remember on the folder that the export was made of, "
      "and copy vecd-reference.json from there"),
     (r"not supported|version of this model that is served", "take another model, or serve this one with "

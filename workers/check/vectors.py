@@ -222,8 +222,10 @@ def _encoder(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> tuple[An
     if output is Output.SPARSE or (output is Output.VECTORS and hasattr(model[0], "auto_model")):
         model.max_seq_length = max_tokens
 
+    routed = {"task": card.task, "prompt": card.prompt} if card.task in ("query", "document") else {}
+
     def rows(index: int) -> Any:
-        made = getattr(model, methods[is_query(index)])([texts[index]], show_progress_bar=False)[0]
+        made = getattr(model, methods[is_query(index)])([texts[index]], show_progress_bar=False, **routed)[0]
         return made.to_dense() if output is Output.SPARSE else made
 
     return model, rows
@@ -231,8 +233,12 @@ def _encoder(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> tuple[An
 
 def _pair_scores(card: ModelCard, max_tokens: int, texts: Sequence[str]) -> tuple[Any, Callable[[int], Any]]:
     from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.modules import LogitScore
 
     model = CrossEncoder(card.folder, max_length=max_tokens, **_OF_A_MODEL)
+    theirs = [(each.true_token_id, each.false_token_id, 1.0) for each in model if isinstance(each, LogitScore)]
+    if card.score is not None and theirs != card.score.logits:
+        raise ModelError("it scores this model by other tokens, or by another multiple of their logits")
     pairs, identity = pairs_of(texts), torch.nn.Identity()
     return model, lambda index: model.predict([pairs[index]], activation_fn=identity, show_progress_bar=False)
 

@@ -1,5 +1,6 @@
 """Rerankers that are causal models: from two texts to the score, as their publishers compute it from the same texts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,10 @@ from tests.support.tokenizing import ids_of, tokenize
 from vecd.gateway.request import Pair
 from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.launch.config.templates import with_pair_template
-from vecd.model.card import card_of
+from vecd.model.card import ModelError, card_of
 from vecd.model.folder import ModelFolder
 from vecd.shm.output import Output
+from vecd.workers.check.vectors import rows_of_texts
 from vecd.workers.parity import vectors_of
 
 PAIRS = [
@@ -22,6 +24,18 @@ PAIRS = [
     Pair(" 狐狸 😀", "naïve <|im_end|> text"),
     Pair("what is a fox", ""),
 ]
+
+
+@pytest.mark.parametrize(("settings", "scale"), [({"yes": "no", "no": "yes"}, 1.0), ({"yes": "yes"}, 1.0), ({}, 2.0)])
+def test_a_library_that_scores_by_other_tokens_is_no_reference(settings: Mapping[str, str], scale: float) -> None:
+    """Where no module says otherwise, sentence-transformers goes by "yes" and "no"."""
+    [layout] = [each for each in layouts() if "legal" in each.name]
+    card, other = (card_of(ModelFolder(folder_of(layout), **given)) for given in ({}, settings))
+    assert other.score is not None
+    steps = tuple(replace(step, scale=scale) for step in other.score.steps)
+    assert rows_of_texts(card, 80, ["a fox"])[0].rows.shape == (1, 1)
+    with pytest.raises(ModelError, match="scores this model by other tokens"):
+        rows_of_texts(replace(other, score=replace(other.score, steps=steps)), 80, ["a fox"])
 
 
 @pytest.mark.parametrize("name", ["zerank-1-small", "zerank-2-reranker", "ctxl", "legal"])

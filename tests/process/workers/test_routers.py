@@ -18,6 +18,7 @@ from vecd.gateway.tokenization.tokenizer import Tokenizer
 from vecd.model.card import ModelError, card_of
 from vecd.model.folder import ModelFolder
 from vecd.shm.arena import ArenaSpec
+from vecd.workers.check.vectors import rows_of_texts
 from vecd.workers.config import WorkerConfig
 from vecd.workers.load import load_engine
 from vecd.workers.parity import vectors_of
@@ -51,6 +52,9 @@ def test_each_role_has_its_modules_and_its_prompt(save: Callable[[Path], None], 
         with torch.inference_mode():
             found = vectors_of(load_engine(config, lambda stage: None), batch, card.dim)
         assert_same_vectors(found[:, : card.default_dim], vectors)
+        if not card.truncate_dim:  # else the check has vectors of another length
+            in_check = rows_of_texts(replace(card, task=task), card.max_tokens, TEXTS)
+            assert_same_vectors(np.concatenate([each.rows for each in in_check]), vectors)
 
 
 def test_a_text_without_a_role_goes_by_the_default_route(tmp_path: Path) -> None:
