@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vecd.base.flags import closest
-from vecd.model.files import ModelError
 
 _UP_TO_1024 = (32, 64, 128, 256, 512, 768, 1024)
 _DIMS: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -207,9 +206,10 @@ def known_id(word: str) -> str:
     return _BY_NAME.get(word.lower(), "")
 
 
-def refuse_unknown_word(source: str) -> None:
-    """Raises ModelError, with the name that is most like it, for a word that is neither known nor an id on the hub."""
-    if "/" not in source and not known_id(source):
-        meant = closest(source.lower(), _BY_NAME)
-        hint = f"did you mean {meant}?" if meant else "vecd check --known lists them"
-        raise ModelError(f"{source}: no such folder, and no model is known by this name; {hint}")
+def unknown_word(source: str) -> str:
+    """What to say of a word that is not known, with the name that is most like it, where the hub has no such model
+    either: the oldest ids have no owner. Empty for other words, and for an id with an owner."""
+    if "/" in source or known_id(source):
+        return ""
+    meant = closest(source.lower(), _BY_NAME)
+    return f"no model is known by this name; {f'did you mean {meant}?' if meant else 'vecd check --known lists them'}"

@@ -39,7 +39,7 @@ from vecd.launch.config.tokens import ordered_pair
 from vecd.model.card import ModelCard, ModelError, card_of
 from vecd.model.files import check_named, files_of, source_of
 from vecd.model.folder import ModelFolder
-from vecd.model.known import known_id, refuse_unknown_word
+from vecd.model.known import known_id, unknown_word
 from vecd.model.tokenizer import with_tokenizer
 from vecd.shm.arena import ArenaSpec, close_copy, copy_sealed
 from vecd.shm.control import parse_keep_alive
@@ -477,11 +477,8 @@ def _find_model(settings: Settings, report: Callable[[str], None]) -> tuple[Path
 
 
 def _named_by(model: str, folder: Path | None, report: Callable[[str], None]) -> str:
-    """The id on the hub, also of a word. `folder`: what `model` is, if that is there. Raises ModelError for a word that
-    is neither."""
+    """The id on the hub, also of a word. `folder`: what `model` is, if that is there."""
     hub_id = known_id(model)
-    if folder is None:
-        refuse_unknown_word(model)
     if hub_id and folder is None:
         report(f"{model}: there is no such folder, so {hub_id} of the hub is taken, which is known by this name")
     elif hub_id:
@@ -493,7 +490,12 @@ def _fetch(model: str, revision: str, file: str, report: Callable[[str], None]) 
     report(f"finding {model} in the hub's cache or on the hub")
     with Job("fetch", f"{model}: the process that fetches it") as job:  # whose stderr shows the progress
         job.start(model=model, revision=revision, file=file)
-        return Path(dict(job.results())["folder"])
+        try:
+            return Path(dict(job.results())["folder"])
+        except ModelError as error:
+            if hint := unknown_word(model):
+                raise ModelError(f"{error}; {hint}") from None
+            raise
 
 
 def devices_for(wanted: str) -> list[str]:
