@@ -258,7 +258,6 @@ _ARCHITECTURES = MappingProxyType(
 )
 
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
-_RANKS = 4
 _NOT_READ = re.compile(r"output\.weight|cls\..*")
 """The words that a decoder would write."""
 
@@ -302,10 +301,11 @@ def _modules(facts: _Facts) -> JsonObject:
     """sentence-transformers', with vectors of length 1, as llama.cpp's server and Ollama give them; none where the file
     does not say how it pools."""
     pooling = facts.get("pooling_type")
-    if pooling == _RANKS:
-        raise facts.values.error("a reranker (pooling_type 4), which is not supported in GGUF")
-    if pooling not in _POOLINGS:
+    if pooling in (None, 0):
         return {}
+    if pooling not in list(_POOLINGS):
+        names = ", ".join(f"{number} ({name})" for number, name in _POOLINGS.items())
+        raise facts.values.error(f"pooling_type is {pooling!r:.80}; known: {names}. 4 is a reranker's")
     types = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}

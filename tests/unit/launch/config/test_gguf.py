@@ -173,7 +173,8 @@ def test_beside_safetensors_it_has_to_be_named(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general__architecture": "falcon"}, "a model of architecture 'falcon'; known in GGUF: bert, "),
-    "reranker": ({"qwen3__pooling_type": 4}, "a reranker (pooling_type 4)"),
+    "reranker": ({"qwen3__pooling_type": 4}, "pooling_type is 4; known: 1 (mean), 2 (cls), 3 (lasttoken). 4 is a rer"),
+    "pooling": ({"qwen3__pooling_type": [1]}, "pooling_type is [1]; known: 1 (mean), 2 (cls), 3 (lasttoken)."),
     "rope": ({"qwen3__rope__scaling__type": "yarn"}, "rope.scaling.type 'yarn' is not supported in GGUF"),
     "causal": ({"qwen3__attention__causal": False}, "attention.causal or attention.sliding_window is not supported"),
     "no layers": ({"qwen3__block_count": 0}, "qwen3.block_count is missing or not a positive whole number"),
