@@ -223,6 +223,14 @@ class _End(NamedTuple):
     """Of all of it, the tokens that do not depend on the document; these follow one that is cut."""
 
 
+def _no_room(num_tokens: str, how: Tokenizing) -> BadRequest:
+    return BadRequest(
+        f"'query': it has {num_tokens} tokens with the model's template and the instruction, and a pair may have "
+        f"{how.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
+        param="query",
+    )
+
+
 class TemplatedPairs:
     """Documents and queries are read up to about the `max_chars` of `texts`."""
 
@@ -284,6 +292,8 @@ class TemplatedPairs:
         parts = self._parts(before, instruction)
         if not self._template.is_document_first:
             parts += [read, *self._parts(between, instruction)]
+        elif len((yield from self._first_tokens(read, how.max_tokens))) < len(read):  # the end is tokenized in one step
+            raise _no_room(f"more than {how.max_tokens}", how)
         ids, rest = yield from self._read(parts)
         cuts = self._texts.cuts
         cut = 0 if cuts is None else max((found.start() for found in cuts.finditer(rest)), default=0)
@@ -302,12 +312,7 @@ class TemplatedPairs:
         num_rest, num_end = (len(self._ids(text)) for text in (rest, end.text))
         if max_own <= num_rest + num_end:
             # All documents would get the same score.
-            num_tokens = len(head) + num_rest + num_end + len(end.ids)
-            raise BadRequest(
-                f"'query': it has {num_tokens} tokens with the model's template and the instruction, and a pair may "
-                f"have {how.max_tokens}: no room is left for a document (max_tokens_per_query cuts the query)",
-                param="query",
-            )
+            raise _no_room(str(len(head) + num_rest + num_end + len(end.ids)), how)
         most = num_rest + how.max_document_tokens + num_end
         num_needed = min(max_own, most)
         texts = [document[:max_chars] + end.text for document, _ in documents]

@@ -219,6 +219,18 @@ def test_texts_beyond_all_reading_are_cut_or_refused(make):
         tokenize(ours, [Pair("a " * 1_000_001, "b")])
 
 
+@pytest.mark.parametrize("kind", ["document first", "special tokens behind"])
+@pytest.mark.parametrize("query", ["x" * 300_000, "a b " * 100_000, "中" * 300_000])
+def test_a_long_query_behind_the_document_is_not_read_whole(kind, query, make):
+    make_library, template, _ = KINDS[kind]
+    ours = make(make_library(), template, 130)
+    with library_calls(ours) as calls, pytest.raises(BadRequest, match=r"than 130 tokens|be cut nowhere"):
+        tokenize(ours, [Pair(query, "b")])
+    assert sum(len(text) for call in calls for text in call.args[0]) < 100_000
+    [item] = tokenize(ours, [Pair("a b " * 100_000, "b")], Tokenizing(max_query_tokens=5))
+    assert item.is_truncated
+
+
 def test_estimates_count_the_template(make):
     ours = make(tiny_tokenizers.qwen(), QWEN)
     pair = Pair("a" * 30, "b" * 30)
