@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vecd.base.files import JsonMapping, JsonObject, read_json
-from vecd.model.architecture import native_config
+from vecd.model.architecture import native_config, sees_later_here
 from vecd.model.files import ModelError as ModelError
 from vecd.model.files import ModelSettings, has_safetensors, single_file, stored_tensors, token_ids, weight_files
 from vecd.model.files import export_files as export_files
@@ -212,6 +212,8 @@ class ModelCard:
         if self.is_static:
             return "keeps unknown tokens; Model2Vec drops them" if self.model_type == "model2vec" else ""
         stored = read_json(Path(self.weights_folder) / "config.json")
+        if sees_later_here(stored):
+            return "ignores use_bidirectional_attention of config.json"
         if native_config(stored) is None or stored.get("model_type") == self.model_type:
             return ""
         # It may have a class by that name, with random numbers for the tensors that it does not find.

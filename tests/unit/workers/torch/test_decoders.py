@@ -91,6 +91,7 @@ def test_the_reference_of_a_version_that_ignored_it_does_not_count(
     """It is remembered by the digest, in the cache directory and beside the model."""
     card = read_card(Checkpoints(tmp_path_factory.mktemp)("qwen3", use_bidirectional_attention=True))
     digest = digest_of(card)
+    assert card.difference_elsewhere == "ignores use_bidirectional_attention of config.json"
     monkeypatch.setattr(architecture, "_IGNORING_BIDIRECTIONAL", ())
     assert digest_of(card) != digest
 
