@@ -12,7 +12,7 @@ from tests.support.serving import clean_environment, eventually, is_alive
 from vecd.base.programs import start_child
 from vecd.shm.control import Channel, JobOrder
 
-_RUN = "from vecd.launch.config.plan import _fetch; _fetch('org/name', '', print)"
+_RUN = "from vecd.launch.config.plan import _fetch; _fetch('org/name', '', '', print)"
 
 
 def test_a_download_ends_with_the_supervisor(tmp_path: Path) -> None:
