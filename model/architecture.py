@@ -352,7 +352,8 @@ _PPLX = _Port(
 def _translate_eurobert(config: JsonMapping) -> JsonObject:
     pooling = config.get("clf_pooling", config.get("classifier_pooling", "late"))
     # An absent rope_theta is 10,000 in transformers.
-    return {"rope_theta": 250_000.0, **_without_code(config), "model_type": "eurobert", "classifier_pooling": pooling}
+    rope = {} if config.get("rope_parameters") else {"rope_theta": 250_000.0}
+    return {**rope, **_without_code(config), "model_type": "eurobert", "classifier_pooling": pooling}
 
 
 # EuroBERT-210m, 610m and 2.1B. Source: modeling_eurobert.py and configuration_eurobert.py of EuroBERT/EuroBERT-210m,

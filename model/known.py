@@ -171,10 +171,18 @@ _NOTES = {
     "BAAI/bge-m3": "sparse and multi-vector, too",
     "EuroBERT/EuroBERT-210m": "a base model: with --kind dense",
     "google/embeddinggemma-2": "text alone",
-    "jinaai/jina-embeddings-v3": "a task behind it: jina-embeddings-v3/retrieval.query",
-    "jinaai/jina-embeddings-v5-text-small": "a task behind it: jina-embeddings-v5/retrieval",
     "sentence-transformers/all-MiniLM-L6-v2": "the bundled model is the same",
 }
+
+
+_TASKS = {
+    "jinaai/jina-embeddings-v3": "retrieval.query",
+    "jinaai/jina-embeddings-v5-text-small": "retrieval",
+    "jinaai/jina-embeddings-v5-text-nano": "retrieval",
+    "MongoDB/mdbr-leaf-ir-asym": "query",
+}
+"""A task or a role of those that have any, which stands behind a name. Behind another name it would be the second part
+of an id, whose owner may be called as a model is, as EuroBERT is."""
 
 
 class KnownModel(NamedTuple):
@@ -195,7 +203,8 @@ def known_models() -> Iterator[KnownModel]:
         for hub_id, short in models.items():
             last = hub_id.partition("/")[2].lower()
             names = (short, last) if short else (last,)
-            yield KnownModel(names, hub_id, kind, _NOTES.get(hub_id, ""))
+            task = f"a task behind it: {names[0]}/{_TASKS[hub_id]}" if hub_id in _TASKS else ""
+            yield KnownModel(names, hub_id, kind, _NOTES.get(hub_id, task))
 
 
 _BY_NAME = {name: model.hub_id for model in known_models() for name in model.names}
@@ -204,6 +213,11 @@ _BY_NAME = {name: model.hub_id for model in known_models() for name in model.nam
 def known_id(word: str) -> str:
     """The id on the hub that is known by a word, in any case; empty for none."""
     return _BY_NAME.get(word.lower(), "")
+
+
+def takes_task(word: str) -> bool:
+    """Whether the model that is known by a word has tasks."""
+    return known_id(word) in _TASKS
 
 
 def unknown_word(source: str) -> str:

@@ -19,7 +19,7 @@ from vecd.gateway.config import AliasDefaults, GatewayConfig
 from vecd.launch.config.settings import SETTINGS, read_settings
 from vecd.model.card import ModelCard
 from vecd.model.files import Folder
-from vecd.model.known import known_id
+from vecd.model.known import takes_task
 from vecd.shm.settings import Settings, names_of
 
 _SHOWN_CHARACTERS = 60
@@ -208,7 +208,7 @@ def split_task(model: str) -> tuple[str, str]:
     source, _, task = path.rpartition("/")
     is_in_folder = any(os.path.isfile(os.path.join(source, file)) for file in ("config.json", "modules.json"))
     is_task = bool(_TASK.fullmatch(task)) and (
-        is_in_folder or ((bool(_IN_REPOSITORY.fullmatch(model)) or bool(known_id(source))) and path == model)
+        is_in_folder or ((bool(_IN_REPOSITORY.fullmatch(model)) or takes_task(source)) and path == model)
     )
     return (source, task) if is_task and not os.path.exists(path) else (model, "")
 

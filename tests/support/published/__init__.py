@@ -52,6 +52,8 @@ class Layout:
     """The engine's default format where it is not decided by measuring; empty: whatever is measured."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of its table in the configuration file, for example {"kind": "rerank"}."""
+    prompts: Mapping[str, str] | None = None
+    """Of dense vectors, by the name that a request gives, "" for none; None: those that the folder's files state."""
     ids: Callable[[Path], IdsOf] | None = None
     """Of a folder, where its tokenizer alone does not give them: those of a template, for example."""
 

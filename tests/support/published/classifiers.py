@@ -94,12 +94,19 @@ def by_logit(yes: int | str, no: str | None = None, scale: float = 1.0) -> Calla
 
 
 def by_template(template: str) -> Callable[[Path], IdsOf]:
+    """A document that is too long is cut; what follows it is kept."""
+
     def load(folder: Path) -> IdsOf:
         tokens: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
         def ids_of(query: str, document: str) -> tuple[list[int], int]:
-            text = template.replace("{query}", query).replace("{document}", document)
-            return tokens(text, add_special_tokens=False)["input_ids"], 0
+            before, _, behind = template.replace("{query}", query).partition("{document}")
+            parts = [tokens(part, add_special_tokens=False)["input_ids"] for part in (before, document, behind)]
+            whole: list[int] = tokens(before + document + behind, add_special_tokens=False)["input_ids"]
+            if len(whole) <= tokens.model_max_length:
+                return whole, 0
+            parts[1] = parts[1][: tokens.model_max_length - len(parts[0]) - len(parts[2])]
+            return [token for part in parts for token in part], 0
 
         return ids_of
 

@@ -31,9 +31,11 @@ def _parts_of(family: str, pooling: str, **settings: Any) -> list[Any]:
     return modules
 
 
-def _save(folder: Path, router: Router, *behind: Any, **stated: Any) -> None:
-    prompts = {"query": QUERY, "document": ""}
-    SentenceTransformer(modules=[router, *behind], prompts=prompts, device="cpu", **stated).save(str(folder))
+PROMPTS = {"query": QUERY, "document": ""}
+
+
+def _save(folder: Path, router: Router, *behind: Any) -> None:
+    SentenceTransformer(modules=[router, *behind], prompts=PROMPTS, device="cpu").save(str(folder))
 
 
 def _dense() -> Dense:
@@ -53,7 +55,7 @@ def save_static(folder: Path) -> None:
     torch.manual_seed(6)
     table = torch.randn(document[0].tokenizer.vocab_size, WIDTH).numpy()
     query: list[Any] = [StaticEmbedding(document[0].tokenizer.backend_tokenizer, embedding_weights=table)]
-    _save(folder, Router.for_query_document(query, document), Normalize(), truncate_dim=WIDTH // 2)
+    _save(folder, Router.for_query_document(query, document), Normalize())
 
 
 def save_shared(folder: Path) -> None:
@@ -90,7 +92,14 @@ def reference_for(task: str) -> Callable[[Path], RowsOf]:
 
 
 LAYOUTS: tuple[Layout, ...] = tuple(
-    Layout(f"{name}/{task}", save, reference_for(task), f"router {name} {task}", path=path)
+    Layout(
+        f"{name}/{task}",
+        save,
+        reference_for(task),
+        f"router {name} {task}",
+        path=path,
+        prompts={"": PROMPTS[task], task: PROMPTS[task]},
+    )
     for name, save, paths in (
         (LEAF, save_leaf, {"query": "lean", "document": "lean"}),
         (STATIC, save_static, {"query": "static", "document": "lean"}),

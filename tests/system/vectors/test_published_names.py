@@ -174,16 +174,17 @@ def ids_of(file: Path, card: ModelCard) -> IdsOf:
 
 def _ask_for_vectors(model: Asked) -> None:
     texts = model.texts()
-    stated = model.folder / "config_sentence_transformers.json"
-    settings = json.loads(stated.read_text()) if stated.is_file() else {}
-    prompts = settings.get("prompts") or {}
-    default = prompts.get(settings.get("default_prompt_name") or "", "")
-    asked: list[tuple[dict[str, str], str]] = [({}, default)]
-    asked += [({"prompt_name": name}, prompt) for name, prompt in prompts.items()]
-    for fields, prompt in asked:
-        items = model.post("/v1/embeddings", input=texts, **fields)["data"]
+    for name, prompt in (model.layout.prompts or prompts_in(model.folder)).items():
+        items = model.post("/v1/embeddings", input=texts, **({"prompt_name": name} if name else {}))["data"]
         expected = [model.expected(f"{prompt}{text}") for text in texts]
         model.assert_vectors([item["embedding"] for item in items], expected)
+
+
+def prompts_in(folder: Path) -> dict[str, str]:
+    stated = folder / "config_sentence_transformers.json"
+    settings = json.loads(stated.read_text()) if stated.is_file() else {}
+    prompts = settings.get("prompts") or {}
+    return {"": prompts.get(settings.get("default_prompt_name") or "", ""), **prompts}
 
 
 def _ask_for_scores(model: Asked) -> None:

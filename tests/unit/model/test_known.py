@@ -59,5 +59,6 @@ def test_shorter_vectors_are_those_of_the_whole_name() -> None:
 
 def test_a_task_of_a_known_model() -> None:
     assert split_task("jina-embeddings-v3/retrieval.query") == ("jina-embeddings-v3", "retrieval.query")
+    assert split_task("EuroBERT/EuroBERT-610m") == ("EuroBERT/EuroBERT-610m", "")
     assert name_of("jina-embeddings-v3/retrieval.query") == "jina-embeddings-v3/retrieval.query"
     assert split_task("jina-embeddings-v33/retrieval.query") == ("jina-embeddings-v33/retrieval.query", "")
