@@ -11,6 +11,7 @@ from tests.support.checkpoints import assert_same_vectors, embed, engine_of, ran
 from tests.support.published import folder_of
 from tests.support.published.relative import LAYOUTS
 from vecd.model.card import ModelError, read_card
+from vecd.workers.check.vectors import refuse_not_finite
 from vecd.workers.description import NotDescribed
 
 [LAYOUT] = (layout for layout in LAYOUTS if layout.name == "google/embeddinggemma-2")
@@ -50,6 +51,17 @@ def test_a_file_without_the_towers_gives_the_same_vectors(folder: Path) -> None:
     save_file(text, folder / "model.safetensors", metadata={"format": "pt"})
     for path in ("lean", "packed", "padded"):
         assert_same_vectors(embed(engine_of(folder, path), batch, 64), expected)
+
+
+def test_weights_of_the_towers_may_be_infinite(folder: Path) -> None:
+    """As the limits of some are that are not limited. Those of the text may not."""
+    card, weights = read_card(folder), load_file(folder / "model.safetensors")
+    assert not all(bool(tensor.isfinite().all()) for tensor in weights.values())
+    refuse_not_finite(card)
+    weights["language_model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"language_model\.norm\.weight: weights are not finite"):
+        refuse_not_finite(card)
 
 
 def test_a_token_for_images_is_read_as_padding(folder: Path) -> None:
