@@ -100,21 +100,24 @@ def main(argv: Sequence[str]) -> int:
         given = FieldValues(flags_in(CheckOptions))
         rest = given.add_argv(argv, _COMMAND)
         options = CheckOptions(**given.read())
-        comments = _read_table(options)
+        if options.known:
+            models = known_models()
+            _print(orjson.dumps(known_as_json(models)).decode() if options.json else known_as_text(models))
+            return EXIT_OK
+        lines = _read_table(options)
         settings = load_settings(rest, beside=given)
         tables = settings.given.tables if isinstance(settings.given.tables, Mapping) else {}
-        if models := [model for model in comments if model not in tables]:
-            settings = load_settings([*rest, *models], beside=given)
+        if others := [model for model in lines if model not in tables]:
+            settings = load_settings([*rest, *others], beside=given)
+        comments = {line if line in tables else split_source(line)[1]: why for line, why in lines.items()}
         entries = load_models(settings)
-        if options.known:
-            _print(
-                orjson.dumps(known_as_json(known_models())).decode() if options.json else known_as_text(known_models())
-            )
-            return EXIT_OK
+        if options.table is not None:
+            by_key = {key: entry for entry in entries for key in (entry.settings.model, entry.name)}
+            entries = tuple(by_key[key] for key in comments if key in by_key)
         if len(entries) > 1 and not options.takes_several:
             names = ", ".join(entry.name for entry in entries)
             raise ConfigurationError(f"MODEL: vecd check takes one model, or --all, and these are given: {names}")
-        return _check(entries, options, comments | {split_source(model)[1]: comments[model] for model in models})
+        return _check(entries, options, comments)
     except ConfigurationError as error:
         for line in error.problems:
             print(f"vecd check: {line}", file=sys.stderr)

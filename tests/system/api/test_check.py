@@ -322,10 +322,11 @@ def test_bad_usage(arguments: list[str], says: str, environment: Path, capfd: py
 
 
 def test_a_table_has_a_line_for_each_model_in_a_file(environment: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also for those that cannot be served."""
-    names = environment.parent / "names.txt"
-    names.write_text(f"# two of ours\ntiny={folders()['cls']}  # a tiny checkpoint\nall-minilms\n")
-    assert check.main(["--table", str(names), "--dtype", "float32", "--quick"]) == 3
+    """Also for those that cannot be served. It has none for another table of the configuration."""
+    names, config = environment.parent / "names.txt", environment.parent / "vecd.toml"
+    config.write_text(f'[models.tiny]\nsource = "{folders()["cls"]}"\n[models.other]\nsource = "./nowhere"\n')
+    names.write_text("# two of ours\ntiny  # a tiny checkpoint\nall-minilms\n")
+    assert check.main(["--table", str(names), "--config", str(config), "--dtype", "float32", "--quick"]) == 3
     head, rule, tiny, unknown = capfd.readouterr().out.splitlines()
     assert rule.count("|") == head.count("|") == tiny.count("|") == unknown.count("|")
     assert tiny.startswith("| tiny | dense | **lean float32** 1.000000 |  | ")
