@@ -31,8 +31,9 @@ from vecd.model.files import stored_tensors
 from vecd.workers.families import WITHOUT_CLASS
 from vecd.workers.torch.described import load_described
 
-# Their tokenizers give the tokens of one text different type ids, which the gateway does not send.
 _GEMMA_2 = "embedding_gemma2"
+
+# Their tokenizers give the tokens of one text different type ids, which the gateway does not send.
 _FAMILIES_WITH_TOKEN_TYPES = frozenset({"xlnet", "funnel"})
 
 
