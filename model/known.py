@@ -2,7 +2,8 @@
 
 Owns both tables. Knows no revision: a name means what its repository on the Hugging Face hub has now. Reads nothing.
 
-Sources: the model cards on the hub, jina.ai/models, and Ollama's library for its names.
+Sources: the model cards on the hub, jina.ai/models, and Ollama's library, whose names of one word mean the same models
+here; but qwen3-embedding is the smallest one, not its 8B.
 """
 
 import re
@@ -45,8 +46,8 @@ _KNOWN: dict[str, dict[str, str]] = {
         "sentence-transformers/all-MiniLM-L12-v2": "",
         "sentence-transformers/all-mpnet-base-v2": "all-mpnet",
         "sentence-transformers/all-distilroberta-v1": "",
-        "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2": "paraphrase-multilingual",
-        "sentence-transformers/paraphrase-multilingual-mpnet-base-v2": "",
+        "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2": "",
+        "sentence-transformers/paraphrase-multilingual-mpnet-base-v2": "paraphrase-multilingual",
         "sentence-transformers/multi-qa-mpnet-base-dot-v1": "",
         "sentence-transformers/msmarco-distilbert-base-tas-b": "",
         "sentence-transformers/distiluse-base-multilingual-cased-v2": "distiluse",
@@ -73,7 +74,8 @@ _KNOWN: dict[str, dict[str, str]] = {
         "Alibaba-NLP/gte-modernbert-base": "gte-modernbert",
         "Alibaba-NLP/gte-Qwen2-1.5B-instruct": "gte-qwen2",
         "mixedbread-ai/mxbai-embed-large-v1": "mxbai-embed-large",
-        "Snowflake/snowflake-arctic-embed-m": "snowflake-arctic-embed",
+        "Snowflake/snowflake-arctic-embed-m": "",
+        "Snowflake/snowflake-arctic-embed-l": "snowflake-arctic-embed",
         "Snowflake/snowflake-arctic-embed-m-v2.0": "",
         "Snowflake/snowflake-arctic-embed-l-v2.0": "snowflake-arctic-embed2",
         "ibm-granite/granite-embedding-30m-english": "granite-embedding",

@@ -31,6 +31,8 @@ def test_each_name_is_one_word_of_one_model() -> None:
         ("Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-4B"),
         ("all-minilm", "sentence-transformers/all-MiniLM-L6-v2"),
         ("nomic-embed-text", "nomic-ai/nomic-embed-text-v1.5"),
+        ("paraphrase-multilingual", "sentence-transformers/paraphrase-multilingual-mpnet-base-v2"),  # as at Ollama
+        ("snowflake-arctic-embed", "Snowflake/snowflake-arctic-embed-l"),
         ("Qwen/Qwen3-Embedding-0.6B", ""),
         ("no-such-model", ""),
         ("", ""),
