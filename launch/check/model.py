@@ -151,6 +151,8 @@ _SUGGESTIONS = (
      "merge it into its base (merge_and_unload of peft), and save the result with its tokenizer"),
     (r"has images", "take a model for text alone"),
     (r"without modules\.json", "give the --kind, or add the modules.json that sentence-transformers saves"),
+    (r"--file '.*' given", "name one of these files, by its path in the model's folder, or none"),
+    (r"has no adapter", "name one of these behind the model and /, or none"),
     (r"--(kind|pooling) [\w-]+ given", "leave it out, or take a model of that kind"),
     (r"no such folder", "check the path; a model of the hub is named owner/name, without a leading ./ or /"),
     (r"git-lfs", _LFS),

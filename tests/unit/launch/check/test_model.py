@@ -71,6 +71,8 @@ def test_what_a_plain_transformers_model_was_made_for(architecture: str, says: s
         ("/x/config.json: causal is True, and the version of this model that is served has", "take another model"),
         ("/x/config.json: BertForMaskedLM without modules.json may be a base model", "--kind"),
         ("/x: --pooling cls given, and the model is for rerank", "leave it out"),
+        ("/x: --file 'a.onnx' given, and must be one of the .onnx and .gguf files: there are none", "or none"),
+        ("/x: has no adapter 'nope'; it has retrieval, text-matching", "name one of these behind the model"),
         ("/x/tokenizer.json: file missing, and nothing there to make it from", "copy tokenizer.json"),
         ("/x/model.safetensors: file missing (the model's weights)", "copy the weights"),
         ("/x/config.json: file missing", "copy the file"),
