@@ -102,6 +102,13 @@ def inside(name: str, description: str, *fields: Field[Any]) -> tuple[Field[Any]
     return (whole, *(replace(each, name=f"{name}.{each.name}") for each in fields))
 
 
+def value_of(word: str, body: JsonMapping) -> Any:
+    """What a body, of which nothing has been read, has by the word for a field, which may be inside an object."""
+    outer, _, name = word.rpartition(".")
+    place = body.get(outer) if outer else body
+    return place.get(name) if isinstance(place, dict) else None
+
+
 _NOTHING: JsonMapping = MappingProxyType({})
 
 

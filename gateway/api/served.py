@@ -203,9 +203,14 @@ class ModelInfo:
             return "" if purpose in _RETRIEVAL else self.model_prompt
         return "" if self.default_prompt and purpose in _RETRIEVAL else None
 
-    def _check_task(self, purpose: str, param: str) -> None:
+    def is_for(self, purpose: str) -> bool:
+        """Whether the adapter or the route of the model, if it has one, is for texts of a purpose."""
         task = self.card.task
-        if task is not None and purpose in _PURPOSES and _SEPARATORS.sub("", task) not in _adapters_for(purpose):
+        return task is None or purpose not in _PURPOSES or _SEPARATORS.sub("", task) in _adapters_for(purpose)
+
+    def _check_task(self, purpose: str, param: str) -> None:
+        if not self.is_for(purpose):
+            task = self.card.task
             has = f"that of '{task}'" if task else "none"
             raise BadRequest(
                 f"'{param}' {quoted(purpose)} needs another adapter or route: model '{self.model}' has {has}",
@@ -345,34 +350,46 @@ class Models:
                 return f"{base if base in model.names else model.model}:{suffix}"
         return model.model if model.defaults is None else model.defaults.alias
 
-    def _of_base(self, name: str, purpose: str) -> ModelInfo | None:
+    def _of_base(self, name: str, purpose: str, word: str) -> ModelInfo | None:
         """Where `name` is that of a base of which adapters are served, as "base/task": the one for the purpose. None:
-        it is no such name, or the base is served, too, and the purpose is none of those known. Raises BadRequest."""
+        it is no such name, or the base is served, too, and the purpose is none of those known. Raises BadRequest, which
+        names the field `word`, and Unavailable while models are still to come."""
         exact, (base, _, suffix) = self._exact.get(name), name[:_MAX_CHARS].partition(":")
         tasks = self._by_task.get(base.casefold()) if exact is None or exact.card.task is not None else None
         if not tasks:
             return None
-        purpose = purpose or suffix
+        purpose = purpose or ("" if suffix == _TAG else suffix)
         by_name = {_SEPARATORS.sub("", task): model for task, model in tasks.items()}
         if found := next((by_name[each] for each in _adapters_for(purpose) if each in by_name), None):
             return found
         if self.find(base) is not None and purpose not in _PURPOSES:
             return None
+        if not self.is_complete:  # the adapter may be one of those that are still to come
+            raise self.refusal("")
         given = f", is {quoted(purpose)}" if purpose else ""
         raise BadRequest(
-            f"'task' must be for one of the adapters of '{base}' that are served: {listed(tasks)}{given}",
-            param="task",
+            f"'{word}' must be for one of the adapters of '{base}' that are served: {listed(tasks)}{given}",
+            param=word,
         )
 
     def choose(
-        self, name: str | None, needs: Sequence[str], *, purpose: str = "", refuses_unknown: bool = False
+        self,
+        name: str | None,
+        needs: Sequence[str],
+        *,
+        purpose: str = "",
+        word: str = "task",
+        refuses_unknown: bool = False,
     ) -> ModelInfo:
         """The model for a request that names one, or none: then, and for an unknown name if that is not refused, it is
         the first that has the first of the capabilities `needs`, or else the second, and so on; the first of all where
         none is needed, and where no model has one. `purpose`: of the texts, which chooses among the adapters of the
         base that is named. `refuses_unknown`: whatever the policy is. Raises ModelNotFound, BadRequest, and Unavailable
         while models are still to come."""
-        found = (self._of_base(name, purpose) or self.find(name)) if name else None
+        found = (self._of_base(name, purpose, word) or self.find(name)) if name else None
+        if name and found is None:  # "base/task" of a base that the client names otherwise, or of a task not served
+            base, _, task = name.rpartition("/")
+            found = self._of_base(base, task, "model")
         if found is not None:
             return found
         if not self.is_complete:

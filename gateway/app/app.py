@@ -24,7 +24,7 @@ import orjson
 from vecd.base.files import JsonMapping, JsonObject, load
 from vecd.base.tasks import NoTasks
 from vecd.gateway.api.body import INLINE_BYTES, Bodies
-from vecd.gateway.api.fields import REQUEST_ID
+from vecd.gateway.api.fields import REQUEST_ID, value_of
 from vecd.gateway.api.large_json import Bounds
 from vecd.gateway.api.operation import (
     ParsedDecode,
@@ -268,11 +268,12 @@ class App:
         if choice.found is None:
             asked = [(each.asks_for(body) if each.asks_for is not None else ()) or each.needs for each in operations]
             needs = [need for each in asked for need in each] if all(asked) else []
-            said = (each.fields.words.get(key, ()) for each in operations for key in (INPUT_TYPE.key, PROMPT_NAME.key))
-            purposes = (body.get(word) for words in said for word in words)
-            purpose = next((each for each in purposes if isinstance(each, str)), "")
+            keys = (INPUT_TYPE.key, PROMPT_NAME.key)
+            of_purposes = (word for each in operations for key in keys for word in each.fields.words.get(key, ()))
+            said = ((word, value_of(word, body)) for word in of_purposes)
+            word, purpose = next((each for each in said if isinstance(each[1], str)), ("task", ""))
             try:
-                info = models.choose(choice.named or name, needs, purpose=purpose)
+                info = models.choose(choice.named or name, needs, purpose=purpose, word=word)
             except ApiError as error:
                 error.dialect = claims[0].dialect.name
                 raise

@@ -187,7 +187,7 @@ def list_models(model_infos: Sequence[ModelInfo], path: str) -> Response:
 
 def _listed_names(model_info: ModelInfo) -> list[str]:
     prompts = model_info.prompts if model_info.card.pools_prompt else ()
-    return [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts)]
+    return [*model_info.names, *(f"{model_info.model}:{name}" for name in prompts if model_info.is_for(name))]
 
 
 def _describe_for_cohere(model_info: ModelInfo, name: str) -> JsonObject:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vecd.gateway.api import fields
-from vecd.gateway.api.fields import SEVERAL, Field, Fields, Said, inside, parse_accept
+from vecd.gateway.api.fields import SEVERAL, Field, Fields, Said, inside, parse_accept, value_of
 from vecd.gateway.errors import BadRequest, quoted
 from vecd.gateway.request import Encoding
 
@@ -139,3 +139,8 @@ def test_accept(accept, encoding):
 @given(st.text(st.sampled_from("application/octet-stream,;q=0.1* "), max_size=80))
 def test_any_accept_is_read(accept):
     parse_accept({"accept": accept + ",application/x-npy"})
+
+
+def test_a_body_s_value_by_a_word_that_may_be_inside_an_object():
+    body = {"a": 1, "b": {"a": 2, "c": None}, "d": [{"a": 3}]}
+    assert [value_of(word, body) for word in ("a", "b.a", "b.c", "d.a", "e.a", "a.a")] == [1, 2, None, None, None, None]

@@ -363,6 +363,7 @@ OF_TASKS = (MINILM, OF_QUERIES, OF_PASSAGES, OF_CLUSTERS, V5, V5_MATCHING, PLAIN
         (V3, "code.query", OF_QUERIES),
         (f"{V3}:query", "", OF_QUERIES),
         (f"{V3}/separation", "", OF_CLUSTERS),
+        ("jina-embeddings-v3/separation", "", OF_CLUSTERS),
         ("clusters", "", OF_CLUSTERS),
         ("v5", "retrieval.query", V5),
         ("v5", "document", V5),
@@ -394,6 +395,25 @@ def test_a_task_without_an_adapter_is_refused_with_those_that_are_served(name, p
     assert f"served: {served_tasks}" in caught.value.message
     assert given in caught.value.message
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [(f"{V3}:latest", ""), (f"{V3}/classification", ", is 'classification'"), (f"{V3}/nope", ", is 'nope'")],
+)
+def test_no_other_model_answers_for_an_adapter_that_is_not_served(name, given):
+    models = Models(OF_TASKS, refuses_unknown=False)
+    with pytest.raises(BadRequest, match=rf"'model' must be for one of .*, 'separation'{given}$") as caught:
+        models.choose(name, ("dense",), word="model")
+    assert caught.value.param == "model"
+
+
+def test_an_adapter_that_is_still_to_come_is_waited_for():
+    models = Models((MINILM, OF_QUERIES), refuses_unknown=False, is_complete=False)
+    assert models.choose(V3, ("dense",), purpose="query") is OF_QUERIES
+    for name, purpose in ((V3, "classification"), (f"{V3}/separation", "")):
+        with pytest.raises(Unavailable):
+            models.choose(name, ("dense",), purpose=purpose)
 
 
 def test_an_adapter_is_for_its_task_alone():

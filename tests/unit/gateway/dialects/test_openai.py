@@ -198,6 +198,12 @@ def test_models_are_listed_by_all_names_and_by_prompts_that_can_be_served(pools_
     assert [model["id"] for model in listed["data"]] == ["org/e5", "a", *with_prompts]
 
 
+def test_a_route_is_listed_by_the_prompts_of_its_own_role():
+    named = changed(PLAIN, model="leaf", task="document", prompts={"query": "q: ", "document": "", "own": "o: "})
+    listed = described("GET /v1/models", "/v1/models", named)
+    assert [model["id"] for model in listed["data"]] == ["leaf", "leaf:document", "leaf:own"]
+
+
 @pytest.mark.parametrize("is_strict", [False, True])
 @pytest.mark.parametrize(
     "name",
