@@ -563,6 +563,7 @@ _DEFAULT = replace(
     summary="Embed, compare, classify or rank texts, by what the model is for",
     fields=_with_parameters(_DEFAULT_FIELDS, ALL_OPTIONS),
     parse=zero_shot.parse_or(parse_default),
+    asks_for=zero_shot.asks_for,
     response=any_of(_VECTORS, VECTOR, list_of(_SPARSE), LABELS_OF_INPUTS, _RANKS, _PAIR_SCORES),
     needs=tuple(dict.fromkeys((*_KINDS, *rerank.NEEDS))),
     claims=(INPUTS.name, QUERY.name),
@@ -578,6 +579,7 @@ _EMBED_BY_MODEL = replace(
     summary="Embed or classify texts, where clients of Hugging Face look for it",
     fields=_with_parameters((_INPUTS_OF_HUB, MODEL), ALL_OPTIONS),
     parse=zero_shot.parse_or(partial(parse_by_kind, is_for_hub=True), is_for_hub=True),
+    asks_for=zero_shot.asks_for,
     response=any_of(_VECTORS, list_of(_SPARSE), LABELS_OF_INPUTS),
     needs=_KINDS,
 )

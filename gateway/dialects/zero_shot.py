@@ -10,11 +10,13 @@ text that is too long is cut, and its labels are kept, unless they take more tha
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from vecd.base.files import JsonMapping
 from vecd.gateway.api import fields
 from vecd.gateway.api.answer import json_response, list_of_pieces, written
-from vecd.gateway.api.fields import Field, any_of, list_of, record
+from vecd.gateway.api.fields import Field, any_of, list_of, record, value_of
 from vecd.gateway.api.operation import Call, ParsedEmbed
 from vecd.gateway.api.served import ModelInfo
 from vecd.gateway.dialects.ask import INPUT, parse_texts, resolve
@@ -25,6 +27,7 @@ from vecd.gateway.errors import BadRequest, TooManyInputs, WrongModel
 from vecd.gateway.request import Embedded, FloatRows, Pair, Response
 from vecd.shm.output import Output
 
+_INPUTS = replace(INPUT, name="inputs")
 _PLACE = "{}"
 _DEFAULT_TEMPLATE = "This example is {}."
 _LARGE_CHARS = 256 * 1024
@@ -81,6 +84,12 @@ def entailment_of(model_info: ModelInfo) -> int | None:
     return next((index for index, label in enumerate(labels) if label.lower().startswith("entail")), None)
 
 
+def asks_for(body: JsonMapping) -> tuple[str, ...]:
+    """As `Operation.asks_for`."""
+    words = (CANDIDATES.name, f"parameters.{CANDIDATES.name}")
+    return ("classify",) if any(value_of(word, body) is not None for word in words) else ()
+
+
 def parse_or(parse_other: Callable[[Call], ParsedEmbed], *, is_for_hub: bool = False) -> Callable[[Call], ParsedEmbed]:
     """Parses requests with candidate labels, and all others by `parse_other`. `is_for_hub`: as in `parse`."""
 
@@ -104,8 +113,8 @@ def parse(call: Call, *, is_for_hub: bool) -> ParsedEmbed:
             param=word,
             can=lambda info: entailment_of(info) is not None,
         )
-    value, max_inputs = wanted.get(INPUT), model_info.config.max_inputs
-    texts = parse_texts(value, wanted.word(INPUT), max_inputs)
+    value, input_word, max_inputs = wanted.get(_INPUTS), wanted.word(_INPUTS), model_info.config.max_inputs
+    texts = parse_texts(value, input_word, max_inputs)
     if len(texts) * len(labels) > max_inputs:
         raise TooManyInputs(
             f"'{word}' has {len(labels)} labels for {len(texts)} texts: at most {max_inputs} pairs of a text and a "
@@ -123,7 +132,7 @@ def parse(call: Call, *, is_for_hub: bool) -> ParsedEmbed:
         answers = (_answer(text, labels, row, is_for_hub) for text, row in zip(texts, found, strict=True))
         return json_response(200, next(answers)) if is_single else Response(200, list_of_pieces(written(answers)))
 
-    return ParsedEmbed(request, render, sum(map(len, texts)) + num_chars > _LARGE_CHARS, wanted.word(INPUT))
+    return ParsedEmbed(request, render, sum(map(len, texts)) + num_chars > _LARGE_CHARS, input_word)
 
 
 def scores_of(logits: FloatRows, num_labels: int, entailment: int, *, is_multi: bool) -> Scores:

@@ -47,6 +47,18 @@ def test_sentences_that_a_small_body_makes_of_labels_and_a_template_are_limited(
         request_of("/predict", judge, candidate_labels=labels, hypothesis_template=template + "x")
 
 
+def test_labels_of_a_request_ask_for_a_classifier_and_for_texts():
+    judge = changed(PLAIN, capabilities=("classify",), score=ScoreHead(("entailment", "no"), "softmax", "cls"))
+    for path in ("/", "/models/*", "/invocations"):
+        asks_for = DIALECT.operations[f"POST {path}"].asks_for
+        assert asks_for is not None
+        assert asks_for({"inputs": "a", "candidate_labels": ["b"]}) == ("classify",)
+        assert asks_for({"inputs": "a", "parameters": {"candidate_labels": "b"}}) == ("classify",)
+        assert asks_for({"inputs": "a", "parameters": []}) == asks_for({"inputs": "a"}) == ()
+        with pytest.raises(errors.BadRequest, match="'inputs' is required: a string or a list of strings"):
+            request_of(path, judge, inputs=None, candidate_labels=["b"])
+
+
 def test_tokens_that_have_no_room_are_refused():
     with pytest.raises(errors.WrongModel, match="768 dimensions, and there is room for the 384"):
         request_of("/embed_all", changed(E5, hidden_size=768))
