@@ -27,11 +27,11 @@ class Tensors(StoredTensors, Mapping[str, Tensor]):
             return torch.empty(tensor.shape, dtype=TYPES[tensor.kind])
         return torch.from_numpy(file.read(tensor.begin, tensor.nbytes)).view(TYPES[tensor.kind]).reshape(tensor.shape)
 
+    def __contains__(self, name: object) -> bool:  # the default reads the tensor
+        return name in self._places
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._places[name][1].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return TYPES[self._places[name][1].kind]
 
     def rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Some rows of a matrix, [rows, K]: the others are not read."""

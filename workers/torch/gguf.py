@@ -139,7 +139,7 @@ def _load(data: mmap.mmap, tensor: _Stored) -> Tensor:
         return stored.clone().view(form.made).reshape(shape)
     blocks = stored.reshape(num_blocks, form.nbytes)
     scales = blocks[:, :2].contiguous().view(torch.float16).float()
-    return (scales * blocks[:, 2:].contiguous().view(torch.int8)).to(form.made).reshape(shape)
+    return (scales * blocks[:, 2:].contiguous().view(torch.int8)).reshape(shape)
 
 
 # --- the architectures ------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ READERS = {
 
 
 class Planned(NamedTuple):
-    """A tensor that is made when it is written, and not kept."""
+    """A tensor that is made when it is written, and not kept. It may be made with more digits than `dtype` has."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -109,8 +109,8 @@ def _write(path: Path, tensors: Mapping[str, Planned]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             dtype, shape, make = tensors[name]
-            tensor = make()
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+            tensor = make().to(dtype)
+            assert tensor.shape == shape, name
             file.write(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -5,7 +5,6 @@ time. What a scheme says of activations is left out: these are computed exactly.
 integrations/finegrained_fp8.py, and the packing of AutoAWQ (gemm), AutoGPTQ and compressed-tensors.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from vecd.base.files import JsonMapping
 from vecd.model.files import Folder, ModelSettings, one_line
-from vecd.workers.torch.checkpoint import Tensors
+from vecd.workers.torch.checkpoint import TYPES, Tensors
 from vecd.workers.torch.making import Content, Planned
 
 _BITS_OF_WORD = 32
@@ -66,13 +65,13 @@ def _by_scale(checkpoint: _Checkpoint, module: str) -> _Weight:
     scale = next(name for name in (f"{module}weight_scale_inv", f"{module}weight_scale") if name in tensors)
     size = checkpoint.scheme.get("weight_block_size")
     block = size if isinstance(size, list) and len(size) == 2 and min(size) > 0 else [rows, columns]
-    of_blocks = tuple(-(-length // part) for length, part in zip(shape, block, strict=True))
-    if math.prod(tensors.shape(scale)) not in (1, rows):
-        checkpoint.has(scale, *of_blocks)
+    is_of_rows = tensors.shape(scale) in ((), (1,), (rows,), (rows, 1))
+    if not is_of_rows:
+        checkpoint.has(scale, *(-(-length // part) for length, part in zip(shape, block, strict=True)))
 
     def make() -> Tensor:
         weight, factors = tensors[f"{module}weight"].float(), tensors[scale].float()
-        if factors.numel() in (1, rows) and tuple(factors.shape) != of_blocks:
+        if is_of_rows:
             return weight * factors.reshape(-1, 1)
         factors = factors.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
         return weight * factors
@@ -127,7 +126,7 @@ def _packed(checkpoint: _Checkpoint, module: str) -> _Weight:
     tensors = checkpoint.tensors
     rows, packed = tensors.shape(f"{module}weight_packed")
     _, num_groups = tensors.shape(f"{module}weight_scale")
-    _, columns = shape = tuple(tensors[f"{module}weight_shape"].tolist())
+    _, columns = shape = tuple(map(int, tensors[f"{module}weight_shape"].tolist()))
     bits = packed * _BITS_OF_WORD // columns
     if bits not in (4, 8) or shape != (rows, packed * _BITS_OF_WORD // bits) or columns % num_groups:
         raise ValueError(f"weight_shape {shape}, {rows} × {packed} words, {num_groups} groups")
@@ -156,10 +155,6 @@ def _grouped(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> T
     return weight.T
 
 
-def _rounded(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    return make().to(dtype)
-
-
 _SCHEMES: Mapping[tuple[str, str], tuple[_Scheme, tuple[str, ...]]] = {
     ("fp8", ""): (_by_scale, ("weight_scale_inv", "weight_scale")),
     ("awq", ""): (_awq, ("qweight",)),
@@ -175,6 +170,8 @@ _CONSUMED = (
     "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale",
 )  # fmt: skip
 """Of a module whose weight is made; any other but its bias would change the weight."""
+_WORDS = ("qweight", "qzeros", "weight_packed")
+"""Of these, those that are words of int32."""
 
 
 def read(sources: Sequence[Path], options: JsonMapping) -> Content:
@@ -185,9 +182,10 @@ def read(sources: Sequence[Path], options: JsonMapping) -> Content:
     scheme = config.inner("quantization_config")
     method = str(scheme.get("quant_method"))
     key = method, str(scheme.get("format")) if method == "compressed-tensors" else ""
+    called = " ".join(key).strip()
     if key not in _SCHEMES:
         known = ", ".join(" ".join(each).strip() for each in _SCHEMES)
-        raise config.error(f"quantization_config: {' '.join(key).strip():.80} is not known; known: {known}")
+        raise config.error(f"quantization_config: {called:.80} is not known; known: {known}")
     make_weight, marks = _SCHEMES[key]
     checkpoint = _Checkpoint(config, scheme, Tensors(files))
     dtype = _TYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
@@ -195,17 +193,18 @@ def read(sources: Sequence[Path], options: JsonMapping) -> Content:
     quantized = dict.fromkeys(module for module, _, last in split.values() if last in marks)
     checkpoint.one_of("transform_config", None, None, {})
     tensors = {}
-    for name, (module, _, last) in split.items():
-        if module in quantized and last not in (*_CONSUMED, "weight", "bias"):
-            raise config.error(f"quantization_config: of {' '.join(key).strip()}, {name} is not known")
+    for name, (kind, shape, *_) in checkpoint.tensors.stored.items():
+        module, _, last = split[name]
+        is_known = last in (*_CONSUMED, "weight", "bias") if module in quantized else not kind.startswith("F8")
+        if not is_known or kind not in TYPES or (last in _WORDS and kind != "I32"):
+            raise config.error(f"quantization_config: of {called}, {name} is not known as {kind}")
         if last not in _CONSUMED and (last != "weight" or module not in quantized):
-            load = partial(checkpoint.tensors.__getitem__, name)
-            tensors[name] = Planned(checkpoint.tensors.dtype(name), checkpoint.tensors.shape(name), load)
+            tensors[name] = Planned(TYPES[kind], shape, partial(checkpoint.tensors.__getitem__, name))
     for module in quantized:
         try:
             shape, make = make_weight(checkpoint, f"{module}.")
-        except (ValueError, LookupError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, LookupError, ZeroDivisionError) as error:
             raise config.error(f"{module} is not as {method} has it: {one_line(error)}") from None
-        tensors[f"{module}.weight"] = Planned(dtype, shape, partial(_rounded, make, dtype))
+        tensors[f"{module}.weight"] = Planned(dtype, shape, make)
     settings = {name: value for name, value in config.items() if name != "quantization_config"}
     return Content(tensors, {path.name: settings})
