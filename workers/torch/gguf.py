@@ -28,7 +28,6 @@ from vecd.workers.torch.making import Content, Planned
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-_MAX_DIMS = 4
 _BLOCK = 32
 """Numbers in a block of Q8_0."""
 
@@ -107,19 +106,19 @@ def _read_file(path: Path) -> tuple[mmap.mmap, ModelSettings, dict[str, _Stored]
             for _ in range(num_values):
                 name = reader.text()
                 values[name] = reader.value(*reader.take("I"))
-            facts = []
+            facts = {}
             for _ in range(num_tensors):
                 name, (num_dims,) = reader.text(), reader.take("I")
-                if num_dims > _MAX_DIMS:
-                    raise ValueError(f"{name!r:.80} with {num_dims} dimensions")
-                facts.append((name, reader.take(f"{num_dims}Q"), *reader.take("IQ")))
+                if name in facts:
+                    raise ValueError(f"{name!r:.80} is there twice")
+                facts[name] = reader.take(f"{num_dims}Q"), *reader.take("IQ")
             alignment = operator.index(values.get("general.alignment", 32))
             start = -(-reader.place // alignment) * alignment
         except (ValueError, TypeError, LookupError, ZeroDivisionError, struct.error, RecursionError) as error:
             fault = f"is no GGUF file, or damaged: it has {size:,} bytes ({one_line(error)})"
             raise ModelError(f"{path}: {fault}") from None
     found = {}
-    for name, dims, kind, offset in facts:
+    for name, (dims, kind, offset) in facts.items():
         if kind not in _FORMS:
             other = _OTHER_FORMS.get(kind, f"number {kind}")
             raise ModelError(f"{path}: {name!r:.80} has the format {other}; vecd serves F32, F16, BF16 and Q8_0")
@@ -154,6 +153,7 @@ def _names_of(family: Family) -> dict[str, str]:
         "position_embd": encoder.positions,
         "token_embd_norm": encoder.embedding_norm,
         "output_norm": encoder.final_norm,
+        "output": "lm_head",
     }
     qkv = ("attn_q", "attn_k", "attn_v") if len(layer.qkv) == len("qkv") else ("attn_qkv",)
     norms = ("attn_output_norm", "layer_output_norm") if encoder.final_norm is None else ("attn_norm", "ffn_norm")
@@ -238,7 +238,7 @@ class _Facts:
             "hidden_act": "silu",
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "rope_parameters": self.rope,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": "output.weight" not in self.tensors,
         }
 
 
@@ -258,8 +258,6 @@ _ARCHITECTURES = MappingProxyType(
 )
 
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
-_NOT_READ = re.compile(r"output\.weight|cls\..*")
-"""The words that a decoder would write."""
 
 
 def read(sources: Sequence[Path], options: JsonMapping) -> Content:
@@ -277,7 +275,7 @@ def read(sources: Sequence[Path], options: JsonMapping) -> Content:
         config["pad_token_id"] = padding
     tensors, names = {}, _names_of(FAMILIES[architecture.model_type])
     for each, tensor in stored.items():
-        if not _NOT_READ.fullmatch(each):
+        if not each.startswith("cls."):  # the head of a classifier
             made = Planned(tensor.form.made, tensor.shape, partial(_load, data, tensor))
             tensors[_renamed(values, names, each)] = made
     if architecture.model_type == "bert" and "token_types.weight" not in stored:  # of DistilBERT

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModel
 
 from tests.support import tiny_tokenizers
 from tests.support.checkpoints import assert_same_vectors, random_batch, sequences_of
 from tests.support.gguf_files import as_stored, save_gguf, save_plain, tokens_of
+from tests.support.llm_checkpoints import save_causal
 from vecd.launch.config import made_weights
 from vecd.launch.config.plan import Plan, make_plan
 from vecd.launch.config.settings import load_settings
@@ -132,6 +134,18 @@ def test_what_the_folder_has_itself_goes_before(folder: Path, tmp_path: Path) ->
     assert plan_of(folder, tmp_path / "cache").card.pooling == ("max",)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_output_layer_of_its_own_is_not_the_table_of_words(is_tied: bool, folder: Path, tmp_path: Path) -> None:
+    plain = save_causal(tmp_path / "plain", tie_word_embeddings=is_tied)
+    path = save_gguf(plain, folder / "model.gguf", pooling=None)
+    (folder / "tokenizer.json").write_bytes((plain / "tokenizer.json").read_bytes())
+    made = Path(plan_of(path, tmp_path / "cache").card.weight_files[0])
+    found, expected = load_file(made), load_file(plain / "model.safetensors")
+    assert json.loads(made.with_name("config.json").read_text())["tie_word_embeddings"] is is_tied
+    assert len(found) == len(expected)
+    assert is_tied or torch.equal(found["lm_head.weight"], expected["lm_head.weight"])
+
+
 def test_without_a_pooling_it_is_as_any_plain_model(folder: Path, tmp_path: Path) -> None:
     save_gguf(save_plain(tmp_path / "plain", "qwen3"), folder / "model.gguf", pooling=None)
     card = plan_of(folder, tmp_path / "cache").card
@@ -226,6 +240,8 @@ def test_a_file_that_lies_about_its_length_is_refused_at_once(folder: Path, tmp_
         lambda whole: whole[: len(whole) // 4],
         lambda whole: whole[:-100],
         lambda whole: whole[:rows] + struct.pack("<Q", 0) + whole[rows + 8 :],
+        lambda whole: whole[: rows - 4] + struct.pack("<I", 2**32 - 1) + whole[rows:],
+        lambda whole: whole.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"),
     ]
     for change in changes:
         path.write_bytes(change(content))
