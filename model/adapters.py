@@ -177,8 +177,10 @@ def merges(config: ModelSettings, tensors: Mapping[str, StoredTensor], base: Map
             raise ModelError(
                 f"{path}: changes {module}.weight, which the base in {source_of(str(base_folder))} does not have"
             )
-        merge = _merge(config, module, weight, sides["A"], sides["B"])
-        _check_shapes(path, merge, tensors, base, _rank(config, module))
+        rank, alpha = _rank(config, module), _by_pattern(config, "alpha_pattern", module, "lora_alpha")
+        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        merge = Merge(weight, sides["B"], sides["A"], None, scale, config.get("fan_in_fan_out") is True)
+        _check_shapes(path, merge, tensors, base, rank)
         found[weight] = merge
     _check_targets(config, found, base)
     return {name: found.get(name) or Merge(name) for name in base}
@@ -193,12 +195,6 @@ def _weight_of(module: str, base: Mapping[str, StoredTensor]) -> str | None:
             return shorter
     longer = [each for each in base if each.endswith(f".{name}")]
     return longer[0] if len(longer) == 1 else None
-
-
-def _merge(config: ModelSettings, module: str, weight: str, a: str, b: str) -> Merge:
-    rank, alpha = _rank(config, module), _by_pattern(config, "alpha_pattern", module, "lora_alpha")
-    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    return Merge(weight, b, a, None, scale, config.get("fan_in_fan_out") is True)
 
 
 def _rank(config: ModelSettings, module: str) -> int:

@@ -60,15 +60,16 @@ def weights_in(folder: Path, suffix: str) -> list[Path]:
 
 def check_named(folder: Path, file: str) -> None:
     """Raises ModelError unless `file`, which --file names, is weights in the model's folder; "": none is named."""
-    if file and not (_is_named_right(file) and (folder / file).is_file()):
-        there = (path for pattern in ("*.onnx", "onnx/*.onnx", "*.gguf") for path in folder.glob(pattern))
-        names = ", ".join(sorted(path.relative_to(folder).as_posix() for path in there)) or "there are none"
-        raise ModelError(f"{folder}: --file {file!r:.80} given, and must be one of the .onnx and .gguf files: {names}")
-
-
-def _is_named_right(file: str) -> bool:
     path = PurePath(file)
-    return path.suffix in (".onnx", ".gguf") and not path.is_absolute() and ".." not in path.parts
+    is_named_right = path.suffix in (".onnx", ".gguf") and not path.is_absolute() and ".." not in path.parts
+    if file and not (is_named_right and (folder / file).is_file()):
+        there = (path for pattern in ("*.onnx", "onnx/*.onnx", "*.gguf") for path in folder.glob(pattern))
+        raise ModelError(f"{folder}: {why_not_named(file, [path.relative_to(folder).as_posix() for path in there])}")
+
+
+def why_not_named(file: str, there: Iterable[str]) -> str:
+    names = ", ".join(sorted(there)) or "there are none"
+    return f"--file {file!r:.80} given, and must be one of the .onnx and .gguf files: {names}"
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from vecd.base.files import JsonObject
 from vecd.base.programs import NEEDS_TORCH, has_torch
 from vecd.model.card import ModelError, one_line
-from vecd.model.files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS, in_order
+from vecd.model.files import EXPORT, MODEL_FILES, PICKLED_HEADS, PICKLED_WEIGHTS, in_order, why_not_named
 from vecd.model.steps import folders_without_safetensors
 from vecd.shm.job import Report
 
@@ -75,7 +75,10 @@ def _fetch(model: str, revision: str | None, file: str) -> Path:
         return [str(part.relative_to(folder) / form) for part in parts]
 
     if file:  # GGUF has the place of safetensors, and an export is compared with them
-        return download(file, *_data_of(file), unwanted=["model*.safetensors"] if file.endswith(".gguf") else ())
+        folder = download(file, *_data_of(file), unwanted=["model*.safetensors"] if file.endswith(".gguf") else ())
+        if not (folder / file).is_file():
+            raise ModelError(why_not_named(file, in_order(_list_files(model, revision, folder))))
+        return folder
     folder = download(unwanted=_EXPORTS)
     if has_torch() and (pickles := lacking(PICKLED_WEIGHTS)):
         download(*pickles, unwanted=_EXPORTS)

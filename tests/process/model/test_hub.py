@@ -141,8 +141,11 @@ def test_of_several_exports_one_is_fetched(flags, served, fetched, connect, tmp_
         for _ in range(2):
             assert Path(plan_of("org/model", tmp_path / "cache", *flags).card.export_file).name == served
         assert sorted(path for path in stand_in.fetched if "onnx" in path) == [f"onnx/{name}" for name in fetched]
-        with pytest.raises(ModelError, match=r"--file 'onnx/model_q8.onnx' given, and must be one of the .onnx and"):
+        with pytest.raises(ModelError) as error:
             plan_of("org/model", tmp_path / "cache", "--file", "onnx/model_q8.onnx")
+        there = "onnx/model_fp16.onnx, onnx/model_q4.onnx, onnx/model_quantized.onnx"
+        why = "--file 'onnx/model_q8.onnx' given, and must be one of the .onnx and .gguf files"
+        assert str(error.value) == f"org/model: {why}: {there}"
 
 
 def test_of_several_files_of_gguf_one_is_fetched(connect, tmp_path, monkeypatch):
