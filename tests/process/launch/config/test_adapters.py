@@ -29,6 +29,7 @@ from vecd.model.steps import read_modules
 from vecd.workers.batch import PackedBatch
 from vecd.workers.parity import vectors_of
 from vecd.workers.select import build
+from vecd.workers.torch.linear import type_between_layers
 from vecd.workers.torch.making import make_all
 
 IDS = np.array([2, 45, 7, 119, 63, 8, 8, 31, 3], np.int32)
@@ -77,6 +78,8 @@ def assert_equal(plan: Plan, reference: RowsOf, path: str = "lean") -> None:
     expected = [reference(IDS[:length].astype(np.int64), 0) for length in LENGTHS]
     for ours, theirs in zip(rows_of(plan, path, "float32"), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    if type_between_layers("bfloat16") is None:
+        return  # no linear kernels for it here
     for ours, theirs in zip(rows_of(plan, "fused", "bfloat16"), expected, strict=True):
         assert ours @ theirs >= 0.998 * np.linalg.norm(ours)
 
