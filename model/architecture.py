@@ -246,7 +246,8 @@ def _translate_jina_bert(config: JsonMapping) -> JsonObject:
 
 # jina-embeddings-v2-small-en, -base-en, -de, -es and -zh, jina-colbert-v1-en, jina-reranker-v1: a bias that falls with
 # the distance (ALiBi), and a gate. Source: modeling_bert.py of jinaai/jina-bert-implementation. An absent
-# position_embedding_type is "absolute" there. transformers 5.23 has no class for it.
+# position_embedding_type is "absolute" there. -es has its own copy of that code, jina-bert-v2-qk-devlin-norm-1e-2, with
+# norms of queries and keys. transformers 5.23 has no class for it.
 _JINA_BERT = _Port(
     always={
         "position_embedding_type": ("absolute", "alibi"),

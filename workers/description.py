@@ -51,6 +51,8 @@ def describe(card: ModelCard, names: Collection[str]) -> EncoderSpec:
     if family.has_slopes:
         # A window that hides no token: what is cut out of a band for each piece of a text is the bias, too.
         layers = tuple(replace(layer, window=card.max_tokens) for layer in layers)
+    if config["model_type"] == "jina_bert" and f"{layers[0].query_norm}.weight" not in names:
+        layers = tuple(replace(layer, query_norm=None, key_norm=None) for layer in layers)
     found = _named(
         encoder,
         prefix,

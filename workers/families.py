@@ -370,7 +370,14 @@ _JINA_V3 = Family(
 _JINA_BERT = Family(
     prefixes=("", "bert."),
     encoder=EncoderSpec(positions=None, has_all_biases=False, is_gated=True),
-    layer=LayerSpec(up=("mlp.gated_layers",), down="mlp.wo", norm="mlp.layernorm"),
+    layer=LayerSpec(
+        # If the weights have them: jina-embeddings-v2-base-es, whose code is in jina-bert-v2-qk-devlin-norm-1e-2.
+        query_norm="attention.self.layer_norm_q",
+        key_norm="attention.self.layer_norm_k",
+        up=("mlp.gated_layers",),
+        down="mlp.wo",
+        norm="mlp.layernorm",
+    ),
     has_slopes=True,
     has_class=False,
 )

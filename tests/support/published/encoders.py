@@ -174,10 +174,13 @@ def _mean(hidden: Callable[[Tensor], Tensor], *, is_normalized: bool) -> RowsOf:
 # --- Jina's BERT ------------------------------------------------------------------------------------------------
 
 
-def _save_jina_bert(folder: Path, *, kind: str, num_heads: int, width: int, gate: str, is_code: bool = False) -> None:
+_OF_CODE = "jina-bert-v2-qk-post-norm"
+
+
+def _save_jina_bert(folder: Path, *, kind: str, num_heads: int, width: int, gate: str, code: str) -> None:
     max_tokens = _MAX_TOKENS
     num_words, inner, num_layers = _save_tokenizer(folder, kind, max_tokens), 2 * width, 3
-    code = "jina-bert-v2-qk-post-norm" if is_code else "jina-bert-implementation"
+    is_code = code == _OF_CODE
     config = {
         "_name_or_path": f"jinaai/{code}",
         "model_max_length": max_tokens,
@@ -228,13 +231,14 @@ def _save_jina_bert(folder: Path, *, kind: str, num_heads: int, width: int, gate
             shapes[f"{at}mlp.up_gated_layer.weight"] = (2 * inner, width)
             shapes |= _linears(at, ("mlp.down_layer", width, inner))
             shapes |= _norms(at, width, "layer_norm_1", "layer_norm_2")
-            shapes |= _norms(f"{at}attention.self.", width, "layer_norm_q", "layer_norm_k")
         else:
             shapes[f"{at}mlp.gated_layers.weight"] = (2 * inner, width)
             shapes |= _linears(at, ("mlp.wo", width, inner))
             shapes |= _norms(at, width, "mlp.layernorm")
+        if "-qk-" in code:
+            shapes |= _norms(f"{at}attention.self.", width, "layer_norm_q", "layer_norm_k")
     _save_weights(folder, shapes)
-    _save_modules(folder, width, max_tokens, *(("Normalize",) if is_code else ()))
+    _save_modules(folder, width, max_tokens, *(("Normalize",) if "-qk-" in code else ()))
 
 
 def alibi_slopes_as_published(num_heads: int) -> list[float]:
@@ -266,7 +270,7 @@ def jina_bert_hidden(folder: Path) -> Callable[[Tensor], Tensor]:
             layer = model.below(f"encoder.layer.{index}.")
             own = layer.below("attention.self.")
             query, key, value = (own.linear(name, x) for name in ("query", "key", "value"))
-            if "qk-post-norm" in config["_name_or_path"]:
+            if "-qk-" in config["_name_or_path"]:
                 query, key = own.norm("layer_norm_q", query), own.norm("layer_norm_k", key)
             attended = _softmax_of(_heads(query, num_heads), _heads(key, num_heads), _heads(value, num_heads), bias)
             attended = layer.norm("attention.output.LayerNorm", layer.linear("attention.output.dense", attended) + x)
@@ -284,11 +288,12 @@ def jina_bert_hidden(folder: Path) -> Callable[[Tensor], Tensor]:
     return hidden
 
 
-def _jina(name: str, kind: str, num_heads: int, width: int, gate: str = "geglu") -> Layout:
-    is_code = name.endswith("code")
-    save = partial(_save_jina_bert, kind=kind, num_heads=num_heads, width=width, gate=gate, is_code=is_code)
-    family = "jina_bert_code" if is_code else "jina_bert"
-    return Layout(name, save, lambda folder: _mean(jina_bert_hidden(folder), is_normalized=is_code), family)
+def _jina(
+    name: str, kind: str, num_heads: int, width: int, gate: str = "geglu", code: str = "jina-bert-implementation"
+) -> Layout:
+    save = partial(_save_jina_bert, kind=kind, num_heads=num_heads, width=width, gate=gate, code=code)
+    family = "jina_bert_code" if code == _OF_CODE else "jina_bert"
+    return Layout(name, save, lambda folder: _mean(jina_bert_hidden(folder), is_normalized="-qk-" in code), family)
 
 
 # --- XLM-RoBERTa with merged weights ----------------------------------------------------------------------------
@@ -660,9 +665,9 @@ LAYOUTS = (
     _jina("jinaai/jina-embeddings-v2-base-en", "bert", 6, 72),
     _jina("jinaai/jina-embeddings-v2-small-en", "bert", 4, 64),
     _jina("jinaai/jina-embeddings-v2-base-de", "roberta", 12, 96),
-    _jina("jinaai/jina-embeddings-v2-base-es", "roberta", 6, 72, "reglu"),
-    _jina("jinaai/jina-embeddings-v2-base-zh", "roberta", 4, 64),
-    _jina("jinaai/jina-embeddings-v2-base-code", "roberta", 6, 72),
+    _jina("jinaai/jina-embeddings-v2-base-es", "roberta", 6, 72, code="jina-bert-v2-qk-devlin-norm-1e-2"),
+    _jina("jinaai/jina-embeddings-v2-base-zh", "roberta", 4, 64, "reglu"),
+    _jina("jinaai/jina-embeddings-v2-base-code", "roberta", 6, 72, code=_OF_CODE),
     Layout(
         "nomic-ai/nomic-embed-text-v2-moe",
         _save_nomic_moe,
