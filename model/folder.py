@@ -351,8 +351,8 @@ class ModelFolder(Folder):
         any other class: beside a tokenizer.json, transformers' own do not read `add_eos_token`."""
         config = self.optional(self.place, "tokenizer_config.json")
         code, end = config.inner("auto_map").get("AutoTokenizer"), config.get("eos_token")
-        is_own = isinstance(code, list) and "tokenization_qwen.Qwen2TokenizerFast" in code
-        if not is_own or not config.get("add_eos_token", True):
+        # Its name alone, or behind a repository's and "--", as transformers saves a model that it loaded from a hub.
+        if "tokenization_qwen.Qwen2TokenizerFast" not in str(code) or not config.get("add_eos_token", True):
             return ""
         end = end.get("content") if isinstance(end, dict) else end
         if not isinstance(end, str) or not end:

@@ -535,6 +535,8 @@ _QWEN_CLASSES = ["tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2Tok
         ({"add_eos_token": True}, ""),
         ({"add_eos_token": True, "auto_map": {"AutoTokenizer": ["a.B", "a.C"]}}, ""),
         ({"add_eos_token": True, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}}, "<e>"),
+        # As transformers saves a model that it loaded from a hub.
+        ({"auto_map": {"AutoTokenizer": [None, f"Alibaba-NLP/gte--{_QWEN_CLASSES[1]}"]}}, "<e>"),
         ({"eos_token": {"content": "<f>"}, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}}, "<f>"),
         ({"add_eos_token": False, "auto_map": {"AutoTokenizer": _QWEN_CLASSES}}, ""),
     ],
