@@ -6,7 +6,7 @@ because a similar model gives wrong vectors without an error. Never runs or read
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,8 @@ def native_config(config: JsonMapping) -> JsonObject | None:
         return None
     key = (model_type, str(wanted).rpartition(".")[2])
     port = _PORTS.get(key)
+    if port is _QWEN2 and "modeling_qwen." in str(wanted):
+        port = _GTE_QWEN2
     if port is _JINA_BERT and _NORMALIZED_QUERIES in f"{wanted} {config.get('_name_or_path')}":
         port = _JINA_BERT_CODE
     if port is None:
@@ -318,12 +320,15 @@ def _without_code(config: JsonMapping) -> JsonObject:
     return {name: value for name, value in config.items() if name != "auto_map"}
 
 
-# gte-Qwen2-1.5B-instruct and 7B, and what was made of them with the same modeling_qwen.py: stella_en_1.5B_v5,
-# inf-retriever-v1; KaLM-embedding v2. Files of this class that do not state `is_causal` may be of either kind.
+# KaLM-embedding v2. Files of this class that do not state `is_causal` may be of either kind.
 _QWEN2 = _Port(
     always={"is_causal": (True, False), "use_sliding_window": (False, False)},
     translate=partial(_both_ways, model_type="qwen2"),
 )
+
+# gte-Qwen2-1.5B-instruct and 7B, and what was made of them with the same modeling_qwen.py: stella_en_1.5B_v5,
+# inf-retriever-v1. Its Qwen2Model.forward has is_causal=False where nothing is stated, as stella's config.json does.
+_GTE_QWEN2 = replace(_QWEN2, always={**_QWEN2.always, "is_causal": (False, False)})
 
 # llama-embed-nemotron-8b, llama-nemotron-embed-1b-v2, llama-nemotron-rerank-1b-v2. Source: LlamaBidirectionalModel of
 # NVIDIA's NeMo: LlamaModel with a mask of the padding alone. `temperature` is the classifier's.

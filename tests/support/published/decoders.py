@@ -275,6 +275,7 @@ _QWEN_TOKENIZER = {
 _GTE_QWEN2: dict[str, Any] = {"family": "qwen2", "sizes": _QWEN2, "tokenizer": tiny_tokenizers.qwen}
 _GTE_QWEN2 |= {"published": {"architectures": ["Qwen2ForCausalLM"], **_QWEN_CODE}, "tokenizer_config": _QWEN_TOKENIZER}
 _GTE_QWEN2 |= {"prefix": "model.", "others": {"lm_head.weight": (8, 64)}}
+_STELLA_CODE = {name: value for name, value in _GTE_QWEN2["published"].items() if name != "is_causal"}
 _TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 _INF: dict[str, Any] = {
     **_GTE_QWEN2,
@@ -365,7 +366,7 @@ LAYOUTS = (
         "NovaSearch/stella_en_1.5B_v5",
         partial(
             save,
-            **_GTE_QWEN2,
+            **{**_GTE_QWEN2, "published": _STELLA_CODE},
             modules=[
                 _pooling("mean_tokens"),
                 (

@@ -233,6 +233,7 @@ GTE: dict[str, Any] = {
 }
 
 QWEN2 = {**CONFIG, "model_type": "qwen2", "is_causal": False, "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}
+QWEN2_UNSTATED = {key: value for key, value in QWEN2.items() if key != "is_causal"}
 NEMOTRON = {**CONFIG, "model_type": "llama_bidirec", "auto_map": {"AutoModel": "m.LlamaBidirectionalModel"}}
 VOYAGE = {**CONFIG, "model_type": "qwen3", "auto_map": {"AutoModel": "m.Qwen3BidirectionalModel"}, "num_labels": 48}
 PPLX = {**CONFIG, "model_type": "bidirectional_pplx_qwen3", "auto_map": {"AutoModel": "modeling.PPLXQwen3Model"}}
@@ -251,6 +252,7 @@ EUROBERT = {**CONFIG, "model_type": "eurobert", "auto_map": {"AutoModel": "model
             8192,
         ),
         (QWEN2, "qwen2", 100, 64),
+        (QWEN2_UNSTATED, "qwen2", 100, 64),
         (NEMOTRON, "llama", 100, 64),
         (PPLX, "qwen3", 100, 64),
         (EUROBERT, "eurobert", 100, 64),
@@ -442,10 +444,10 @@ def test_broken_json(folder: Folder, name: str, content: str) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        # Without a word of it, this class may hide later tokens or not.
         ({**QWEN2, "is_causal": True}, "is_causal is True"),
         ({**QWEN2, "use_sliding_window": True}, "use_sliding_window is True"),
-        ({key: value for key, value in QWEN2.items() if key != "is_causal"}, "is_causal is True"),
+        # Without a word of it, this class of other code may hide later tokens or not.
+        ({**QWEN2_UNSTATED, "auto_map": {"AutoModel": "modeling.Qwen2Model"}}, "is_causal is True"),
         ({**QWEN2, "model_type": "mistral", "auto_map": {"AutoModel": "m.MistralModel"}}, "an argument of this code"),
         ({**NEMOTRON, "pooling": "last"}, "pooling is 'last'"),
         ({**VOYAGE, "num_labels": None}, "num_labels is missing"),
