@@ -278,6 +278,8 @@ class _Vocabulary:
 _POOLING = "SpladePooling"
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
 _STATIC = "SparseStaticEmbedding"
+_SPLADE_CODE = "splade.Qwen3ForCausalLM"
+"""The code of splade-code-06B: transformers' class, whose tokens see later ones by `is_causal: false` alone."""
 _SPARSE_KINDS = frozenset({_POOLING, "MLMTransformer", _STATIC, "SparseAutoEncoder"})
 _NUM_LOGS = {"relu": 1, "log1p_relu": 2}
 
@@ -307,7 +309,9 @@ class Sparse:
         else:
             task, head = _plain(folder)
         config, weights = folder.config, weight_files(folder.weights_folder)
-        if config["model_type"] in CAUSAL_SPARSE and (code := config.inner("auto_map").get("AutoModelForMaskedLM")):
+        code = str(config.inner("auto_map").get("AutoModelForMaskedLM", ""))
+        is_own = code.rpartition("--")[2] == _SPLADE_CODE and config.get("is_causal") is False
+        if config["model_type"] in CAUSAL_SPARSE and code and not is_own:
             raise config.error(f"asks for Python code from the model's repository to be run (auto_map: {code})")
         sentence_bert = folder.sentence_bert("fill-mask", task)
         names = {name for file in weights for name in stored_tensors(file)}

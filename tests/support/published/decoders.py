@@ -222,16 +222,18 @@ def reranker(folder: Path) -> RowsOf:
 
 
 def splade(folder: Path) -> RowsOf:
-    """transformers' own class for the next word."""
+    """transformers' own class for the next word, with a mask that hides none."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.pop("architectures")
+    for name in _SPLADE_CODE:
+        config.pop(name)
     model = _model(config.pop("model_type"), config, MODEL_FOR_CAUSAL_LM_MAPPING)
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     model.tie_weights()
 
     def weights(ids: NDArray[np.int64], border: int) -> NDArray[np.float32]:
         with torch.inference_mode():
-            logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+            mask = torch.zeros(1, 1, len(ids), len(ids))
+            logits = model(input_ids=torch.from_numpy(ids)[None], attention_mask=mask).logits[0]
         return torch.log1p(torch.relu(logits)).amax(0).numpy()
 
     return weights
@@ -310,6 +312,11 @@ _RERANK_CODE = {
     "id2label": {"0": "LABEL_0"},
     "label2id": {"LABEL_0": 0},
     "temperature": 0.5,
+}
+_SPLADE_CODE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "splade.Splade", "AutoModelForMaskedLM": "splade.Qwen3ForCausalLM"},
+    "is_causal": False,
 }
 _VOYAGE_CODE = {
     "architectures": ["Qwen3BidirectionalModel"],
@@ -496,7 +503,7 @@ LAYOUTS = (
             save,
             family="qwen3",
             sizes={**_QWEN3, "tie_word_embeddings": True},
-            published={"architectures": ["Qwen3ForCausalLM"]},
+            published=_SPLADE_CODE,
             tokenizer=tiny_tokenizers.qwen,
             first=_SPARSE + "MLMTransformer",
             modules=[

@@ -202,10 +202,10 @@ def test_a_causal_head_is_the_output_layer(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert _decoder_of(tmp_path) == "lm_head"
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    changed = {**config, "auto_map": {"AutoModelForMaskedLM": "splade.Qwen3ForMaskedLM"}}
-    (tmp_path / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(ModelError, match="asks for Python code"):
-        read_card(tmp_path)
+    for changes in ({"auto_map": {"AutoModelForMaskedLM": "splade.Qwen3ForMaskedLM"}}, {"is_causal": True}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(ModelError, match="asks for Python code"):
+            read_card(tmp_path)
 
 
 def _decoder_of(folder: Path) -> str:
