@@ -38,6 +38,8 @@ class Shape:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Those that are not the class's own defaults."""
     pooling: str = "mean"
+    model: str = ""
+    """Name of the class of the model, where the settings' own has more than an encoder."""
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -59,6 +61,26 @@ SHAPES: Mapping[str, Shape] = {
             **_TOKEN_IDS,
         },
         pooling="lasttoken",
+    ),
+    "t5-base": Shape(
+        "T5Config", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}, model="T5EncoderModel"
+    ),
+    "deberta-v3-base": Shape(
+        "DebertaV2Config",
+        {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "type_vocab_size": 0,
+            "layer_norm_eps": 1e-7,
+            "relative_attention": True,
+            "position_buckets": 256,
+            "position_biased_input": False,
+            "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+        },
     ),
 }
 
@@ -97,7 +119,8 @@ def make_checkpoint(shape: Shape, folder: Path) -> None:
     config = getattr(transformers, shape.config)(vocab_size=vocab_size, **shape.settings)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     auto_model: Any = transformers.AutoModel
-    auto_model.from_config(config, dtype=torch.float32).save_pretrained(unfinished)
+    model = getattr(transformers, shape.model)(config) if shape.model else auto_model.from_config(config)
+    model.float().save_pretrained(unfinished)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(bundled / name, unfinished / name)
     for path, content in _layout(config.hidden_size, shape.pooling).items():

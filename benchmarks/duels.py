@@ -106,7 +106,8 @@ class Duels:
     ) -> dict[str, list[float]]:
         """vecd's speed ÷ each peer's, of each round."""
         passes = {name: contender.run for name, contender in contenders.items()}
-        if work.name == "mixed" and contest.linear_dtype and config.model_type in FUSED_FAMILIES:
+        has_flop = config.model_type in FUSED_FAMILIES and hasattr(config, "intermediate_size")  # T5 calls it d_ff
+        if work.name == "mixed" and contest.linear_dtype and has_flop:
             passes[_LINEAR] = linear_pass(contest.linear_dtype)
         neighbours = Neighbours()
         seconds = take_turns(passes, self.num_rounds, self.turn_s, self.clock)

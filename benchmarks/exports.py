@@ -39,7 +39,11 @@ class _PooledModel(torch.nn.Module):
         if others or pooling not in _POOLINGS or any(step.kind != "normalize" for step in card.steps):
             raise NotExportable("peers are exported with mean, cls or lasttoken pooling and a normalization alone")
         self._pooling = pooling
-        self._model: Any = AutoModel.from_pretrained(card.weights_folder, attn_implementation=attention).eval()
+        try:
+            model: Any = AutoModel.from_pretrained(card.weights_folder, attn_implementation=attention).eval()
+        except ValueError:
+            raise NotExportable(f"its class in transformers has no attention {attention!r}") from None
+        self._model = model.encoder if hasattr(model, "decoder") else model
         self._model.config.use_cache = False
         self._has_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
 
