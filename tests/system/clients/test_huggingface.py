@@ -1,6 +1,7 @@
 """Hugging Face's clients of text-embeddings-inference, in Python and in JavaScript, against the real model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support.clients.corpus import KEY, QUERY, TEXTS
 from tests.support.clients.driving import Client, ClientError, running_client
+from tests.support.shared_servers import shared_server
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +96,35 @@ def test_token_classification(python, token_classifier, path, strategy):
 @pytest.mark.parametrize("path", ["", "/models/any"])
 def test_zero_shot_classification_is_refused(python, request, kind, path):
     url = request.getfixturevalue(kind).url + path
-    error = python.refusal("zero_shot_classification", url=url, text=QUERY, labels=["a", "b"])
+    error = python.refusal("zero_shot_classification", url=url, text=QUERY, labels=["a", "b"], options={})
     assert "HfHubHTTPError" in error.classes
     assert "POST /v1/classify with 'labels'" in error.message
+
+
+@pytest.fixture(scope="module")
+def entailment() -> Path:
+    """The folder of a model whose labels tell entailment from its opposite."""
+    from tests.support.published import folder_of, layouts  # imports torch, which the tests of no other client need
+
+    [layout] = [each for each in layouts() if each.name == "MoritzLaurer/ModernBERT-base-zeroshot-v2.0"]
+    return folder_of(layout)
+
+
+@pytest.mark.parametrize("path", ["/models/any", "/pipeline/zero-shot-classification/any"])
+def test_zero_shot_classification(python, entailment, path):
+    from transformers import pipeline
+
+    server = shared_server("--dtype", "float32", "--workers", "1", str(entailment))
+    reference = pipeline("zero-shot-classification", model=str(entailment))
+    text, labels = "w9 w10 w11", ["w5", "w6 w7", "w8"]
+    for options in ({}, {"multi_label": True, "hypothesis_template": "w20 {} w21"}):
+        given = python.call(
+            "zero_shot_classification", url=server.url + path, text=text, labels=labels, options=options
+        )
+        expected = reference(text, labels, **options)
+        assert [label for label, _ in given] == expected["labels"]
+        assert [score for _, score in given] == pytest.approx(expected["scores"], abs=1e-5)
+        assert len({round(score, 4) for _, score in given}) == len(labels)
 
 
 @pytest.mark.parametrize("path", ["", "/embed"])

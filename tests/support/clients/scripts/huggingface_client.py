@@ -26,8 +26,11 @@ def token_classification(url: str, text: str, options: dict[str, Any]) -> list[d
     return [dict(item) for item in InferenceClient(url).token_classification(text, **options)]
 
 
-def zero_shot_classification(url: str, text: str, labels: list[str]) -> list[str]:
-    return [item.label for item in InferenceClient(url).zero_shot_classification(text, labels)]
+def zero_shot_classification(
+    url: str, text: str, labels: list[str], options: dict[str, Any]
+) -> list[tuple[str, float]]:
+    found = InferenceClient(url).zero_shot_classification(text, labels, **options)
+    return [(item.label, item.score) for item in found]
 
 
 serve(
