@@ -41,9 +41,9 @@ class _PooledModel(torch.nn.Module):
         self._pooling = pooling
         try:
             model: Any = AutoModel.from_pretrained(card.weights_folder, attn_implementation=attention).eval()
-        except ValueError:
-            raise NotExportable(f"its class in transformers has no attention {attention!r}") from None
-        self._model = model.encoder if hasattr(model, "decoder") else model
+        except ValueError as error:  # the class has not this attention; the rest of the message is advice
+            raise NotExportable(str(error).partition(".")[0]) from None
+        self._model = model.encoder if hasattr(model, "decoder") else model  # of T5, the half that embeds
         self._model.config.use_cache = False
         self._has_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
 

@@ -327,7 +327,8 @@ _QWEN2 = _Port(
 )
 
 # gte-Qwen2-1.5B-instruct and 7B, and what was made of them with the same modeling_qwen.py: stella_en_1.5B_v5,
-# inf-retriever-v1. Its Qwen2Model.forward has is_causal=False where nothing is stated, as stella's config.json does.
+# inf-retriever-v1. Its Qwen2Model.forward has is_causal=False where nothing is stated, as in stella's config.json, by
+# its length of 844 bytes.
 _GTE_QWEN2 = replace(_QWEN2, always={**_QWEN2.always, "is_causal": (False, False)})
 
 # llama-embed-nemotron-8b, llama-nemotron-embed-1b-v2, llama-nemotron-rerank-1b-v2. Source: LlamaBidirectionalModel of

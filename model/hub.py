@@ -75,10 +75,10 @@ def _fetch(model: str, revision: str | None, file: str) -> Path:
         return [str(part.relative_to(folder) / form) for part in parts]
 
     if file:  # GGUF has the place of safetensors, and an export is compared with them
-        folder = download(file, *_data_of(file), unwanted=["model*.safetensors"] if file.endswith(".gguf") else ())
+        folder = download(file, *_data_of(file), unwanted=["model*.safetensors"])
         if not (folder / file).is_file():
             raise ModelError(why_not_named(file, in_order(_list_files(model, revision, folder))))
-        return folder
+        return folder if file.endswith(".gguf") else download(file)
     folder = download(unwanted=_EXPORTS)
     if has_torch() and (pickles := lacking(PICKLED_WEIGHTS)):
         download(*pickles, unwanted=_EXPORTS)

@@ -165,6 +165,9 @@ def test_of_several_files_of_gguf_one_is_fetched(connect, tmp_path, monkeypatch)
     with Hub(both=tmp_path / "model") as stand_in:
         connect(stand_in)
         plan_of("org/both", tmp_path / "cache", "--file", "bge-q8_0.gguf")
+        for wrong in ("bge-q8.gguf", "onnx/model.onnx"):
+            with pytest.raises(ModelError, match="and must be one of"):
+                plan_of("org/both", tmp_path / "cache", "--file", wrong)
         assert "model.safetensors" not in stand_in.fetched
 
 

@@ -1,7 +1,7 @@
 """Hugging Face's clients of text-embeddings-inference, in Python and in JavaScript, against the real model."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -22,6 +22,17 @@ def python() -> Iterator[Client]:
 def javascript() -> Iterator[Client]:
     with running_client("node", "huggingface_client") as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    """transformers' own, of a model whose labels tell entailment from its opposite."""
+    import transformers
+
+    from tests.support.published import folder_of, layouts  # imports torch, which the tests of no other client need
+
+    [layout] = [each for each in layouts() if each.name == "MoritzLaurer/ModernBERT-base-zeroshot-v2.0"]
+    return transformers.pipeline("zero-shot-classification", model=str(folder_of(layout)))
 
 
 @pytest.mark.parametrize("path", ["", "/", "/embed"])
@@ -101,30 +112,16 @@ def test_zero_shot_classification_is_refused(python, request, kind, path):
     assert "POST /v1/classify with 'labels'" in error.message
 
 
-@pytest.fixture(scope="module")
-def entailment() -> Path:
-    """The folder of a model whose labels tell entailment from its opposite."""
-    from tests.support.published import folder_of, layouts  # imports torch, which the tests of no other client need
-
-    [layout] = [each for each in layouts() if each.name == "MoritzLaurer/ModernBERT-base-zeroshot-v2.0"]
-    return folder_of(layout)
-
-
 @pytest.mark.parametrize("path", ["/models/any", "/pipeline/zero-shot-classification/any"])
-def test_zero_shot_classification(python, entailment, path):
-    from transformers import pipeline
-
-    server = shared_server("--dtype", "float32", "--workers", "1", str(entailment))
-    reference = pipeline("zero-shot-classification", model=str(entailment))
+@pytest.mark.parametrize("options", [{}, {"multi_label": True, "hypothesis_template": "w20 {} w21"}])
+def test_zero_shot_classification(python, pipeline, path, options):
+    url = shared_server("--dtype", "float32", "--workers", "1", pipeline.model.name_or_path).url + path
     text, labels = "w9 w10 w11", ["w5", "w6 w7", "w8"]
-    for options in ({}, {"multi_label": True, "hypothesis_template": "w20 {} w21"}):
-        given = python.call(
-            "zero_shot_classification", url=server.url + path, text=text, labels=labels, options=options
-        )
-        expected = reference(text, labels, **options)
-        assert [label for label, _ in given] == expected["labels"]
-        assert [score for _, score in given] == pytest.approx(expected["scores"], abs=1e-5)
-        assert len({round(score, 4) for _, score in given}) == len(labels)
+    given = python.call("zero_shot_classification", url=url, text=text, labels=labels, options=options)
+    expected = pipeline(text, labels, **options)
+    assert [label for label, _ in given] == expected["labels"]
+    assert [score for _, score in given] == pytest.approx(expected["scores"], abs=1e-5)
+    assert len({round(score, 4) for _, score in given}) == len(labels)
 
 
 @pytest.mark.parametrize("path", ["", "/embed"])
